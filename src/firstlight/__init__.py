@@ -1,0 +1,88 @@
+"""firstlight: from raw text to your own language model.
+
+    import firstlight
+
+    tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
+    firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
+    firstlight.train("recipe.yaml")
+    print(firstlight.evaluate("runs/recipe").bits_per_byte)
+    print(firstlight.generate("runs/recipe", "Once upon a time").text)
+
+Names are imported when they are first used: `import firstlight` itself is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from firstlight.data.prepare import prepare
+    from firstlight.data.shards import TokenDataset
+    from firstlight.errors import FirstlightError
+    from firstlight.evaluation.perplexity import Evaluation, evaluate
+    from firstlight.generation.engine import Generation, GenerationStream, generate, load
+    from firstlight.generation.sampling import SamplingConfig
+    from firstlight.huggingface import LoadedModel
+    from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
+    from firstlight.training.config import Recipe, load_recipe
+    from firstlight.training.loop import TrainResult, train
+    from firstlight.training.report import draw_report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Evaluation",
+    "FirstlightError",
+    "Generation",
+    "GenerationStream",
+    "LoadedModel",
+    "Recipe",
+    "SamplingConfig",
+    "TextStream",
+    "TokenDataset",
+    "Tokenizer",
+    "TrainResult",
+    "draw_report",
+    "evaluate",
+    "generate",
+    "load",
+    "load_recipe",
+    "prepare",
+    "train",
+    "train_tokenizer",
+]
+
+_HOMES = {
+    "Evaluation": "evaluation.perplexity",
+    "FirstlightError": "errors",
+    "Generation": "generation.engine",
+    "GenerationStream": "generation.engine",
+    "LoadedModel": "huggingface",
+    "Recipe": "training.config",
+    "SamplingConfig": "generation.sampling",
+    "TextStream": "tokenizer",
+    "TokenDataset": "data.shards",
+    "Tokenizer": "tokenizer",
+    "TrainResult": "training.loop",
+    "draw_report": "training.report",
+    "evaluate": "evaluation.perplexity",
+    "generate": "generation.engine",
+    "load": "generation.engine",
+    "load_recipe": "training.config",
+    "prepare": "data.prepare",
+    "train": "training.loop",
+    "train_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'firstlight' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"firstlight.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

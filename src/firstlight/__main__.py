@@ -1,0 +1,8 @@
+"""`python -m firstlight` is `firstlight`."""
+
+import sys
+
+from firstlight.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

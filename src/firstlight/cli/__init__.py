@@ -1,0 +1,1 @@
+"""The command line: one small file a verb; torch is imported by the verbs that need it."""

@@ -1,0 +1,61 @@
+"""`firstlight generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import click
+
+from firstlight.cli.output import with_json, write_out
+from firstlight.console import say
+
+
+@click.command("generate")
+@click.argument("checkpoint")
+@click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
+@click.option("--max-new-tokens", type=int, default=128, show_default=True)
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--seed", type=int, help="The same seed gives the same text.")
+@click.option("--device", default="auto", show_default=True)
+@with_json
+def generate_command(
+    checkpoint: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    device: str,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Continue a text. The prompt and its continuation go to stdout, as they are made.
+
+    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    """
+    from firstlight.generation.engine import GenerationStream, load
+    from firstlight.generation.sampling import SamplingConfig
+    from firstlight.hardware import find_hardware
+
+    config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    loaded = load(checkpoint, find_hardware(device).device)
+    stream = GenerationStream(loaded, prompt, config)
+    pieces = iter(stream)
+    if not as_json:
+        first = next(pieces, "")
+        write_out(prompt + first)
+    for piece in pieces:
+        if not as_json:
+            write_out(piece)
+    result = stream.result
+    assert result is not None
+    if not as_json and sys.stdout.isatty():
+        write_out("\n")
+    limit = loaded.model.config.max_position_embeddings
+    if result.prompt_tokens + len(result.token_ids) == limit:
+        say(f"the model's context of {limit} tokens is full")
+    return dataclasses.asdict(result)

@@ -1,0 +1,92 @@
+"""The entry point: `firstlight VERB ...`. Every error for people is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from firstlight.cli.eval import eval_command
+from firstlight.cli.generate import generate_command
+from firstlight.cli.info import info_command
+from firstlight.cli.output import write_out
+from firstlight.cli.prepare import prepare_command
+from firstlight.cli.tokenizer import tokenizer_group
+from firstlight.cli.train import train_command
+from firstlight.errors import FirstlightError, describe_os_error
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with: firstlight tokenizer train, prepare, train, eval, generate.",
+)
+@click.version_option(package_name="firstlight")
+def firstlight() -> None:
+    """From raw text to your own language model."""
+
+
+for command in (
+    tokenizer_group,
+    prepare_command,
+    train_command,
+    eval_command,
+    generate_command,
+    info_command,
+):
+    firstlight.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    0 done; 1 an error; 2 a recipe or option that can't be meant; 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # Threads that wait for work spin by default. When another program computes on the same
+    # cores, that makes every parallel region wait for a time slice: steps 70 times slower were
+    # seen. It has to be said before torch starts its threads.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    as_json = "--json" in arguments
+    try:
+        firstlight.main(arguments, prog_name="firstlight", standalone_mode=False)
+    except FirstlightError as error:
+        return _fail(str(error), type(error).__name__, error.exit_code, as_json)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _fail(error.format_message(), "UsageError", 2, as_json)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", "Interrupted", 130, as_json)
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); say nothing, also not while closing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(describe_os_error(error), "StorageError", 1, as_json)
+    except MemoryError:
+        return _fail("out of memory: lower batch.micro_batch_size", "MemoryError", 1, as_json)
+    except RuntimeError as error:
+        # torch's out-of-memory errors; torch itself may not be imported here.
+        if "out of memory" not in str(error).lower():
+            raise
+        return _fail("out of memory: lower batch.micro_batch_size", "MemoryError", 1, as_json)
+    return 0
+
+
+def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
+    """Print an error as one line, and with --json as the one object on stdout."""
+    message = " ".join(message.split())
+    print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201
+    if as_json:
+        write_out(json.dumps({"error": {"type": kind, "message": message}}) + "\n")
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What all verbs share: the --json switch, and results for people and for programs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec
+
+import click
+
+from firstlight.console import say
+
+P = ParamSpec("P")
+
+
+def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
+    """Add --json to a verb: what the function returns is printed as one JSON object on stdout.
+
+    The function gets `as_json`, and says what people read on stderr, with or without it.
+    """
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+    @functools.wraps(verb)
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        result = verb(*args, **kwargs)
+        if kwargs["as_json"]:
+            write_out(json.dumps(result, ensure_ascii=False) + "\n")
+
+    return command
+
+
+def write_out(text: str) -> None:
+    """Write text to stdout as it is, in UTF-8 whatever the terminal says of itself."""
+    sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
+    sys.stdout.buffer.flush()
+
+
+def say_rows(rows: Iterable[tuple[str, object]]) -> None:
+    """Say (name, value) pairs, aligned."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        say(f"{name:<{width}}  {value}")
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

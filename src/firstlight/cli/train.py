@@ -1,0 +1,106 @@
+"""`firstlight train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from firstlight.cli.output import say_rows, with_json
+from firstlight.errors import ConfigError
+
+
+class _TrainCommand(click.Command):
+    """Lists the recipe's keys in its help, which needs torch and is done only then."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from firstlight.training.config import recipe_fields
+
+        with formatter.section("Recipe keys (each also an option: --section.key VALUE)"):
+            rows = []
+            for section, kind, key in recipe_fields():
+                field = kind.model_fields[key]
+                default = "required" if field.is_required() else repr(field.default)
+                family = f" [{kind.__name__}]" if section == "model" else ""
+                rows.append((f"{section}.{key}", f"{default}{family}"))
+            formatter.write_dl(rows)
+
+
+@click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
+@click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
+)
+@click.option("--resume", is_flag=True, help="Go on from the run's newest complete checkpoint.")
+@click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
+@with_json
+def train_command(
+    arguments: tuple[str, ...], resume: bool, init_from: str | None, as_json: bool
+) -> dict[str, Any]:
+    """Train a model as a recipe says.
+
+    Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
+    """
+    path, overrides = split_arguments(arguments)
+    from firstlight.training.config import load_recipe
+    from firstlight.training.loop import train
+    from firstlight.training.report import REPORT_NAME
+
+    result = train(load_recipe(path, overrides), resume=resume, init_from=init_from, progress=True)
+    rows: list[tuple[str, object]] = [
+        ("checkpoint", result.checkpoint),
+        ("report", result.run_folder / REPORT_NAME),
+        ("steps", f"{result.step:,}"),
+        ("tokens seen", f"{result.tokens_seen:,}"),
+    ]
+    if result.evaluation is not None:
+        rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
+    say_rows(rows)
+    return {
+        "run_folder": str(result.run_folder),
+        "checkpoint": str(result.checkpoint),
+        "step": result.step,
+        "tokens_seen": result.tokens_seen,
+        "train/loss": result.train_loss,
+        "evaluation": dataclasses.asdict(result.evaluation) if result.evaluation else None,
+    }
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The recipe's path, and the (section.key, value) pairs.
+
+    `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
+
+    Raises:
+        ConfigError: no recipe, more than one, or an option that is not one.
+    """
+    paths: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("-") or argument == "-":
+            paths.append(argument)
+            continue
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or "." not in name:
+            raise ConfigError(_unknown_option(argument, name))
+        if not equals:
+            has_value = bool(waiting) and not waiting[0].startswith("--")
+            value = waiting.pop(0) if has_value else "true"
+        overrides.append((name, value))
+    if len(paths) != 1:
+        problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
+        raise ConfigError(f"{problem}; use: firstlight train RECIPE.yaml [--section.key VALUE]...")
+    return paths[0], overrides
+
+
+def _unknown_option(argument: str, name: str) -> str:
+    from firstlight.errors import nearest
+    from firstlight.training.config import known_keys
+
+    options = ["resume", "init-from", "json", *known_keys()]
+    same_key = [key for key in known_keys() if key.split(".")[1] == name.replace("-", "_")]
+    hint = f" (did you mean '--{same_key[0]}'?)" if same_key else nearest(name, options)
+    return f"unknown option {argument}{hint}"

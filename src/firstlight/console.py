@@ -1,0 +1,39 @@
+"""What people see while something runs: messages and progress bars, always on stderr.
+
+stdout belongs to results: generated text, or the one JSON object of `--json`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+
+def console() -> Console:
+    """A console on stderr as it is now (tests and notebooks replace it)."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def say(message: str) -> None:
+    """Print one line for people. `message` is plain text: nothing in it is markup."""
+    print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
+    """A progress bar on stderr: description, bar, per cent, `columns`, time left.
+
+    It shows itself on terminals only; in logs its place is taken by what the caller says.
+    """
+    target = console()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        *columns,
+        TimeRemainingColumn(),
+        console=target,
+        disable=not shown or not target.is_terminal,
+        transient=False,
+    )

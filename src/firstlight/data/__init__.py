@@ -1,0 +1,1 @@
+"""Corpora: sources of text, preparation into token shards, rows, and the training loader."""

@@ -1,0 +1,305 @@
+"""Where text comes from: files, folders, globs, the standard library, Hugging Face datasets.
+
+A *document* is one text file, one line of a JSONL file or one row of a table. Whatever
+can't be read as a document comes out as a `Rejected`, with the file, the line and the
+reason, so that documents in = documents out + rejected.
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from firstlight.errors import InputError, MissingDependencyError, describe_os_error, nearest
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
+SUFFIXES = (
+    *(
+        suffix + compression
+        for suffix in (*TEXT_SUFFIXES, ".jsonl")
+        for compression in COMPRESSIONS
+    ),
+    ".parquet",
+)
+
+#: Folders that hold no text of a person's corpus.
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+#: Parts of the standard library's folder that are left out of the default corpus.
+_STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, and where it came from (`line` is 1 for whole files)."""
+
+    text: str
+    origin: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """One document that was not read: `reason` is one of `REASONS`, `detail` is for people."""
+
+    origin: str
+    line: int
+    reason: str
+    detail: str
+
+
+REASONS = {
+    "bad_utf8": "not valid UTF-8",
+    "broken_json": "not a valid JSON line",
+    "no_text": "no text in the text field",
+    "empty": "nothing but white space",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one dataset, to read documents from."""
+
+    name: str
+    path: Path | None = None
+    dataset: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk; 0 for datasets."""
+        return self.path.stat().st_size if self.path is not None else 0
+
+
+def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
+    """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
+
+    An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
+    (`**` crosses folders), the word `stdlib` (the source of the running Python's standard
+    library without its tests) or `hf:NAME[:CONFIG]`.
+
+    Raises:
+        InputError: an input does not exist, matches nothing, or is of an unknown kind.
+    """
+    if not inputs:
+        raise InputError("no input given: name files, folders, globs, `stdlib` or `hf:NAME`")
+    sources: dict[str, Source] = {}
+    for item in inputs:
+        for source in _resolve(str(item)):
+            key = str(source.path.resolve()) if source.path is not None else source.name
+            sources.setdefault(key, source)
+    return list(sources.values())
+
+
+def _resolve(item: str) -> list[Source]:
+    if item == "stdlib" and not Path(item).exists():
+        return _standard_library()
+    if item.startswith("hf:"):
+        if not item[3:]:
+            raise InputError("hf: needs a dataset's name, for instance hf:roneneldan/TinyStories")
+        return [Source(name=item, dataset=item[3:])]
+    path = Path(item).expanduser()
+    if path.is_dir():
+        found = sorted(_files_under(path), key=lambda file: file.relative_to(path).as_posix())
+        if not found:
+            raise InputError(f"folder {item} holds no text files ({', '.join(_main_suffixes())})")
+        return [Source(name=str(file), path=file) for file in found]
+    if path.is_file():
+        if not path.name.lower().endswith(SUFFIXES):
+            raise InputError(
+                f"{item} is of an unknown kind: known are {', '.join(_main_suffixes())}"
+            )
+        return [Source(name=item, path=path)]
+    if path.exists():
+        raise InputError(f"{item} is neither a file nor a folder")
+    if any(character in item for character in "*?["):
+        names = sorted(glob.glob(str(path), recursive=True))
+        files = [Path(name) for name in names if os.path.isfile(name)]
+        files = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+        if not files:
+            raise InputError(f"{item} matches no text files ({', '.join(_main_suffixes())})")
+        return [Source(name=str(file), path=file) for file in files]
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
+
+
+def _main_suffixes() -> list[str]:
+    return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", ".parquet"]
+
+
+def _files_under(folder: Path) -> Iterator[Path]:
+    def unreadable(error: OSError) -> None:
+        raise InputError(f"folder {folder} can't be read: {describe_os_error(error)}")
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
+        for name in names:
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(root) / name
+
+
+def _standard_library() -> list[Source]:
+    """The .py files of the running interpreter's standard library, tests left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in _STDLIB_LEFT_OUT | _SKIPPED_FOLDERS]
+        files += [Path(folder) / name for name in names if name.endswith(".py")]
+    if not files:
+        raise InputError(f"the standard library's source is not installed at {root}")
+    files.sort(key=lambda file: file.relative_to(root).as_posix())
+    return [Source(name=f"stdlib/{file.relative_to(root).as_posix()}", path=file) for file in files]
+
+
+def read_documents(
+    sources: Sequence[Source], text_key: str = "text"
+) -> Iterator[Document | Rejected]:
+    """Every document of the sources, in order.
+
+    Args:
+        text_key: the field of JSONL lines, Parquet columns and datasets that holds the text.
+
+    Raises:
+        InputError: a file as a whole can't be read (permissions, damaged compression).
+    """
+    for source in sources:
+        if source.dataset is not None:
+            yield from _read_dataset(source, text_key)
+            continue
+        assert source.path is not None
+        try:
+            if source.path.name.lower().endswith(".parquet"):
+                yield from _read_parquet(source.path, source.name, text_key)
+                continue
+            with _open(source.path) as file:
+                if ".jsonl" in Path(source.path.name.lower()).suffixes:
+                    yield from _read_jsonl(file, source.name, text_key)
+                else:
+                    yield _read_text(file.read(), source.name)
+        except OSError as error:
+            raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
+        except (EOFError, zlib.error) as error:
+            raise InputError(f"{source.name} is damaged: {error}") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    match path.suffix.lower():
+        case ".gz":
+            return cast(IO[bytes], gzip.open(path, "rb"))
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".zst":
+            zstandard = _optional("zstandard", f"reading {path}")
+            raw = open(path, "rb")  # noqa: SIM115 - closed by the reader around it
+            reader = zstandard.ZstdDecompressor().stream_reader(
+                raw, read_across_frames=True, closefd=True
+            )
+            return cast(IO[bytes], io.BufferedReader(reader))
+    return open(path, "rb")
+
+
+def _optional(package: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingDependencyError(package, "data", purpose) from None
+
+
+def _accept(text: object, origin: str, line: int) -> Document | Rejected:
+    """A document, or why it is none."""
+    if not isinstance(text, str):
+        return Rejected(origin, line, "no_text", f"the text is {type(text).__name__}, not a string")
+    if not text.strip():
+        return Rejected(origin, line, "empty", REASONS["empty"])
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return Rejected(origin, line, "bad_utf8", f"lone surrogate at character {error.start}")
+    return Document(text, origin, line)
+
+
+def _read_text(content: bytes, origin: str) -> Document | Rejected:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        detail = f"byte 0x{content[error.start]:02x} is not UTF-8 (convert it with iconv)"
+        return Rejected(origin, line, "bad_utf8", detail)
+    return _accept(text, origin, 1)
+
+
+def _read_jsonl(file: IO[bytes], origin: str, text_key: str) -> Iterator[Document | Rejected]:
+    for number, raw in enumerate(file, start=1):
+        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if not line.strip():
+            yield Rejected(origin, number, "empty", "blank line")
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield Rejected(
+                origin, number, "bad_utf8", f"byte 0x{line[error.start]:02x} is not UTF-8"
+            )
+            continue
+        except (ValueError, RecursionError) as error:
+            yield Rejected(origin, number, "broken_json", str(error))
+            continue
+        yield _from_record(record, origin, number, text_key)
+
+
+def _from_record(record: object, origin: str, line: int, text_key: str) -> Document | Rejected:
+    if not isinstance(record, dict):
+        return Rejected(origin, line, "no_text", f"not an object with a '{text_key}' field")
+    if text_key not in record:
+        fields = ", ".join(map(str, list(record)[:8])) or "none"
+        return Rejected(origin, line, "no_text", f"no field '{text_key}' (fields: {fields})")
+    return _accept(record[text_key], origin, line)
+
+
+def _read_parquet(path: Path, origin: str, text_key: str) -> Iterator[Document | Rejected]:
+    parquet = _optional("pyarrow.parquet", f"reading {path}")
+    arrow = _optional("pyarrow", f"reading {path}")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_key not in names:
+                raise InputError(
+                    f"{origin} has no column '{text_key}' (columns: {', '.join(names)}): "
+                    "name the one with the text with --text-key"
+                )
+            row = 0
+            for batch in file.iter_batches(columns=[text_key]):
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        yield Rejected(origin, row, "bad_utf8", str(error))
+                        continue
+                    yield _accept(text, origin, row)
+    except arrow.ArrowException as error:
+        raise InputError(f"{origin} is not a readable Parquet file: {error}") from error
+
+
+def _read_dataset(source: Source, text_key: str) -> Iterator[Document | Rejected]:
+    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`."""
+    assert source.dataset is not None
+    datasets = _optional("datasets", f"reading {source.name}")
+    name, _, config = source.dataset.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
+        for number, record in enumerate(rows, start=1):
+            yield _from_record(record, source.name, number, text_key)
+    except (OSError, ValueError, RuntimeError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"dataset {source.name} can't be read: {first_line}") from error

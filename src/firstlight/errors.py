@@ -1,0 +1,96 @@
+"""Every error that firstlight raises for a person to read.
+
+Each message says what is wrong, where, and what to do about it. The command line
+prints it as one line and exits with `exit_code`; nothing half-written is left behind.
+
+    FirstlightError            anything below; a ValueError
+    ├── InputError             a path or an input text that is missing or unreadable
+    ├── ConfigError            a recipe or an option that can't be meant
+    ├── TokenizerError         tokenizer files that are damaged or don't fit
+    ├── DataError              token shards that are damaged, empty or don't fit the model
+    ├── ModelError             a model folder whose weights or config.json can't be used
+    ├── CheckpointError        a run folder or checkpoint that can't be resumed from
+    ├── StorageError           the disk: full, read-only, not permitted
+    ├── TrainingError          a run that can't go on (for instance: a loss that is not a number)
+    └── MissingDependencyError an optional package that is not installed
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from collections.abc import Iterable
+
+
+class FirstlightError(ValueError):
+    """Base class of all errors that are meant for people."""
+
+    exit_code = 1
+
+
+class InputError(FirstlightError):
+    """A path that does not exist, can't be read, or holds nothing usable."""
+
+
+class ConfigError(FirstlightError):
+    """A recipe, an option or a combination of them that can't be meant."""
+
+    exit_code = 2
+
+
+class TokenizerError(FirstlightError):
+    """Tokenizer files that are missing, damaged or of an unknown kind."""
+
+
+class DataError(FirstlightError):
+    """Token shards that are missing, damaged, empty, too short or of another tokenizer."""
+
+
+class ModelError(FirstlightError):
+    """A model folder whose config.json or weights can't be used."""
+
+
+class CheckpointError(FirstlightError):
+    """A run folder or checkpoint that can't be used or would be overwritten."""
+
+
+class StorageError(FirstlightError):
+    """A write that the operating system refused."""
+
+
+class TrainingError(FirstlightError):
+    """A run that can't go on; the last good checkpoint is untouched."""
+
+
+class MissingDependencyError(FirstlightError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package '{package}': pip install 'firstlight[{extra}]'"
+        )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""`."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def describe_os_error(error: OSError) -> str:
+    """One line for a person: what the operating system refused, where, what to do.
+
+    Full disks get their own words, since they are what interrupts a long job most often.
+    """
+    where = f" at {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full{where}: free some space or choose another folder"
+    if error.errno == errno.EFBIG:
+        return (
+            f"the file size limit was reached{where}: raise it (ulimit -f) or choose another disk"
+        )
+    if error.errno == errno.EROFS:
+        return f"the file system is read-only{where}: choose another folder"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"permission denied{where}: choose a folder that you may write to"
+    return f"{error.strerror or error}{where}"

@@ -1,0 +1,1 @@
+"""Generation: sampling and the engine that runs a model token by token."""

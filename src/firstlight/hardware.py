@@ -1,0 +1,156 @@
+"""What the machine can do: device, number formats, peak rates, memory.
+
+Nothing is guessed silently: a GPU that is not in the table, like every CPU, has its matrix
+rate measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from firstlight.errors import ConfigError
+
+#: Dense bf16 matrix FLOP/s by a part of the device's name, from the makers' data sheets
+#: (without sparsity). The first match counts.
+_BF16_PEAK_FLOPS = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A10", 125e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what is known of it.
+
+    Attributes:
+        device: where tensors go.
+        name: the maker's name of it.
+        memory_bytes: memory of the device (of the machine, for CPUs).
+        bf16: whether bf16 matrix products run in hardware.
+    """
+
+    device: torch.device
+    name: str
+    memory_bytes: int
+    bf16: bool
+
+
+def find_hardware(device: str = "auto") -> Hardware:
+    """Look at the device to run on: a CUDA GPU if there is one, else the CPU.
+
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+
+    Raises:
+        ConfigError: the device is unknown or not present.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"run.device '{device}' is unknown: use auto, cpu, cuda or mps") from None
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"run.device '{device}' is not present on this machine")
+        properties = torch.cuda.get_device_properties(chosen)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Hardware(chosen, properties.name, properties.total_memory, bf16)
+    memory = psutil.virtual_memory().total
+    if chosen.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("run.device 'mps' is not present on this machine")
+        return Hardware(chosen, "Apple GPU", memory, bf16=False)
+    if chosen.type != "cpu":
+        raise ConfigError(f"run.device '{device}' is not supported: use auto, cpu, cuda or mps")
+    return Hardware(chosen, _cpu_name(), memory, bf16=bool(_cpu_flags() & _BF16_CPU_FLAGS))
+
+
+_BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
+
+
+@functools.cache
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _cpu_field(*names: str) -> str:
+    for line in _cpu_info().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in names:
+            return value.strip()
+    return ""
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_field("flags", "Features").split())
+
+
+def _cpu_name() -> str:
+    return _cpu_field("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Matrix-product FLOP/s that `device` can reach with `dtype`: the base of MFU.
+
+    bf16 on a GPU in the table: the data sheet's figure. Everything else is measured here, as
+    the best of several large products, which takes a fraction of a second.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, flops in _BF16_PEAK_FLOPS:
+            if part in name:
+                return flops
+    return measured_matmul_flops(device, dtype)
+
+
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate (FLOP/s) of a square matrix product over a few tries."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    best = 0.0
+    for attempt in range(6):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        if attempt:  # the first call also builds kernels
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on a GPU, resident for the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,269 @@
+"""GPT-2: LayerNorm, learned positions, multi-head attention, GELU.
+
+Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
+`GPT2LMHeadModel`, so import and export are the identity. In recipes the config keys carry
+the names that all families share (`hidden_size`); `config.json` has GPT-2's own (`n_embd`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from firstlight.errors import ModelError
+from firstlight.models.cache import KVCache
+from firstlight.models.ops import attention, cross_entropy_sum
+
+#: our name -> the name in Hugging Face's config.json
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_epsilon": "layer_norm_epsilon",
+    "embd_pdrop": "embd_pdrop",
+    "attn_pdrop": "attn_pdrop",
+    "resid_pdrop": "resid_pdrop",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+
+
+class GPT2Config(BaseModel):
+    """Shape of a GPT-2 model. `vocab_size` 0 takes the tokenizer's; `intermediate_size` left
+    out is 4 hidden_size. Dropout is off unless asked for, as is usual for pretraining today."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model_type: Literal["gpt2"] = "gpt2"
+    vocab_size: int = Field(0, ge=0)
+    hidden_size: int = Field(768, gt=0)
+    intermediate_size: int = Field(0, ge=0)
+    num_hidden_layers: int = Field(12, gt=0)
+    num_attention_heads: int = Field(12, gt=0)
+    max_position_embeddings: int = Field(1024, gt=0)
+    layer_norm_epsilon: float = Field(1e-5, gt=0)
+    embd_pdrop: float = Field(0.0, ge=0, lt=1)
+    attn_pdrop: float = Field(0.0, ge=0, lt=1)
+    resid_pdrop: float = Field(0.0, ge=0, lt=1)
+    tie_word_embeddings: bool = True
+    initializer_range: float = Field(0.02, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("hidden_size", 768), int):
+            inner = values.get("intermediate_size") or 4 * values.get("hidden_size", 768)
+            return {**values, "intermediate_size": inner}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> GPT2Config:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        return self
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> GPT2Config:
+        """From a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: it asks for something that would change the outputs and isn't built.
+        """
+        if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise ModelError(
+                f"activation_function '{config['activation_function']}' is not supported: "
+                "only 'gelu_new' is"
+            )
+        if not config.get("scale_attn_weights", True) or config.get(
+            "scale_attn_by_inverse_layer_idx"
+        ):
+            raise ModelError(
+                "attention without 1/sqrt(head size) or scaled by layer is not supported"
+            )
+        known = {
+            ours: config[theirs]
+            for ours, theirs in _HF_NAMES.items()
+            if config.get(theirs) is not None
+        }
+        defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
+        return cls(**{**defaults, **known})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{theirs: getattr(self, ours) for ours, theirs in _HF_NAMES.items()},
+            "n_ctx": self.max_position_embeddings,
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+        }
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Every query head has its own keys and values."""
+        return self.num_attention_heads
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored [in, out], as in OpenAI's release."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        C = config.hidden_size
+        self.layer, self.heads, self.dropout = layer, config.num_attention_heads, config.attn_pdrop
+        self.c_attn = Conv1D(C, 3 * C)
+        self.c_proj = Conv1D(C, C)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x_BTC: Tensor, cache: KVCache | None) -> Tensor:
+        B, T, C = x_BTC.shape
+        qkv = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
+        q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv.unbind(2))
+        if cache is not None:
+            k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
+        y_BHTD = attention(q_BHTD, k_BHSD, v_BHSD, dropout=self.dropout if self.training else 0.0)
+        y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
+        return self.resid_dropout(y_BTC)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Two layers with GELU (tanh form) between."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
+        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor, cache: KVCache | None) -> Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), cache)
+        return x_BTC + self.mlp(self.ln_2(x_BTC))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Embeddings, layers and final norm: what Hugging Face calls `transformer`."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+
+
+class GPT2(nn.Module):
+    """A GPT-2 language model.
+
+    Its parameters are not initialised: call `init_weights()` or load some.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.finish_loading()
+
+    def finish_loading(self) -> None:
+        """Tie the head to the embedding where the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """As OpenAI's: Normal(0, initializer_range), the projections that write into the
+        residual stream scaled by 1/sqrt(2 layers), biases zero, norms one."""
+        std = self.config.initializer_range
+        residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                is_residual = name.endswith("c_proj.weight")
+                parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)
+
+    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
+        """An empty key-value cache on the model's device."""
+        return KVCache(
+            self.config.num_hidden_layers,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=self.transformer.wte.weight.device,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Logits [B, T, V] of the next token; with `labels` [B, T], the summed loss instead.
+
+        Args:
+            input_ids: int64 [B, T].
+            labels: the token after each input token, or -100 to leave it out of the loss.
+            cache: keys and values of the tokens before these; the new ones are added.
+            logits_to_keep: only the last so many positions' logits; 0 for all.
+        """
+        start = cache.length if cache is not None else 0
+        T = input_ids.shape[1]
+        positions_T = torch.arange(start, start + T, device=input_ids.device)
+        x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions_T)
+        x_BTC = self.transformer.drop(x_BTC)
+        for layer in self.transformer.h:
+            x_BTC = layer(x_BTC, cache)
+        if cache is not None:
+            cache.length += T
+        x_BTC = self.transformer.ln_f(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
+        logits_BTV: Tensor = self.lm_head(x_BTC)
+        return logits_BTV if labels is None else cross_entropy_sum(logits_BTV, labels)

@@ -1,0 +1,1 @@
+"""Training: the recipe, the step, the loop, metrics and the report."""

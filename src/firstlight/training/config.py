@@ -1,0 +1,359 @@
+"""Recipes: everything that decides a run, in one YAML file of strict sections.
+
+Precedence: defaults < file < `--section.key value`. Every mistake is reported at once, with
+the nearest real name; the resolved recipe is saved with the run and in each checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from firstlight.efficiency import EfficiencyConfig
+from firstlight.errors import ConfigError, describe_os_error, nearest
+from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.optim.optimizer import OptimizerConfig
+from firstlight.optim.schedule import ScheduleConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RunConfig(_Section):
+    """The `run` section.
+
+    dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
+    seed: decides the initial weights, the order of the rows and dropout.
+    device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
+    """
+
+    dir: str | None = None
+    seed: int = Field(1337, ge=0)
+    device: str = "auto"
+
+
+class DataConfig(_Section):
+    """The `data` section.
+
+    dir: a folder that `firstlight prepare` wrote.
+    seq_len: tokens a training row; null is the model's max_position_embeddings.
+    verify: compare the shards with their sha256 before the first step.
+    """
+
+    dir: str
+    seq_len: int | None = Field(None, gt=0)
+    verify: bool = True
+
+
+class BatchConfig(_Section):
+    """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows.
+
+    micro_batch_size: rows a forward pass.
+    gradient_accumulation_steps: forward passes a step.
+    global_batch_tokens: tokens a step; decides the accumulation instead of it.
+    """
+
+    micro_batch_size: int = Field(8, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    global_batch_tokens: int | None = Field(None, gt=0)
+
+    def accumulation(self, seq_len: int) -> int:
+        """Forward passes an optimizer step.
+
+        Raises:
+            ConfigError: global_batch_tokens does not come out even.
+        """
+        if self.global_batch_tokens is None:
+            return self.gradient_accumulation_steps or 1
+        micro_tokens = self.micro_batch_size * seq_len
+        steps, rest = divmod(self.global_batch_tokens, micro_tokens)
+        if rest:
+            raise ConfigError(
+                f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
+                f"micro_batch_size x seq_len = {micro_tokens}: "
+                f"take {max(steps, 1) * micro_tokens} or {(steps + 1) * micro_tokens}"
+            )
+        if self.gradient_accumulation_steps not in (None, steps):
+            raise ConfigError(
+                f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
+                f"global_batch_tokens (which makes it {steps}) disagree: leave one out"
+            )
+        return steps
+
+
+class EvaluationConfig(_Section):
+    """The `evaluation` section.
+
+    every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
+    max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
+    sample_prompts: texts to be continued at each evaluation.
+    sample_tokens, temperature: length of the samples and how they are drawn.
+    """
+
+    every_steps: int = Field(200, ge=0)
+    max_rows: int = Field(256, ge=0)
+    sample_prompts: list[str] = [""]
+    sample_tokens: int = Field(64, ge=1)
+    temperature: float = Field(0.8, ge=0)
+
+
+class CheckpointConfig(_Section):
+    """The `checkpoint` section. One is always written at the end.
+
+    every_steps: a checkpoint after every so many steps; 0 is at the end only.
+    keep_last: how many are kept.
+    """
+
+    every_steps: int = Field(200, ge=0)
+    keep_last: int = Field(2, ge=1)
+
+
+class Recipe(_Section):
+    """A whole run. `model` may be left out when weights are given to start from."""
+
+    run: RunConfig = RunConfig()
+    model: Annotated[GPT2Config | LlamaConfig, Field(discriminator="model_type")] | None = None
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    efficiency: EfficiencyConfig = EfficiencyConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        schedule = self.schedule
+        if (
+            schedule.max_steps
+            and schedule.warmup_steps
+            and schedule.warmup_steps > schedule.max_steps
+        ):
+            raise ValueError(
+                f"schedule.warmup_steps {schedule.warmup_steps} is more than "
+                f"max_steps {schedule.max_steps}"
+            )
+        return self
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML's safe loader, which also reads 3e-4 as a number and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.MarkedYAMLError(
+                problem=f"key '{twice[0]}' is given twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+    """Read a recipe file and apply `section.key` overrides (values as YAML text).
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or keys or values are wrong: all of
+            them in one message.
+    """
+    path = Path(path)
+    if not path.exists():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"recipe {path} does not exist{nearest(path.name, siblings)}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"recipe {path} can't be read: {describe_os_error(error)}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {_one_line(error)}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe {path} must consist of sections such as `data:` and `model:`")
+    for name, text in overrides:
+        _override(values, name, text)
+    recipe = parse_recipe(values, str(path))
+    if recipe.run.dir is None:
+        run = recipe.run.model_copy(update={"dir": str(Path("runs") / path.stem)})
+        recipe = recipe.model_copy(update={"run": run})
+    return recipe
+
+
+def parse_recipe(values: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """Validate nested values as a recipe.
+
+    Raises:
+        ConfigError: keys or values are wrong: all of them in one message.
+    """
+    model = values.get("model")
+    if isinstance(model, Mapping):
+        # A resolved recipe of --init-from may leave the family out; "llama" is the default one.
+        values = {**values, "model": {"model_type": "llama", **model}}
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe(entry) for entry in error.errors()]
+        raise ConfigError(f"{where}: {'; '.join(problems)}") from None
+
+
+def _override(values: dict[str, Any], name: str, text: str) -> None:
+    """Set `section.key` (or `section.key.inner`) to a value given as text."""
+    *sections, key = name.split(".")
+    if not sections:
+        raise ConfigError(f"option --{name} is unknown{nearest(name, known_keys())}")
+    place = values
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if inner is None:
+            inner = place[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"option --{name}: {section} is not a section")
+        place = inner
+    if _takes_text(name) and text not in ("null", "~"):
+        place[key] = text
+        return
+    try:
+        place[key] = yaml.load(text, _RecipeLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(
+            f"option --{name}: '{text}' is not a valid value: {_one_line(error)}"
+        ) from error
+
+
+def _takes_text(name: str) -> bool:
+    """Whether a key holds a string, so that `--data.dir 2024` is a folder and not a number."""
+    section: type[BaseModel] = Recipe
+    *sections, key = name.split(".")
+    for part in sections:
+        inner = (
+            _section_types(section.model_fields[part].annotation)
+            if part in section.model_fields
+            else []
+        )
+        if not inner:
+            return False
+        section = inner[0]
+    field = section.model_fields.get(key)
+    return field is not None and field.annotation in (str, str | None)
+
+
+def _section_types(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes that a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return [kind for part in typing.get_args(annotation) for kind in _section_types(part)]
+    return []
+
+
+def known_keys() -> list[str]:
+    """Every `section.key` there is."""
+    return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
+
+
+def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
+    """(section, its class, key) of everything a recipe can hold, in order."""
+    for section, field in Recipe.model_fields.items():
+        for kind in _section_types(field.annotation):
+            for key in kind.model_fields:
+                yield section, kind, key
+
+
+#: What other programs call our keys.
+_OTHER_NAMES = {
+    "n_embd": "hidden_size",
+    "dim": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "block_size": "max_position_embeddings",
+    "max_seq_length": "seq_len",
+    "batch_size": "micro_batch_size",
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "grad_clip": "max_grad_norm",
+    "out_dir": "dir",
+    "path": "dir",
+}
+
+
+def _describe(entry: Any) -> str:
+    """One validation error for a person."""
+    location, owners = _locate([str(part) for part in entry["loc"]])
+    name = ".".join(location)
+    kind = entry["type"]
+    if kind == "extra_forbidden":
+        known = sorted({key for owner in owners for key in owner.model_fields})
+        return f"unknown key {name}{_suggest(location[-1], known)}"
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "union_tag_invalid":
+        context = {key: str(value).replace("'", "") for key, value in entry["ctx"].items()}
+        hint = nearest(context["tag"], context["expected_tags"].split(", "))
+        return (
+            f"{name}.{context['discriminator']} '{context['tag']}' is unknown{hint} "
+            f"(known: {context['expected_tags']})"
+        )
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name} must be a section with keys of its own, not {entry['input']!r}"
+    message = entry["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if kind == "value_error":
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message} (given: {entry['input']!r})"
+
+
+def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """A key's location without the union tags that pydantic puts in, and the section's classes."""
+    names: list[str] = []
+    owners: list[type[BaseModel]] = [Recipe]
+    for position, part in enumerate(location):
+        fields = [owner.model_fields[part] for owner in owners if part in owner.model_fields]
+        tagged = [owner for owner in owners if part in _tags(owner)]
+        if not fields and tagged:
+            owners = tagged
+            continue
+        names.append(part)
+        if fields and position < len(location) - 1:
+            owners = [kind for field in fields for kind in _section_types(field.annotation)]
+    return names, owners
+
+
+def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
+    """The values that mark this class in a union: ("llama",) for LlamaConfig."""
+    for field in section.model_fields.values():
+        if typing.get_origin(field.annotation) is typing.Literal:
+            return typing.get_args(field.annotation)
+    return ()
+
+
+def _suggest(key: str, known: Sequence[str]) -> str:
+    """Which key was most likely meant: of this section, or the same name in another."""
+    other = _OTHER_NAMES.get(key, key)
+    if other in known:
+        return f" (did you mean '{other}'?)"
+    hint = nearest(key, known)
+    if hint:
+        return hint
+    elsewhere = [name for name in known_keys() if name.split(".")[1] == other]
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,67 @@
+"""What a person sees of a run: a live bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.progress import TextColumn
+
+from firstlight.console import progress_bar, say
+
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+class TrainingProgress:
+    """Shows steps, loss, tokens/s, memory and the time left.
+
+    Args:
+        max_steps: steps of the whole run.
+        start_step: where it begins.
+        shown: False shows nothing at all.
+    """
+
+    def __init__(self, max_steps: int, start_step: int, *, shown: bool) -> None:
+        self._shown, self._max_steps, self._start = shown, max_steps, start_step
+        self._bar = progress_bar(TextColumn("{task.fields[figures]}"), shown=shown)
+        self._task = self._bar.add_task(
+            "training", total=max_steps, completed=start_step, figures=""
+        )
+        self._last_line = self._begun = time.monotonic()
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show a step's figures."""
+        figures = (
+            f"step {record['step']}/{self._max_steps}  loss {record['train/loss']:.3f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB"
+        )
+        self._bar.update(self._task, completed=record["step"], figures=figures)
+        now = time.monotonic()
+        is_last = record["step"] == self._max_steps
+        due = now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last
+        if self._shown and self._bar.disable and due:
+            self._last_line = now
+            done = record["step"] - self._start
+            left = (now - self._begun) / done * (self._max_steps - record["step"])
+            say(f"{figures}  {left:.0f} s left")
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._shown:
+            return
+        if self._bar.disable:
+            say(text)
+        else:
+            self._bar.console.print(text, markup=False)

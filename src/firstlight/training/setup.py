@@ -1,0 +1,240 @@
+"""Before the first step: check all that can be checked, build or load all that is needed.
+
+Whatever is refused is refused here, before a run has cost anything or written anything.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.checkpoint import (
+    checkpoint_bytes,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    resolve_model_folder,
+)
+from firstlight.data.loader import require_row
+from firstlight.data.shards import TokenDataset
+from firstlight.errors import CheckpointError, ConfigError, DataError, StorageError
+from firstlight.hardware import find_hardware
+from firstlight.huggingface import LoadedModel, load_model, read_config
+from firstlight.models import Model, ModelConfig, empty_model
+from firstlight.models.accounting import count_parameters
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.config import Recipe
+from firstlight.training.job import Job
+from firstlight.training.state import restore
+
+
+def set_up(
+    recipe: Recipe, resume: bool, init_from: str | Path | None, tell: Callable[[str], None]
+) -> Job:
+    """The run that a recipe describes, ready for its next step.
+
+    Args:
+        recipe, resume, init_from: see `train`.
+        tell: called with each message for people.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
+            fit; nothing has been written.
+    """
+    if recipe.run.dir is None:
+        recipe = _with(recipe, "run", dir=str(Path("runs") / "run"))
+    assert recipe.run.dir is not None
+    run_folder = Path(recipe.run.dir)
+    newest = _newest_checkpoint(run_folder, resume, tell)
+    hardware = find_hardware(recipe.run.device)
+    dataset = TokenDataset(recipe.data.dir, "train", verify=recipe.data.verify)
+    validation = None
+    if "val" in dataset.manifest["splits"]:
+        validation = TokenDataset(recipe.data.dir, "val", verify=recipe.data.verify)
+    else:
+        tell(f"{dataset.folder} has no validation split: there will be no val/loss")
+    tokenizer = Tokenizer.from_pretrained(dataset.folder)
+    if tokenizer.fingerprint != dataset.manifest["tokenizer_sha256"]:
+        raise DataError(
+            f"{dataset.folder}: tokenizer.json is not the one the shards were made with"
+        )
+    torch.manual_seed(recipe.run.seed)
+    if newest is not None:
+        model: Model = empty_model(_resumed_config(recipe, newest, tell))
+    elif init_from is not None:
+        model = _starting_model(recipe, tokenizer, init_from, tell)
+    else:
+        model = empty_model(_new_config(recipe, tokenizer))
+        model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+    recipe = _filled_in(recipe, model.config, dataset)
+    origin = str(init_from) if init_from is not None else None
+    job = Job(recipe, hardware, model.to(hardware.device), tokenizer, dataset, validation, origin)
+    if newest is not None:
+        _take_up(job, newest, tell)
+    _require_disk(job)
+    return job
+
+
+def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, if that is asked for and there is one."""
+    if run_folder.exists() and not run_folder.is_dir():
+        raise ConfigError(f"run.dir {run_folder} is a file: choose another run.dir")
+    if not resume:
+        if list_checkpoints(run_folder):
+            raise CheckpointError(
+                f"run folder {run_folder} has checkpoints already: continue it with --resume, "
+                "or choose another run.dir"
+            )
+        return None
+    newest, problems = newest_checkpoint(run_folder)
+    for problem in problems:
+        tell(f"warning: {problem}: an older checkpoint is taken")
+    if newest is None:
+        tell(f"{run_folder} has no checkpoint yet: starting from step 0")
+    return newest
+
+
+def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    """The recipe with some keys of a section set."""
+    changed = getattr(recipe, section).model_copy(update=values)
+    return recipe.model_copy(update={section: changed})
+
+
+def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+    """The recipe's model with the tokenizer's vocabulary."""
+    if recipe.model is None:
+        raise ConfigError("the recipe has no model: add a `model:` section, or use --init-from")
+    wanted = recipe.model.vocab_size
+    if wanted not in (0, tokenizer.vocab_size):
+        relation = "larger" if wanted > tokenizer.vocab_size else "smaller"
+        raise DataError(
+            f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
+            f"{tokenizer.vocab_size}: leave model.vocab_size out to take the tokenizer's"
+        )
+    return recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+
+
+def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
+    """The checkpoint's model, which the recipe must not contradict."""
+    config = read_config(newest)
+    started_from = load_checkpoint(newest).trainer_state.get("init_from")
+    names = _contradictions(recipe, config)
+    if names and started_from is None:
+        raise CheckpointError(
+            f"{newest} can't be resumed with another model: {', '.join(names)} changed "
+            "(choose another run.dir for a new run)"
+        )
+    if names:
+        tell(f"warning: the model is that of {started_from}; not used: {', '.join(names)}")
+    return config
+
+
+def _starting_model(
+    recipe: Recipe, tokenizer: Tokenizer, init_from: str | Path, tell: Callable[[str], None]
+) -> Model:
+    """The model of --init-from, which brings its own config."""
+    loaded = load_model(resolve_model_folder(init_from))
+    _require_fitting_start(loaded, tokenizer, init_from)
+    names = _contradictions(recipe, loaded.model.config)
+    if names:
+        tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
+    return loaded.model
+
+
+def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """The `model.` keys that the recipe sets to something else than `config` has."""
+    if recipe.model is None:
+        return []
+    found = changed_keys(recipe.model.model_dump(), config.model_dump())
+    given = recipe.model.model_fields_set - (
+        {"vocab_size"} if not recipe.model.vocab_size else set()
+    )
+    return [f"model.{name}" for name in found if name in given or name == "model_type"]
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that only one has."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Recipe:
+    """The recipe with the model that is trained and the row length worked out."""
+    limit = config.max_position_embeddings
+    seq_len = recipe.data.seq_len or limit
+    if seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
+            "lower the one or raise the other"
+        )
+    require_row(dataset, seq_len)
+    return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
+
+
+def _require_fitting_start(
+    loaded: LoadedModel, tokenizer: Tokenizer, init_from: str | Path
+) -> None:
+    if loaded.tokenizer is not None and loaded.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"the data was prepared with another tokenizer than that of {init_from}: "
+            f"prepare it with --tokenizer {loaded.folder}"
+        )
+    if tokenizer.vocab_size > loaded.model.config.vocab_size:
+        raise DataError(
+            f"the data's tokenizer has {tokenizer.vocab_size} tokens, more than the "
+            f"{loaded.model.config.vocab_size} of {init_from}"
+        )
+
+
+def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
+    """Put a checkpoint's state into the job.
+
+    Raises:
+        CheckpointError: the data is another one than the checkpoint's.
+    """
+    checkpoint = load_checkpoint(folder)
+    saved, identity = checkpoint.trainer_state, job.data_identity()
+    for key in ("seq_len", "manifest_sha256", "tokenizer_sha256"):
+        before = saved.get("data", {}).get(key)
+        if before != identity[key]:
+            raise CheckpointError(
+                f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
+                "now (--init-from starts a new run from its weights)"
+            )
+    job.state = restore(checkpoint, job.model, job.optimizer)
+    job.saved_step, job.init_from = job.state.step, saved.get("init_from")
+    tell(f"resuming from {folder} (step {job.state.step})")
+    before, now = saved.get("recipe", {}), job.recipe.model_dump()
+    changed = [
+        f"{section}.{key}"
+        for section, values in now.items()
+        if isinstance(values, dict) and isinstance(before.get(section), dict)
+        for key in changed_keys(before[section], values)
+        if key != "dir"
+    ]
+    if changed:
+        tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
+    if job.state.step >= job.max_steps:
+        tell(f"the run is complete: step {job.state.step} of {job.max_steps}")
+
+
+def _require_disk(job: Job) -> None:
+    """Refuse a run whose checkpoints can't fit, before it has cost anything."""
+    every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
+    left = job.max_steps - job.state.step
+    saves = math.ceil(left / every) if every else 1
+    needed = checkpoint_bytes(count_parameters(job.model).total, 2) * min(
+        saves, config.keep_last + 1
+    )
+    folder = next(f for f in (job.run_folder, *job.run_folder.resolve().parents) if f.is_dir())
+    free = shutil.disk_usage(folder).free
+    if job.state.step < job.max_steps and needed > free:
+        raise StorageError(
+            f"the disk of {folder} has {free / 1e6:,.0f} MB free, and the run's checkpoints need "
+            f"about {needed / 1e6:,.0f} MB: free some space, choose another run.dir, "
+            "or lower checkpoint.keep_last"
+        )

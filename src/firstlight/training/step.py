@@ -1,0 +1,61 @@
+"""One optimizer step, for any loss function, optimizer and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from firstlight.data.loader import Batch
+from firstlight.efficiency import LossFunction
+from firstlight.errors import TrainingError
+from firstlight.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured.
+
+    Attributes:
+        loss: mean cross-entropy (nats) over the step's valid tokens, before the update.
+        grad_norm: L2 norm of the gradient before clipping.
+        tokens: valid tokens.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+def train_step(
+    loss_sum: LossFunction, optimizer: Optimizer, batches: Iterable[Batch]
+) -> StepResult:
+    """Forward, backward and update over the micro-batches of one global batch.
+
+    The loss is the sum over the whole global batch divided by its valid tokens, so that any
+    cut into micro-batches gives the gradient of one large batch.
+
+    Raises:
+        TrainingError: the loss or gradient is not finite; the parameters are as before.
+    """
+    batches = list(batches)
+    tokens = sum(batch.num_valid for batch in batches)
+    if tokens == 0:
+        raise TrainingError("a global batch has no token to learn from")
+    optimizer.zero_grad()
+    total = None
+    for batch in batches:
+        loss = loss_sum(batch.input_ids, batch.labels)
+        (loss / tokens).backward()  # type: ignore[no-untyped-call]
+        total = loss.detach() if total is None else total + loss.detach()
+    grad_norm = float(optimizer.clip_gradients())
+    assert total is not None
+    mean = float(total / tokens)
+    # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
+    if not abs(mean) + abs(grad_norm) < float("inf"):
+        optimizer.zero_grad()
+        raise TrainingError(
+            f"loss {mean}, gradient norm {grad_norm}: not finite; "
+            "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+        )
+    optimizer.step()
+    return StepResult(mean, grad_norm, tokens)

@@ -1,0 +1,90 @@
+"""What all tests share: tiny corpora and recipes made here, and the optional shared material."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.data.prepare import prepare
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+
+_SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+_WORDS = (
+    "the a light first dawn star river stone bird green small old sings falls runs over under "
+    "through and but while every never 1 22 333 ä ö ü é 日本 🙂 def return class x_1 == ( ) : ."
+).split()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real models and texts beside the checkout; skips where it is absent."""
+    if not (_SHARED / "models").is_dir():
+        pytest.skip("the shared material is not on this machine")
+    return _SHARED
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    """Deterministic documents of a few hundred characters, several scripts, many lines."""
+    generator = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        lines = (
+            " " * generator.choice((0, 0, 4, 8)) + " ".join(generator.choices(_WORDS, k=9))
+            for _ in range(generator.randint(3, 12))
+        )
+        texts.append("\n".join(lines) + "\n")
+    return texts
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """120 small documents."""
+    return make_texts(120)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts: list[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of 320 tokens trained on `texts`."""
+    return train_tokenizer(texts, 320)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+    """`texts` as a folder of .txt files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Tokenizer) -> Path:
+    """The corpus prepared: about 8,000 training tokens, a tenth held out."""
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    prepare([corpus], tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, data: Path) -> dict[str, Any]:
+    """A run of 12 steps of a tiny Llama; tests change what they are about."""
+    return {
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        },
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "schedule": {"max_steps": 12, "warmup_steps": 2},
+        "evaluation": {"every_steps": 6, "max_rows": 4, "sample_tokens": 4},
+        "checkpoint": {"every_steps": 4},
+    }
