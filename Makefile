@@ -1,0 +1,37 @@
+# make demo   train a small model on the Python standard library and let it speak
+# make test   lint, type check and all tests
+# Both make .venv and install what they need into it; a second call reuses it.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow clean
+
+demo: .venv/demo-ready
+	$(BIN)/python scripts/demo.py
+
+test: .venv/test-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+test-slow: .venv/test-ready
+	$(BIN)/pytest -m slow
+
+# torch first and pinned: asked for by another package, it could come as another build.
+.venv/demo-ready: constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "firstlight needs Python 3.11 or newer: install it, or make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	$(PIP) --editable .
+	touch $@
+
+.venv/test-ready: .venv/demo-ready
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
