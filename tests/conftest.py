@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+
+# The same examples everywhere, and no limit on their time: other work may share the machine.
+settings.register_profile("firstlight", deadline=None, derandomize=True)
+settings.load_profile("firstlight")
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
 

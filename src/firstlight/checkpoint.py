@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from firstlight.console import say
 from firstlight.errors import CheckpointError, InputError, StorageError
 from firstlight.files import (
     new_folder,
@@ -76,8 +77,9 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
             raise CheckpointError(
                 f"step {step}: tensor {name} is not finite; no checkpoint was written"
             )
-    folder = run_folder / CHECKPOINTS / f"step-{step:08d}"
-    with new_folder(folder) as temporary:
+    folder = checkpoint_folder(run_folder, step)
+    # What is there already is damaged: a run goes on from its newest checkpoint that is not.
+    with new_folder(folder, replace=True) as temporary:
         for name, content in checkpoint.files.items():
             (temporary / name).write_text(content, encoding="utf-8")
         _save_tensors(checkpoint.model, temporary / WEIGHTS_NAME)
@@ -94,16 +96,25 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # Made first for its permissions: the library's files can be read by their owner alone.
+    path.touch()
+    mode = path.stat().st_mode
     try:
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         # The library wraps the operating system's refusal in an error of its own.
         raise StorageError(f"{path.name} can't be written: {error}") from error
+    path.chmod(mode)
 
 
 def checkpoint_bytes(model_parameters: int, state_tensors_per_parameter: int) -> int:
     """About how large a checkpoint becomes: fp32 weights and optimizer state."""
     return 4 * model_parameters * (1 + state_tensors_per_parameter)
+
+
+def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_folder / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -140,7 +151,9 @@ def verify_checkpoint(folder: Path) -> None:
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+        if not isinstance(entry, dict) or path.stat().st_size != entry.get("bytes"):
+            raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
+        if sha256_of(path) != entry.get("sha256"):
             raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
 
 
@@ -178,11 +191,20 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint({}, model, optimizer, state)
 
 
-def prune_checkpoints(run_folder: Path, keep_last: int) -> None:
-    """Delete all but the `keep_last` newest checkpoints, and what killed runs left behind."""
+def prune_checkpoints(run_folder: Path, keep_last: int, newest_step: int) -> None:
+    """Delete all but the `keep_last` newest checkpoints, and what killed runs left behind.
+
+    Args:
+        newest_step: of the checkpoint just written. Those of later steps go, and don't count:
+            they were damaged when the run was taken up from an earlier one.
+    """
+    newest = checkpoint_folder(run_folder, newest_step)
+    checkpoints = list_checkpoints(run_folder)
+    kept = checkpoints[: checkpoints.index(newest) + 1][-keep_last:]
     with storage_errors():
-        for folder in list_checkpoints(run_folder)[:-keep_last]:
-            remove_folder(folder)
+        for folder in checkpoints:
+            if folder not in kept:
+                remove_folder(folder)
         remove_leftovers(run_folder / CHECKPOINTS)
 
 
@@ -196,7 +218,9 @@ def resolve_model_folder(name: str | Path) -> Path:
     """
     path = Path(name).expanduser()
     if path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir():
-        newest, _ = newest_checkpoint(path)
+        newest, problems = newest_checkpoint(path)
+        for problem in problems:
+            say(f"warning: {problem}: an older checkpoint is taken")
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
         return newest

@@ -27,7 +27,7 @@ class EfficiencyConfig(BaseModel):
         minute at the start; needs a C++ compiler on CPUs.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     compile: bool = False

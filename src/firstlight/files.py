@@ -74,27 +74,37 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `path` when the block ends well.
 
     Every file in it is synced before the rename. When the block raises, the temporary
-    folder is removed and `path` does not appear. `path` may exist only as an empty folder.
+    folder is removed and `path` does not appear. `path` may exist only as an empty folder;
+    with `replace` it may hold anything, which stays until the new folder is complete.
 
     Raises:
         StorageError: the disk is full, read-only or not permitted, or `path` is not empty.
     """
     with storage_errors():
+        # A link to a folder stays a link, and what is written is on the disk it leads to.
+        path = Path(os.path.realpath(path))
+        # Neither can be renamed over: the one not at all, the other not under a shell's feet.
+        if os.path.ismount(path):
+            raise StorageError(f"{path} is a mount point: choose a folder inside it")
+        if path.is_dir() and os.path.samefile(path, os.curdir):
+            raise StorageError(f"{path} is the current folder: choose a folder inside it")
         made_parents = _missing_parents(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_name(path)
-        temporary.mkdir()
         try:
+            temporary.mkdir(parents=True)
             yield temporary
             for file in sorted(temporary.rglob("*")):
                 if file.is_file():
                     sync_file(file)
             sync_folder(temporary)
-            os.rename(temporary, path)
+            if replace and path.is_dir():
+                _swap(temporary, path)
+            else:
+                os.rename(temporary, path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             for folder in made_parents:
@@ -102,6 +112,18 @@ def new_folder(path: Path) -> Iterator[Path]:
                     folder.rmdir()
             raise
         sync_folder(path.parent)
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Put the folder `new` where the folder `path` is, and delete that."""
+    aside = _temporary_name(path)
+    os.rename(path, aside)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:

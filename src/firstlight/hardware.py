@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 import resource
 import sys
 import time
@@ -19,9 +20,10 @@ import torch
 
 from firstlight.errors import ConfigError
 
-#: Dense bf16 matrix FLOP/s by a part of the device's name, from the makers' data sheets
+#: Dense bf16 matrix FLOP/s by whole words of the device's name, from the makers' data sheets
 #: (without sparsity). The first match counts.
 _BF16_PEAK_FLOPS = (
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -35,6 +37,10 @@ _BF16_PEAK_FLOPS = (
     ("RTX 4090", 165.2e12),
     ("RTX 3090", 71e12),
 )
+
+
+#: Words after a name of the table, or anywhere (a slice of a GPU), that make it another device.
+_OTHER_DEVICE = r" (?:D|Ti|SUPER|Max-Q|Laptop)\b|.*\bMIG\b"
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, flops in _BF16_PEAK_FLOPS:
-            if part in name:
+            if re.search(rf"\b{part}\b(?!{_OTHER_DEVICE})", name):
                 return flops
     return measured_matmul_flops(device, dtype)
 

@@ -25,8 +25,8 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt"]
 
-#: Buffers that old GPT-2 checkpoints carry beside the weights; they are computed, not learned.
-_GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
+#: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def find_model_folder(name: str | Path) -> Path:
         problem = "is a file, not a folder" if path.exists() else "does not exist"
         raise ModelError(f"model folder {text} {problem}{hint}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(text, allow_patterns=_DOWNLOADED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:
+        # The errors of its HTTP library come through too, and which library that is varies.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{text} is not a folder here, and it can't be downloaded from the hub: {reason}"
@@ -86,7 +86,7 @@ def load_model(folder: str | Path, device: torch.device | str = "cpu") -> Loaded
     config = read_config(folder)
     with torch.device("meta"):
         model = build_model(config)
-    _assign(model, _read_weights(folder), folder)
+    _assign(model, _read_weights(folder), folder, device)
     model.finish_loading()
     model.to(device).eval()
     tokenizer = tokenizer_of(folder)
@@ -125,8 +125,9 @@ def read_config(folder: Path) -> ModelConfig:
         return family.config.from_hf(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ModelError(f"{path}: {where}: {first['msg']}") from error
+        where = "".join(f"{part}: " for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ModelError(f"{path}: {where}{message}") from error
     except (TypeError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -146,7 +147,12 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS_NAME).is_file():
         return [WEIGHTS_NAME]
     if (folder / INDEX_NAME).is_file():
-        names = sorted(set(_read_model_json(folder / INDEX_NAME).get("weight_map", {}).values()))
+        weight_map = _read_model_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise ModelError(f"{folder / INDEX_NAME} has no weight_map of tensors to files")
+        names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
@@ -163,7 +169,7 @@ def weight_dtypes(folder: Path) -> list[str]:
     for name in _weight_files(folder):
         try:
             with safetensors.safe_open(folder / name, framework="pt") as file:
-                found |= {file.get_slice(key).get_dtype() for key in file}
+                found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
         except (safetensors.SafetensorError, OSError) as error:
             raise ModelError(f"{folder / name} is damaged or cut short: {error}") from error
     return sorted(found)
@@ -182,7 +188,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _assign(model: Model, tensors: dict[str, Tensor], folder: Path) -> None:
+def _assign(
+    model: Model, tensors: dict[str, Tensor], folder: Path, device: torch.device | str
+) -> None:
     """Put the tensors into a meta-device model, refusing any that don't fit, by name."""
     expected = model.state_dict()
     if "transformer.wte.weight" in expected and "wte.weight" in tensors:
@@ -190,13 +198,14 @@ def _assign(model: Model, tensors: dict[str, Tensor], folder: Path) -> None:
             name if name.startswith("lm_head.") else f"transformer.{name}": tensor
             for name, tensor in tensors.items()
         }
-    tensors = {n: t for n, t in tensors.items() if n in expected or not n.endswith(_GPT2_BUFFERS)}
+    tensors = {n: t for n, t in tensors.items() if n in expected or not n.endswith(_BUFFERS)}
+    embedding = next(
+        name for name in expected if name.endswith(("embed_tokens.weight", "wte.weight"))
+    )
     if model.config.tie_word_embeddings:
-        embedding = next(
-            name for name in expected if name.endswith(("embed_tokens.weight", "wte.weight"))
-        )
-        head = tensors.setdefault("lm_head.weight", tensors.get(embedding, torch.empty(0)))
-        if embedding in tensors and not torch.equal(head, tensors[embedding]):
+        del expected["lm_head.weight"]
+        head = tensors.pop("lm_head.weight", None)
+        if head is not None and embedding in tensors and not torch.equal(head, tensors[embedding]):
             raise ModelError(
                 f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
             )
@@ -207,11 +216,21 @@ def _assign(model: Model, tensors: dict[str, Tensor], folder: Path) -> None:
         for name in expected
         if name in tensors and tensors[name].shape != expected[name].shape
     ]
-    for problem, names in (("lacks", missing), ("has unknown", extra), ("has misshapen", wrong)):
+    # Quantised weights mean nothing without their scales.
+    integers = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    for problem, names in (
+        ("lacks", missing),
+        ("has unknown", extra),
+        ("has misshapen", wrong),
+        ("has integer", integers),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}")
-    model.load_state_dict({name: t.float() for name, t in tensors.items()}, assign=True)
+    # Copies: what was read is the file itself, memory-mapped, and changes when that does.
+    copies = {n: t.to(device, torch.float32, copy=True) for n, t in tensors.items()}
+    copies.setdefault("lm_head.weight", copies[embedding])
+    model.load_state_dict(copies, assign=True)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
 

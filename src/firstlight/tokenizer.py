@@ -24,7 +24,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from firstlight.errors import TokenizerError
+from firstlight.errors import InputError, TokenizerError, describe_os_error
 from firstlight.files import read_json, write_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -125,7 +125,8 @@ class Tokenizer:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise TokenizerError(f"tokenizer {path} can't be read: {error.strerror}") from error
+            reason = describe_os_error(error)
+            raise TokenizerError(f"tokenizer {path} can't be read: {reason}") from error
         if content.lstrip()[:1] == b"{":
             return _from_json(path, content)
         if _looks_like_tiktoken(content):
@@ -173,11 +174,18 @@ class Tokenizer:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text, without any special token."""
+        """The ids of plain text, without any special token.
+
+        Raises:
+            InputError: the text holds half of a surrogate pair, which is no character.
+        """
+        _require_unicode(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once."""
+        for text in texts:
+            _require_unicode(text)
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -208,15 +216,20 @@ class Tokenizer:
         state = json.loads(self.backend.to_str())
         if state.get("normalizer") is not None or state["model"].get("type") != "BPE":
             return False
+        # Added tokens that are not special are looked for in the text, across any newline.
+        if any(not token["special"] for token in state["added_tokens"]):
+            return False
         stage = state.get("pre_tokenizer") or {}
-        steps = stage.get("pretokenizers", [stage])
-        if any(step.get("add_prefix_space") for step in steps):
+        *splits, last = stage.get("pretokenizers") or [stage]
+        if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
             return False
-        patterns = {step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"}
-        byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-        if len(byte_level) != 1 or len(steps) - len(byte_level) != len(patterns):
+        if any(
+            step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"]
+            for step in splits
+        ):
             return False
-        if byte_level[0].get("use_regex", True):
+        patterns = {step["pattern"].get("Regex") for step in splits}
+        if last.get("use_regex", True):
             patterns.add(GPT2_PATTERN)
         return bool(patterns) and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
 
@@ -260,8 +273,11 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
-        self._emitted = 0
-        self._shrink()
+        text = tokenizer.decode(self._ids)
+        self._emitted = len(text)
+        # A prompt that ends inside a character is kept whole until the character is.
+        if not text.endswith("\ufffd"):
+            self._shrink()
 
     def push(self, token_id: int) -> str:
         """Add one id; return the text that is now certain (often a word, sometimes nothing)."""
@@ -308,10 +324,11 @@ def train_tokenizer(
         vocab_size: number of tokens, special ones and the 256 bytes included. A small corpus
             can run out of pairs to merge; the tokenizer is then smaller.
         pattern: the regular expression whose matches are never merged across.
-        special_tokens: control tokens, ids 0, 1, ...; the first one ends documents.
+        special_tokens: control tokens, ids 0, 1, ...; the first one, if any, ends documents.
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the texts are empty.
+        InputError: a text holds half of a surrogate pair.
     """
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
@@ -339,12 +356,24 @@ def train_tokenizer(
         nonlocal seen
         for piece in pieces:
             seen += len(piece)
+            _require_unicode(piece)
             yield piece
 
     backend.train_from_iterator(count(texts), trainer)
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    return Tokenizer(backend, eos_token=special_tokens[0])
+    return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
+
+
+def _require_unicode(text: str) -> None:
+    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text is not valid Unicode at character {error.start}: "
+            f"{text[max(error.start - 10, 0) : error.start + 1]!a}"
+        ) from None
 
 
 def _from_json(path: Path, content: bytes) -> Tokenizer:
@@ -361,21 +390,33 @@ def _from_json(path: Path, content: bytes) -> Tokenizer:
     except Exception as error:
         raise TokenizerError(f"tokenizer {path} can't be loaded: {error}") from error
     config_path = path.with_name("tokenizer_config.json")
-    config = read_json(config_path) if config_path.is_file() else {}
+    try:
+        config = read_json(config_path) if config_path.is_file() else {}
+    except InputError as error:
+        raise TokenizerError(str(error)) from error
     if not isinstance(config, dict):
         raise TokenizerError(f"{config_path} is not a JSON object")
-    # Without being told, a text begins with what the post-processor puts before nothing.
-    leading = backend.encode("", add_special_tokens=True).tokens[:1]
+    leading = _leading_token(backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    bos = _token_text(config.pop("bos_token", None)) or (leading[0] if leading else None)
+    bos = _token_text(config.pop("bos_token", None)) or leading
     eos = _token_text(config.pop("eos_token", None))
     if eos is None:
         usual = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
         eos = next((token for token in usual if token in vocabulary), None)
     add_bos = config.pop("add_bos_token", None)
     if add_bos is None:
-        add_bos = bool(leading) and leading[0] == bos
+        add_bos = leading is not None and leading == bos
     return Tokenizer(backend, bos_token=bos, eos_token=eos, add_bos=bool(add_bos), config=config)
+
+
+def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
+    """The special token that the post-processor puts before a text, if it does."""
+    backend.no_truncation()
+    backend.no_padding()
+    # Against a text of one letter: before nothing, a token that ends texts would come first.
+    encoding = backend.encode("a", add_special_tokens=True)
+    mask = encoding.special_tokens_mask
+    return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
 
 
 def _token_text(token: Any) -> str | None:
@@ -390,7 +431,12 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> Tokenizer:
     merges_path = path.with_name("merges.txt")
     if not merges_path.is_file():
         raise TokenizerError(f"{path} needs merges.txt beside it")
-    lines = merges_path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = merges_path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise TokenizerError(f"{merges_path} can't be read: {describe_os_error(error)}") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{merges_path} is not UTF-8: {error}") from error
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
         raise TokenizerError(f"{merges_path} holds a line that is not two tokens")
@@ -436,6 +482,10 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> Tokenizer:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error) as error:
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: {error}") from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a rank is missing")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a byte has no token")
     characters = _byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -481,6 +531,7 @@ def _from_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     """A sentencepiece BPE model with byte fallback, as Llama 2's `tokenizer.model`."""
     try:
         pieces = list(_sentencepiece_pieces(content))
+        unsupported = _unsupported_sentencepiece(content)
     except (IndexError, ValueError) as error:
         raise TokenizerError(
             f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
@@ -491,6 +542,13 @@ def _from_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     if not names[1] or not names[2] or len(names[6]) != 256 or len(vocabulary) != len(pieces):
         raise TokenizerError(
             f"tokenizer {path} is not a sentencepiece BPE model with byte fallback"
+        )
+    if any(kind == 4 for _, _, kind in pieces):
+        unsupported.append("user-defined symbols")
+    if unsupported:
+        raise TokenizerError(
+            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
+            "which can't be read exactly: convert it to tokenizer.json with transformers"
         )
     scores = {piece: score for piece, score, _ in pieces}
     merges: list[tuple[float, int, int, str, str]] = []
@@ -537,7 +595,8 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     """(piece, score, type) of each entry of a sentencepiece `ModelProto`.
 
     Read from the wire format alone (field 1 = pieces; in each 1 = text, 2 = score, 3 = type),
-    so that no protobuf runtime is needed. Types: 1 normal, 2 unknown, 3 control, 6 byte.
+    so that no protobuf runtime is needed. Types: 1 normal, 2 unknown, 3 control,
+    4 user-defined, 6 byte.
     """
     for field, value in _protobuf_fields(content):
         if field == 1 and isinstance(value, bytes):
@@ -546,6 +605,28 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
             if not isinstance(text, bytes) or not isinstance(score, bytes) or kind not in range(7):
                 raise ValueError("not a sentencepiece entry")
             yield text.decode("utf-8"), struct.unpack("<f", score)[0], cast(int, kind)
+
+
+def _unsupported_sentencepiece(content: bytes) -> list[str]:
+    """What the `ModelProto` asks for that would give other ids here than in sentencepiece.
+
+    Field 2 = trainer: 3 model type (1 unigram, 2 BPE), 24 white space at the end of words;
+    field 3 = normalizer: 2 character map, 3 space before the text, 4 join repeated spaces.
+    An absent field means what sentencepiece's own default is.
+    """
+    parts = dict(_protobuf_fields(content))
+    trainer, normalizer = (
+        dict(_protobuf_fields(part)) if isinstance(part, bytes) else {}
+        for part in (parts.get(2), parts.get(3))
+    )
+    checks = {
+        "a model type other than BPE": trainer.get(3, 1) != 2,
+        "white space at the end of words": trainer.get(24, 0) != 0,
+        "a map of characters": normalizer.get(2, b"") != b"",
+        "no space before the text": normalizer.get(3, 1) != 1,
+        "repeated spaces joined": normalizer.get(4, 1) != 0,
+    }
+    return [what for what, asked in checks.items() if asked]
 
 
 def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -45,6 +45,11 @@ def say_rows(rows: Iterable[tuple[str, object]]) -> None:
         say(f"{name:<{width}}  {value}")
 
 
+def counted(count: int, noun: str) -> str:
+    """(2, "shard") -> '2 shards'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human_bytes(count: float) -> str:
     """1234567 -> '1.2 MB'."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import human_bytes, with_json
+from firstlight.cli.output import counted, human_bytes, with_json
 from firstlight.console import say
 
 
@@ -66,10 +66,10 @@ def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
 
     documents = manifest["documents"]
     for split, entry in manifest["splits"].items():
-        part = "parts of documents" if manifest["split_by"] == "tail" else "documents"
+        part = "document" if manifest["split_by"] != "tail" else "cut document"
         say(
-            f"{out}: {split}: {entry['documents']:,} {part}, {entry['tokens']:,} tokens, "
-            f"{human_bytes(entry['text_bytes'])} of text, {len(entry['shards'])} shards"
+            f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
+            f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )
     for reason, count in documents["rejected"].items():
         say(f"{count:,} of {documents['read']:,} documents rejected: {REASONS[reason]}")

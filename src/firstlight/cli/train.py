@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,20 @@ class _TrainCommand(click.Command):
     """Lists the recipe's keys in its help, which needs torch and is done only then."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from firstlight.training.config import recipe_fields
+        from firstlight.training.config import key_documentation, recipe_fields
 
-        with formatter.section("Recipe keys (each also an option: --section.key VALUE)"):
-            rows = []
-            for section, kind, key in recipe_fields():
-                field = kind.model_fields[key]
-                default = "required" if field.is_required() else repr(field.default)
-                family = f" [{kind.__name__}]" if section == "model" else ""
-                rows.append((f"{section}.{key}", f"{default}{family}"))
-            formatter.write_dl(rows)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for section, kind, key in recipe_fields():
+            field = kind.model_fields[key]
+            default = "required" if field.is_required() else json.dumps(field.default)
+            family = f" ({kind.__name__.removesuffix('Config')})" if section == "model" else ""
+            text = key_documentation(kind).get(key, "")
+            sections.setdefault(section + family, []).append(
+                (f"--{section}.{key}", f"{text} [{default}]".strip())
+            )
+        for title, rows in sections.items():
+            with formatter.section(f"Recipe section {title}"):
+                formatter.write_dl(rows, col_max=36)
 
 
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})

@@ -47,7 +47,7 @@ from firstlight.data.sources import (
     read_documents,
 )
 from firstlight.errors import ConfigError, DataError, InputError
-from firstlight.files import new_folder, remove_folder, require_free, write_json
+from firstlight.files import new_folder, require_free, write_json
 from firstlight.tokenizer import Tokenizer
 
 REJECTED_NAME = "rejected.jsonl"
@@ -100,17 +100,20 @@ def prepare(
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
+        progress: show a progress bar on stderr.
 
     Raises:
         InputError: an input is missing or unreadable, or there is no text at all.
         TokenizerError: the tokenizer can't be loaded.
-        ConfigError: `val_fraction` or `workers` is out of range.
+        ConfigError: `val_fraction`, `workers` or `shard_tokens` is out of range.
         StorageError: the disk is full or not writable; nothing is left behind.
     """
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1, not {workers}")
+    if shard_tokens < 1:
+        raise ConfigError(f"shard_tokens must be at least 1, not {shard_tokens}")
     out = Path(out)
     sources = find_sources(inputs)
     if not isinstance(tokenizer, Tokenizer):
@@ -119,7 +122,7 @@ def prepare(
     total = sum(source.size for source in sources)
     if workers is None:
         workers = 1 if total < _SMALL_CORPUS_BYTES else len(_usable_cpus())
-    with new_folder(out) as folder, ExitStack() as stack:
+    with new_folder(out, replace=overwrite) as folder, ExitStack() as stack:
         bar = stack.enter_context(progress_bar(TextColumn("{task.fields[done]}"), shown=progress))
         plain = all(
             s.path is not None and s.path.suffix in (*TEXT_SUFFIXES, ".jsonl") for s in sources
@@ -129,8 +132,6 @@ def prepare(
             read_documents(sources, text_key), workers
         )
         _write_tokenizer_and_manifest(folder, tokenizer, manifest)
-        if overwrite and out.is_dir() and any(out.iterdir()):
-            remove_folder(out)
     return manifest
 
 
@@ -278,9 +279,10 @@ class _Preparation:
             return "the corpus is empty: the inputs hold no documents"
         reasons = ", ".join(f"{n} {REASONS[reason]}" for reason, n in self.rejected.items())
         first = self.first_rejected
+        advice = "; name the field with --text-key" if "no_text" in self.rejected else ""
         return (
             f"the corpus is empty: all {self.rejected.total()} documents were rejected "
-            f"({reasons}); first: {first.origin}:{first.line}: {first.detail}"
+            f"({reasons}); first: {first.origin}:{first.line}: {first.detail}{advice}"
         )
 
     def _manifest(self, writers: dict[str, ShardWriter]) -> dict[str, Any]:
@@ -331,9 +333,10 @@ def _look_ahead(
 
 
 def _cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """The text without its last `fraction`, and that; cut at a line's end where there is one."""
+    """The text without its last `fraction`, and that; cut at a line's end where one is near."""
     position = math.floor(len(text) * (1 - fraction))
-    line_end = text.rfind("\n", 0, position) + 1
+    # No further back than makes the second part twice as long as asked for.
+    line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
     position = line_end or position
     return text[:position], text[position:]
 

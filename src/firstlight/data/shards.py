@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,10 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQQ32x")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
+
+_FIELDS = {"vocab_size": int, "tokenizer_sha256": str, "splits": dict}
+_SPLIT_FIELDS = {"documents": int, "tokens": int, "text_bytes": int, "shards": list}
+_SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -150,9 +155,9 @@ class TokenDataset:
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
     def _open_shard(self, shard: dict[str, Any], verify: bool) -> TokenArray:
-        path = self.folder / shard["file"]
-        if path.parent.resolve() != self.folder.resolve():
+        if Path(shard["file"]).name != shard["file"]:
             raise DataError(f"{self.folder}: the manifest names a shard outside: {shard['file']}")
+        path = self.folder / shard["file"]
         advice = "prepare the corpus again"
         if not path.is_file():
             raise DataError(f"shard {path} is missing: {advice}")
@@ -185,7 +190,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder.
 
     Raises:
-        DataError: there is none, or it is of another format or version.
+        DataError: there is none, it is damaged, or it is of another format or version.
     """
     if not folder.is_dir():
         raise DataError(f"data folder {folder} does not exist: make it with `firstlight prepare`")
@@ -204,7 +209,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
         )
+    _require_fields(path, manifest, _FIELDS)
+    for split in manifest["splits"].values():
+        _require_fields(path, split, _SPLIT_FIELDS)
+        for shard in split["shards"]:
+            _require_fields(path, shard, _SHARD_FIELDS)
     return manifest
+
+
+def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
+    for name, kind in fields.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+            raise DataError(f"{path} is damaged ('{name}'): prepare the corpus again")
 
 
 def read_shard(path: Path) -> tuple[TokenArray, npt.NDArray[np.uint64]]:

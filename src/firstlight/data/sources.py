@@ -33,6 +33,7 @@ SUFFIXES = (
     ),
     ".parquet",
 )
+_JSONL_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 
 #: Folders that hold no text of a person's corpus.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
@@ -95,13 +96,21 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
         raise InputError("no input given: name files, folders, globs, `stdlib` or `hf:NAME`")
     sources: dict[str, Source] = {}
     for item in inputs:
-        for source in _resolve(str(item)):
+        try:
+            found = _resolve(str(item))
+        # RuntimeError: the home folder of an unknown user.
+        except (OSError, RuntimeError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else error
+            raise InputError(f"input {item} can't be found: {reason}") from error
+        for source in found:
             key = str(source.path.resolve()) if source.path is not None else source.name
             sources.setdefault(key, source)
     return list(sources.values())
 
 
 def _resolve(item: str) -> list[Source]:
+    if not item:
+        raise InputError("an input is empty: name a file, a folder, a glob, `stdlib` or `hf:NAME`")
     if item == "stdlib" and not Path(item).exists():
         return _standard_library()
     if item.startswith("hf:"):
@@ -144,8 +153,10 @@ def _files_under(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                yield Path(root) / name
+            file = Path(root) / name
+            # Not links to nothing, and not pipes, which would be waited for without end.
+            if name.lower().endswith(SUFFIXES) and not name.startswith(".") and file.is_file():
+                yield file
 
 
 def _standard_library() -> list[Source]:
@@ -182,7 +193,7 @@ def read_documents(
                 yield from _read_parquet(source.path, source.name, text_key)
                 continue
             with _open(source.path) as file:
-                if ".jsonl" in Path(source.path.name.lower()).suffixes:
+                if source.path.name.lower().endswith(_JSONL_SUFFIXES):
                     yield from _read_jsonl(file, source.name, text_key)
                 else:
                     yield _read_text(file.read(), source.name)
@@ -200,19 +211,56 @@ def _open(path: Path) -> IO[bytes]:
             return bz2.open(path, "rb")
         case ".zst":
             zstandard = _optional("zstandard", f"reading {path}")
-            raw = open(path, "rb")  # noqa: SIM115 - closed by the reader around it
-            reader = zstandard.ZstdDecompressor().stream_reader(
-                raw, read_across_frames=True, closefd=True
-            )
-            return cast(IO[bytes], io.BufferedReader(reader))
+            return io.BufferedReader(_ZstdFile(open(path, "rb"), zstandard))
     return open(path, "rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
+
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._content = self._decompress()
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._content, b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+    def _decompress(self) -> Iterator[bytes]:
+        # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
+        decompressor = self._zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        frame = None
+        try:
+            while compressed := self._file.read(1 << 17):
+                while compressed:
+                    frame = frame or decompressor.decompressobj()
+                    if content := frame.decompress(compressed):
+                        yield content
+                    compressed = b""
+                    if frame.eof:
+                        compressed, frame = frame.unused_data, None
+        except self._zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        if frame is not None:
+            raise EOFError("the compressed file is cut short")
 
 
 def _optional(package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingDependencyError(package, "data", purpose) from None
+        raise MissingDependencyError(package.partition(".")[0], "data", purpose) from None
 
 
 def _accept(text: object, origin: str, line: int) -> Document | Rejected:
@@ -300,6 +348,7 @@ def _read_dataset(source: Source, text_key: str) -> Iterator[Document | Rejected
         rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         for number, record in enumerate(rows, start=1):
             yield _from_record(record, source.name, number, text_key)
-    except (OSError, ValueError, RuntimeError) as error:
+    # Names, networks, servers and file formats fail here, each library with its own errors.
+    except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"dataset {source.name} can't be read: {first_line}") from error

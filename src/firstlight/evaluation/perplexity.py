@@ -15,7 +15,7 @@ from firstlight.data.loader import rows_to_batch
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import EfficiencyConfig, loss_function
-from firstlight.errors import DataError, ModelError
+from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.hardware import find_hardware
 from firstlight.huggingface import LoadedModel, load_model
 
@@ -125,17 +125,22 @@ def evaluate(
         seq_len: tokens a row; None is what it was trained with, else its context limit
             (at most 1,024).
         batch_size: rows at a time.
-        device: "auto", "cpu", "cuda", ...
+        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
         on_rows: called after each batch with the rows done and to do.
 
     Raises:
+        ConfigError: seq_len, batch_size or device can't be meant.
         DataError: the data is missing, damaged, or of another tokenizer.
         ModelError, CheckpointError: the model can't be used.
     """
-    hardware = find_hardware(device)
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
     if isinstance(checkpoint, LoadedModel):
         loaded = checkpoint
+        hardware = find_hardware(str(next(loaded.model.parameters()).device))
     else:
+        hardware = find_hardware(device)
         loaded = load_model(resolve_model_folder(checkpoint), hardware.device)
     training_data = trained_on(loaded.folder)
     folder = data if data is not None else training_data.get("dir")

@@ -21,6 +21,10 @@ def load(checkpoint: str | Path, device: torch.device | str = "cpu") -> LoadedMo
     """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
     Hugging Face model folder, or a hub id.
 
+    Args:
+        checkpoint: what to load.
+        device: where the weights go: "cpu", "cuda", ...
+
     Raises:
         ModelError, CheckpointError, TokenizerError: it is missing, damaged or unknown.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class SamplingConfig:
     Attributes:
         max_new_tokens: at most so many.
         temperature: 0 takes the likeliest token; higher spreads the choice.
-        top_k: only the k likeliest tokens; 0 is all.
+        top_k: only the k likeliest tokens, and any as likely as the last of them; 0 is all.
         top_p: only the fewest likeliest tokens whose probabilities sum to p; 1 is all
             (Holtzman et al. 2020). Applied after temperature and top_k.
         seed: the same seed gives the same text; None draws one.
@@ -46,7 +46,13 @@ class SamplingConfig:
 
 
 def sample(logits_V: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
-    """Choose one token id from the logits [V] of one position."""
+    """Choose one token id from the logits [V] of one position.
+
+    Raises:
+        ModelError: the logits are not finite numbers.
+    """
+    if not logits_V.max().isfinite():
+        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.temperature == 0:
         return int(logits_V.argmax())
     probabilities_V = filter_probabilities(logits_V, config)
@@ -56,7 +62,9 @@ def sample(logits_V: Tensor, config: SamplingConfig, generator: torch.Generator)
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     """The probabilities [V] to draw from (fp32): temperature, then top-k, then top-p."""
-    logits_V = logits_V.float() / config.temperature
+    logits_V = logits_V.float()
+    # From the largest down, so that no temperature, however small, overflows.
+    logits_V = (logits_V - logits_V.max()) / max(config.temperature, 1e-30)
     if 0 < config.top_k < len(logits_V):
         smallest_kept = logits_V.topk(config.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < smallest_kept, float("-inf"))
@@ -64,6 +72,8 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, order = probabilities_V.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        probabilities_V = probabilities_V.index_fill(0, order[before >= config.top_p], 0.0)
+        # The likeliest has 0 before it, and stays also where top_p rounds to 0 in fp32.
+        dropped = (before >= config.top_p) & (before > 0)
+        probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
         probabilities_V = probabilities_V / probabilities_V.sum()
     return probabilities_V

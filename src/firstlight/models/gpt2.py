@@ -37,10 +37,24 @@ _HF_NAMES = {
 
 
 class GPT2Config(BaseModel):
-    """Shape of a GPT-2 model. `vocab_size` 0 takes the tokenizer's; `intermediate_size` left
-    out is 4 hidden_size. Dropout is off unless asked for, as is usual for pretraining today."""
+    """Shape of a GPT-2 model. Dropout is off unless asked for, as is usual for pretraining today.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_type: "gpt2".
+    vocab_size: tokens the model knows; 0 takes the tokenizer's.
+    hidden_size: width of the residual stream.
+    intermediate_size: width inside the MLP; 0 is 4 hidden_size.
+    num_hidden_layers: depth.
+    num_attention_heads: heads, which share hidden_size.
+    max_position_embeddings: the context limit in tokens.
+    layer_norm_epsilon: added under the norms' root.
+    embd_pdrop: dropout after the embeddings.
+    attn_pdrop: dropout of attention weights.
+    resid_pdrop: dropout before each addition to the residual stream.
+    tie_word_embeddings: the head is the embedding, transposed.
+    initializer_range: standard deviation of the initial weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     model_type: Literal["gpt2"] = "gpt2"
     vocab_size: int = Field(0, ge=0)
@@ -54,7 +68,7 @@ class GPT2Config(BaseModel):
     attn_pdrop: float = Field(0.0, ge=0, lt=1)
     resid_pdrop: float = Field(0.0, ge=0, lt=1)
     tie_word_embeddings: bool = True
-    initializer_range: float = Field(0.02, gt=0)
+    initializer_range: float = Field(0.02, gt=0, le=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -25,16 +25,42 @@ from firstlight.models.ops import (
     rope_tables,
 )
 
+#: What Hugging Face's LlamaConfig takes for a key that config.json leaves out, where it is not
+#: what a recipe's default is.
+_HF_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
 
 class LlamaConfig(BaseModel):
     """Shape of a Llama model; names and meanings are Hugging Face's.
 
-    `vocab_size` 0 takes the tokenizer's. `num_key_value_heads`, `head_dim` and
-    `intermediate_size` left out follow from the rest (as many as heads; hidden_size / heads;
-    8/3 hidden_size, rounded up to a multiple of 32).
+    model_type: "llama".
+    vocab_size: tokens the model knows; 0 takes the tokenizer's.
+    hidden_size: width of the residual stream.
+    intermediate_size: width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
+    num_hidden_layers: depth.
+    num_attention_heads: query heads.
+    num_key_value_heads: key and value heads; 0 is as many as query heads.
+    head_dim: size of a head, even; 0 is hidden_size / num_attention_heads.
+    max_position_embeddings: the context limit in tokens.
+    rms_norm_eps: added under the norms' root.
+    rope_theta: base of the rotary frequencies.
+    rope_scaling: null, {rope_type: linear, factor} or {rope_type: llama3, factor,
+        low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+    attention_bias: biases on the attention's projections.
+    mlp_bias: biases on the MLP's projections.
+    tie_word_embeddings: the head is the embedding, transposed.
+    initializer_range: standard deviation of the initial weights.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     model_type: Literal["llama"] = "llama"
     vocab_size: int = Field(0, ge=0)
@@ -51,7 +77,7 @@ class LlamaConfig(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-    initializer_range: float = Field(0.02, gt=0)
+    initializer_range: float = Field(0.02, gt=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -75,6 +101,12 @@ class LlamaConfig(BaseModel):
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if self.hidden_size % self.num_attention_heads:
+            # Also where head_dim is given: transformers would refuse the saved folder.
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
         return self
@@ -90,8 +122,9 @@ class LlamaConfig(BaseModel):
             raise ModelError(
                 f"hidden_act '{config['hidden_act']}' is not supported: only 'silu' is"
             )
-        # transformers 5 keeps the rotary settings in one object, 4 in two keys.
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
+        # it reads the two.
+        rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         theta = rope.pop("rope_theta", config.get("rope_theta", 10_000.0))
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
@@ -100,7 +133,8 @@ class LlamaConfig(BaseModel):
         names = set(cls.model_fields) - {"rope_theta", "rope_scaling", "model_type"}
         known = {name: config[name] for name in names if config.get(name) is not None}
         scaling = None if kind == "default" else {"rope_type": kind, **rope}
-        return cls(rope_theta=float(theta), rope_scaling=scaling, **known)  # type: ignore[arg-type]
+        values = {**_HF_DEFAULTS, **known}
+        return cls(rope_theta=float(theta), rope_scaling=scaling, **values)  # type: ignore[arg-type]
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""

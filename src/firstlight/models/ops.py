@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 class LinearRope(BaseModel):
     """Position interpolation: every position divided by `factor` (Chen et al. 2023)."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["linear"]
     factor: float = Field(gt=0)
@@ -34,7 +34,7 @@ class Llama3Rope(BaseModel):
     those between are blended.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["llama3"]
     factor: float = Field(gt=0)

@@ -21,12 +21,13 @@ class OptimizerConfig(BaseModel):
     learning_rate: AdamW's peak.
     muon_learning_rate: Muon's peak; null takes `learning_rate`. Its updates are scaled by
         0.2 sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both.
-    betas, eps: AdamW's. muon_momentum: Muon's.
+    betas, eps: AdamW's.
+    muon_momentum: Muon's.
     weight_decay: decoupled; applied to matrices only, never to norms and biases.
     max_grad_norm: gradients are scaled down to this global L2 norm; 0 switches it off.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0)
@@ -98,24 +99,28 @@ class Optimizer:
         Raises:
             CheckpointError: a tensor is missing, extra or of another shape (named).
         """
-        expected = set(self.parameters)
-        found = {name.rpartition(".")[0] for name in tensors}
-        if found != expected:
-            odd = sorted(expected ^ found)[0]
+        places = {
+            f"{name}.{key}": (optimizer, parameter, key)
+            for optimizer in self._torch_optimizers
+            for name, parameter in self.parameters.items()
+            if _owns(optimizer, parameter)
+            for key in _STATE_NAMES[type(optimizer)]
+        }
+        if odd := sorted(places.keys() ^ tensors.keys()):
             raise CheckpointError(
-                f"the optimizer's state does not fit the model: '{odd}' is in only one of them"
+                f"the saved optimizer state is not that of this model and optimizer: "
+                f"'{odd[0]}' is in only one of them"
             )
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition(".")
-            parameter = self.parameters[name]
-            if tensor.dim() and tensor.shape != parameter.shape:
+        for name, (_, parameter, key) in places.items():
+            shape = [] if key == "step" else list(parameter.shape)
+            if list(tensors[name].shape) != shape:
                 raise CheckpointError(
-                    f"the optimizer's state '{full_name}' is {list(tensor.shape)}, "
-                    f"expected {list(parameter.shape)}"
+                    f"the optimizer's state '{name}' is {list(tensors[name].shape)}, "
+                    f"expected {shape}"
                 )
-            owner = next(o for o in self._torch_optimizers if _owns(o, parameter))
+        for name, (optimizer, parameter, key) in places.items():
             # A fused step counter lives where its parameter does.
-            owner.state[parameter][key] = tensor.to(parameter.device, copy=True)
+            optimizer.state[parameter][key] = tensors[name].to(parameter.device, copy=True)
 
     def _states(self) -> list[tuple[str, dict[str, Tensor]]]:
         return [
@@ -171,6 +176,12 @@ def _inside_a_layer(name: str) -> bool:
     """Whether a parameter belongs to a numbered layer (`model.layers.3...`, `h.3...`)."""
     return any(part.isdigit() for part in name.split("."))
 
+
+#: What each torch optimizer keeps for a parameter once it has made a step.
+_STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
 
 OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], list[torch.optim.Optimizer]]] = {
     "adamw": _adamw,

@@ -15,7 +15,7 @@ class ScheduleConfig(BaseModel):
     min_lr_ratio: the last step's learning rate as a share of the peak.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     max_steps: int | None = Field(None, gt=0)
     warmup_steps: int | None = Field(None, ge=0)

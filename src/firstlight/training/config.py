@@ -6,6 +6,7 @@ the nearest real name; the resolved recipe is saved with the run and in each che
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 import typing
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError, describe_os_error, nearest
@@ -24,7 +25,7 @@ from firstlight.optim.schedule import ScheduleConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RunConfig(_Section):
@@ -36,7 +37,7 @@ class RunConfig(_Section):
     """
 
     dir: str | None = None
-    seed: int = Field(1337, ge=0)
+    seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
 
 
@@ -76,10 +77,11 @@ class BatchConfig(_Section):
         micro_tokens = self.micro_batch_size * seq_len
         steps, rest = divmod(self.global_batch_tokens, micro_tokens)
         if rest:
+            below = f"{steps * micro_tokens} or " if steps else ""
             raise ConfigError(
                 f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
                 f"micro_batch_size x seq_len = {micro_tokens}: "
-                f"take {max(steps, 1) * micro_tokens} or {(steps + 1) * micro_tokens}"
+                f"take {below}{(steps + 1) * micro_tokens}"
             )
         if self.gradient_accumulation_steps not in (None, steps):
             raise ConfigError(
@@ -95,7 +97,8 @@ class EvaluationConfig(_Section):
     every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
     max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
     sample_prompts: texts to be continued at each evaluation.
-    sample_tokens, temperature: length of the samples and how they are drawn.
+    sample_tokens: tokens a sample.
+    temperature: how the samples are drawn; 0 is greedy.
     """
 
     every_steps: int = Field(200, ge=0)
@@ -129,26 +132,14 @@ class Recipe(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    @model_validator(mode="after")
-    def _check(self) -> Recipe:
-        schedule = self.schedule
-        if (
-            schedule.max_steps
-            and schedule.warmup_steps
-            and schedule.warmup_steps > schedule.max_steps
-        ):
-            raise ValueError(
-                f"schedule.warmup_steps {schedule.warmup_steps} is more than "
-                f"max_steps {schedule.max_steps}"
-            )
-        return self
-
 
 class _RecipeLoader(yaml.SafeLoader):
     """YAML's safe loader, which also reads 3e-4 as a number and refuses a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        # `<<: *anchor` takes another mapping's keys over, and may stand beside any of them.
+        given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=True) for key in given]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
             raise yaml.MarkedYAMLError(
@@ -165,7 +156,11 @@ _RecipeLoader.add_implicit_resolver(
 
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
-    """Read a recipe file and apply `section.key` overrides (values as YAML text).
+    """Read a recipe file.
+
+    Args:
+        path: the file.
+        overrides: (`section.key`, value as YAML text) pairs that are set after reading.
 
     Raises:
         ConfigError: the file is missing or not YAML, or keys or values are wrong: all of
@@ -179,7 +174,8 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"recipe {path} can't be read: {describe_os_error(error)}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    # ValueError: bytes that are not UTF-8, a date such as 2001-99-99.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe {path} is not valid YAML: {_one_line(error)}") from error
     if values is None:
         values = {}
@@ -229,7 +225,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         return
     try:
         place[key] = yaml.load(text, _RecipeLoader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"option --{name}: '{text}' is not a valid value: {_one_line(error)}"
         ) from error
@@ -272,6 +268,14 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
                 yield section, kind, key
+
+
+def key_documentation(section: type[BaseModel]) -> dict[str, str]:
+    """What a section's docstring says of each key: its `key: text` paragraphs."""
+    paragraphs = re.findall(
+        r"^(\w+(?:, \w+)*): (.*(?:\n +.*)*)", inspect.cleandoc(section.__doc__ or ""), re.MULTILINE
+    )
+    return {key: " ".join(text.split()) for keys, text in paragraphs for key in keys.split(", ")}
 
 
 #: What other programs call our keys.
@@ -326,7 +330,7 @@ def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
     for position, part in enumerate(location):
         fields = [owner.model_fields[part] for owner in owners if part in owner.model_fields]
         tagged = [owner for owner in owners if part in _tags(owner)]
-        if not fields and tagged:
+        if not fields and tagged and len(owners) > 1:
             owners = tagged
             continue
         names.append(part)

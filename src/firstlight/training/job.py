@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from firstlight.checkpoint import prune_checkpoints, save_checkpoint
+from firstlight.checkpoint import CHECKPOINTS, prune_checkpoints, save_checkpoint
 from firstlight.data.loader import TokenLoader
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import LossFunction, autocast, loss_function, resolve_precision
-from firstlight.errors import CheckpointError, TrainingError
+from firstlight.errors import CheckpointError, ModelError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.files import remove_leftovers, storage_errors, write_file
 from firstlight.generation.engine import GenerationStream
@@ -35,7 +35,7 @@ from firstlight.training.config import Recipe
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.state import TrainState, capture
-from firstlight.training.step import train_step
+from firstlight.training.step import DIVERGED, train_step
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -77,7 +77,8 @@ class Job:
         with storage_errors():
             self.run_folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.run_folder):
-            remove_leftovers(self.run_folder)
+            for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
+                remove_leftovers(folder)
             if self.saved_step != self.state.step:  # not resumed: logs of a dead run are void
                 for name in (METRICS_NAME, SAMPLES_NAME):
                     (self.run_folder / name).unlink(missing_ok=True)
@@ -157,6 +158,8 @@ class Job:
             rows=evaluation_rows(rows, self.recipe.evaluation.max_rows),
         )
         found = self.evaluation
+        if not math.isfinite(found.loss):
+            raise TrainingError(f"step {self.state.step}: val/loss is {found.loss}; {DIVERGED}")
         bar.message(
             f"step {self.state.step}: val/loss {found.loss:.4f}, "
             f"perplexity {found.perplexity:.2f}, "
@@ -176,8 +179,11 @@ class Job:
             self.model, self.tokenizer, () if eos is None else (eos,), self.run_folder
         )
         for prompt in config.sample_prompts:
-            with autocast(self.hardware.device, self.dtype):
-                text = "".join(GenerationStream(loaded, prompt, sampling))
+            try:
+                with autocast(self.hardware.device, self.dtype):
+                    text = "".join(GenerationStream(loaded, prompt, sampling))
+            except ModelError as error:
+                raise TrainingError(f"step {self.state.step}: {error}; {DIVERGED}") from None
             self._samples.write({"step": self.state.step, "prompt": prompt, "text": text})
             bar.message(f"step {self.state.step}: {prompt!r} -> {text!r}")
 
@@ -198,7 +204,7 @@ class Job:
         )
         save_checkpoint(self.run_folder, self.state.step, checkpoint)
         self.saved_step = self.state.step
-        prune_checkpoints(self.run_folder, self.recipe.checkpoint.keep_last)
+        prune_checkpoints(self.run_folder, self.recipe.checkpoint.keep_last, self.state.step)
 
     def data_identity(self) -> dict[str, Any]:
         """Which data this is, so that a run is not resumed on another."""

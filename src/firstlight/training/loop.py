@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.checkpoint import list_checkpoints
+from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
@@ -85,7 +85,7 @@ def train(
         draw_report(job.run_folder)
     return TrainResult(
         job.run_folder,
-        list_checkpoints(job.run_folder)[-1],
+        checkpoint_folder(job.run_folder, job.saved_step),
         state.step,
         state.tokens_seen,
         last.get("train/loss"),

@@ -37,9 +37,8 @@ class JsonLines:
         with storage_errors():
             size = os.fstat(self._file.fileno()).st_size
             try:
-                written = self._file.write(line)
-                if written != len(line):
-                    self._file.write(line[written:])
+                while line:  # an almost full disk takes a part of it
+                    line = line[self._file.write(line) :]
             except OSError:
                 os.truncate(self._path, size)
                 raise

@@ -18,7 +18,10 @@ _MIB = 2**20
 
 
 def draw_report(run_folder: Path) -> Path:
-    """Draw the metrics and the last samples of a run into its report.png.
+    """Draw the metrics and the last samples of a run into its report.png; return its path.
+
+    Args:
+        run_folder: where `train` wrote metrics.jsonl.
 
     Raises:
         StorageError: the picture can't be written.
@@ -38,7 +41,7 @@ def draw_report(run_folder: Path) -> Path:
     _draw_rate(grid["rate"], records)
     _draw_speed(grid["speed"], records)
     _draw_samples(grid["text"], samples)
-    figure.suptitle(f"firstlight · {run_folder.resolve().name}")
+    figure.suptitle(f"firstlight · {_shown(run_folder.resolve().name)}")
     picture = io.BytesIO()
     with warnings.catch_warnings():
         # A sample may be in a script that the font lacks; its boxes are warning enough.
@@ -128,8 +131,12 @@ def _draw_samples(axes: Any, samples: Sequence[Mapping[str, Any]]) -> None:
         lines.append("")
     shown = "\n".join(lines[:18])
     axes.set_title(f"sample at step {samples[-1]['step']}", loc="left", fontsize="medium")
-    # A dollar sign would start matplotlib's own formula language.
-    text = "".join(
-        c if c.isprintable() or c == "\n" else "\ufffd" for c in shown.replace("$", r"\$")
-    )
+    text = _shown(shown)
     axes.text(0, 1, text, family="monospace", fontsize=8, va="top", transform=axes.transAxes)
+
+
+def _shown(text: str) -> str:
+    """Text as matplotlib draws it: no control characters, and no formulas, which a dollar sign
+    would start."""
+    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    return printable.replace("$", r"\$")

@@ -72,6 +72,7 @@ def set_up(
         model = empty_model(_new_config(recipe, tokenizer))
         model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     recipe = _filled_in(recipe, model.config, dataset)
+    _require_fitting_prompts(recipe, tokenizer)
     origin = str(init_from) if init_from is not None else None
     job = Job(recipe, hardware, model.to(hardware.device), tokenizer, dataset, validation, origin)
     if newest is not None:
@@ -173,6 +174,19 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Re
         )
     require_row(dataset, seq_len)
     return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
+
+
+def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse sample prompts that would end the run at its first evaluation."""
+    assert recipe.model is not None
+    limit = recipe.model.max_position_embeddings
+    for prompt in recipe.evaluation.sample_prompts:
+        count = len(tokenizer.encode_prompt(prompt))
+        if count >= limit:
+            raise ConfigError(
+                f"evaluation.sample_prompts: {prompt[:20]!r}... has {count} tokens, and the "
+                f"model's context is {limit}: shorten it"
+            )
 
 
 def _require_fitting_start(

@@ -10,6 +10,8 @@ from firstlight.efficiency import LossFunction
 from firstlight.errors import TrainingError
 from firstlight.optim.optimizer import Optimizer
 
+DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -53,9 +55,6 @@ def train_step(
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     if not abs(mean) + abs(grad_norm) < float("inf"):
         optimizer.zero_grad()
-        raise TrainingError(
-            f"loss {mean}, gradient norm {grad_norm}: not finite; "
-            "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
-        )
+        raise TrainingError(f"loss {mean}, gradient norm {grad_norm}: not finite; {DIVERGED}")
     optimizer.step()
     return StepResult(mean, grad_norm, tokens)

@@ -1,0 +1,187 @@
+"""A run that is killed, at whatever moment, and resumed is the run that was never killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from firstlight.checkpoint import list_checkpoints, verify_checkpoint
+from firstlight.training.metrics import read_json_lines
+
+_DRIVER = Path(__file__).with_name("crash_driver.py")
+
+_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
+}
+
+# One after the other, each on what the one before left: 20 steps, a checkpoint every 4, and
+# an epoch of 9 steps.
+_CRASHES: list[list[Any] | None] = [
+    ["step", 2, 1],  # before the first checkpoint
+    ["half a file", 4, 1],  # while the first checkpoint is written
+    ["os.rename", 4, 1],  # when it is complete, but for its name
+    ["step", 7, 1],  # between two checkpoints
+    ["os.fsync", 8, 5],  # while the second is synced
+    ["half a file", 8, 2],
+    ["torn line", 10, 1],  # in the middle of a line of metrics, in the second epoch
+    ["os.rename", 12, 2],  # between writing a checkpoint and deleting the oldest
+    ["shutil.rmtree", 16, 1],  # while the oldest is deleted
+    ["step", 19, 1],  # in the third epoch
+    ["os.rename", 20, 1],  # while the last checkpoint is written
+]
+_FEW = [["step", 7, 1], ["half a file", 8, 1], ["step", 19, 1], None]
+_RUNS = {
+    ("gpt2", "adamw"): _CRASHES,
+    ("llama", "muon"): _CRASHES,
+    ("gpt2", "muon"): _FEW,
+    ("llama", "adamw"): _FEW,
+}
+
+
+def drive(plan: Sequence[tuple[Path, list[Any] | None]]) -> list[bool]:
+    """Do the plan in one process (see the driver); which of the runs were killed."""
+    done = subprocess.run(
+        [sys.executable, str(_DRIVER)],
+        input=json.dumps([(str(recipe), crash) for recipe, crash in plan]),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result: list[bool] = json.loads(done.stdout)
+    return result
+
+
+def write_recipe(folder: Path, name: str, data: Path, **sections: Any) -> Path:
+    """The recipe NAME.yaml of a run in the folder NAME, both in `folder`."""
+    recipe = {
+        "run": {"dir": str(folder / name), "device": "cpu"},
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 32, "gradient_accumulation_steps": 2},
+        "schedule": {"max_steps": 20, "warmup_steps": 3},
+        "evaluation": {"every_steps": 5, "max_rows": 2, "sample_tokens": 3},
+        "checkpoint": {"every_steps": 4, "keep_last": 2},
+        **sections,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def run_of(recipe: Path) -> Path:
+    return recipe.with_suffix("")
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """(step, train/loss) of every line, in the order of the file."""
+    return [(r["step"], r["train/loss"]) for r in read_json_lines(run / "metrics.jsonl")]
+
+
+def litter(run: Path) -> list[Path]:
+    return sorted(run.rglob(".tmp-*"))
+
+
+def assert_same_run(broken: Path, whole: Path) -> None:
+    """Every step once and with the same loss; the same weights, moments and samples."""
+    expected = losses(whole)
+    assert [step for step, _ in expected] == list(range(1, len(expected) + 1))
+    assert losses(broken) == expected
+    (*_, last), (*_, expected_last) = list_checkpoints(broken), list_checkpoints(whole)
+    verify_checkpoint(last)
+    assert last.name == expected_last.name
+    for name in ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"):
+        assert (last / name).read_bytes() == (expected_last / name).read_bytes(), name
+    assert (broken / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert (broken / "report.png").is_file()
+    assert litter(broken) == []
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A folder of runs killed as `_RUNS` says but not yet finished, and of whole ones."""
+    folder = tmp_path_factory.mktemp("crashed")
+    plan: list[tuple[Path, list[Any] | None]] = []
+    for (family, optimizer), crashes in _RUNS.items():
+        sections = {"model": _MODELS[family], "optimizer": {"name": optimizer}}
+        whole = write_recipe(folder, f"{family}-{optimizer}-whole", data, **sections)
+        broken = write_recipe(folder, f"{family}-{optimizer}-broken", data, **sections)
+        plan += [(whole, None), *((broken, crash) for crash in crashes)]
+    killed = drive(plan)
+    assert killed == [crash is not None for _, crash in plan]
+    return folder
+
+
+@pytest.mark.parametrize("family, optimizer", _RUNS)
+def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
+    crashed: Path, family: str, optimizer: str
+) -> None:
+    recipe = crashed / f"{family}-{optimizer}-broken.yaml"
+    whole = crashed / f"{family}-{optimizer}-whole"
+    records = read_json_lines(whole / "metrics.jsonl")
+    assert len(records) == 20
+    epochs = [int(record["epoch"]) for record in records]
+    assert sorted(set(epochs)) == [0, 1, 2]  # the plan crosses two epoch edges
+    if _RUNS[family, optimizer] is _CRASHES:
+        # Killed while it was saving: there is something half-written, and it is not looked at.
+        assert litter(run_of(recipe) / "checkpoints")
+        command = [sys.executable, "-m", "firstlight", "train", str(recipe), "--resume"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "step-00000016 (step 16)" in done.stderr
+    assert_same_run(run_of(recipe), whole)
+
+
+def test_dropout_was_on(crashed: Path) -> None:
+    config = json.loads(
+        (list_checkpoints(crashed / "gpt2-adamw-whole")[-1] / "config.json").read_text("utf-8")
+    )
+    assert (config["embd_pdrop"], config["attn_pdrop"], config["resid_pdrop"]) == (0.1, 0.1, 0.1)
+
+
+def test_no_call_that_changes_the_disk_is_a_bad_moment_to_be_killed_at(
+    tmp_path: Path, data: Path
+) -> None:
+    """Kill before the first such call of a run, before the second, ... and resume each time."""
+    sections = {
+        "model": {**_MODELS["llama"], "num_hidden_layers": 1},
+        "batch": {"micro_batch_size": 2},
+        "schedule": {"max_steps": 4},
+        "evaluation": {"every_steps": 0, "sample_tokens": 1, "max_rows": 1},
+        "checkpoint": {"every_steps": 2, "keep_last": 1},
+    }
+    whole = write_recipe(tmp_path, "whole", data, **sections)
+    recipes = [write_recipe(tmp_path, f"broken-{n}", data, **sections) for n in range(1, 45)]
+    plan: list[tuple[Path, list[Any] | None]] = [(whole, None)]
+    for number, recipe in enumerate(recipes, start=1):
+        plan += [(recipe, ["any call", 0, number]), (recipe, None)]
+    killed = drive(plan)[1::2]
+    # All the calls there are, and then none is left to be killed at.
+    count = killed.index(False)
+    assert count > 35
+    assert killed == [True] * count + [False] * (len(recipes) - count)
+    for recipe in recipes[:count]:
+        assert_same_run(run_of(recipe), run_of(whole))

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import firstlight
+
+_HEAVY = ("torch", "numpy", "transformers", "matplotlib", "tokenizers", "safetensors", "pydantic")
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh Python has imported after running some code."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys\n{code}\nprint('\\n'.join(sys.modules), file=sys.stderr)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("name", firstlight.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(firstlight, name)
+    assert inspect.getdoc(value)
+    assert value.__name__ == name
+    if inspect.isfunction(value):
+        assert inspect.signature(value).return_annotation is not inspect.Signature.empty
+        documentation = inspect.getdoc(value) or ""
+        for parameter in inspect.signature(value).parameters:
+            assert parameter in documentation, f"{name}({parameter}) is not documented"
+
+
+def test_the_public_names_are_sorted_and_each_once() -> None:
+    assert firstlight.__all__ == sorted(set(firstlight.__all__))
+    assert set(firstlight.__all__) <= set(dir(firstlight))
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
+    assert not hasattr(firstlight, "trian")
+    with pytest.raises(AttributeError, match="'firstlight' has no attribute 'trian'"):
+        firstlight.__getattr__("trian")
+
+
+def test_the_version_is_the_installed_packages() -> None:
+    from importlib.metadata import version
+
+    assert version("firstlight") == firstlight.__version__
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert modules_after("import firstlight").isdisjoint(_HEAVY)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["generate", "--help"], ["prepare", "--help"], ["nonsense"], []],
+)
+def test_help_and_usage_errors_answer_without_torch(arguments: list[str]) -> None:
+    code = f"from firstlight.cli.main import main\nmain({arguments!r})"
+    imported = modules_after(code)
+    assert "click" in imported
+    assert imported.isdisjoint(_HEAVY)
+
+
+def test_the_command_and_the_module_are_the_same_program() -> None:
+    module = subprocess.run(
+        [sys.executable, "-m", "firstlight", "--help"], capture_output=True, text=True, check=True
+    )
+    command = Path(sys.executable).with_name("firstlight")
+    if not command.exists():
+        pytest.skip("the command is not installed beside this Python")
+    installed = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert installed.stdout == module.stdout
+    assert module.stdout.startswith("Usage: firstlight ")
+    for verb in ("tokenizer", "prepare", "train", "eval", "generate", "info"):
+        assert f"\n  {verb} " in module.stdout
+
+
+def test_the_training_help_lists_every_key_of_a_recipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "firstlight", "train", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    from firstlight.training.config import known_keys
+
+    lines = done.stdout.splitlines()
+    listed = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}
+    assert set(known_keys()) <= listed

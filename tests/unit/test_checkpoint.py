@@ -1,0 +1,465 @@
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from firstlight.checkpoint import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    OPTIMIZER_NAME,
+    STATE_NAME,
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    resolve_model_folder,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from firstlight.errors import CheckpointError, StorageError
+from firstlight.files import write_json
+from firstlight.huggingface import CONFIG_NAME, WEIGHTS_NAME
+
+_FILES = [CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME]
+
+
+def content(step: int) -> Checkpoint:
+    """A small checkpoint whose every value says of which step it is."""
+    generator = torch.Generator().manual_seed(step)
+    return Checkpoint(
+        files={CONFIG_NAME: json.dumps({"model_type": "llama", "of_step": step})},
+        model={"a.weight": torch.randn(4, 3, generator=generator), "b": torch.full((5,), step)},
+        optimizer={
+            "a.weight.step": torch.tensor(float(step)),
+            "a.weight.exp_avg": torch.randn(4, 3, generator=generator),
+            "rng.cpu": torch.randint(256, (64,), generator=generator, dtype=torch.uint8),
+        },
+        trainer_state={"step": step, "tokens_seen": 10 * step, "loader": {"rows_seen": step}},
+    )
+
+
+def save(run: Path, *steps: int) -> list[Path]:
+    return [save_checkpoint(run, step, content(step)) for step in steps]
+
+
+def same_tensors(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
+
+
+def is_of_step(folder: Path, step: int) -> bool:
+    """Whether a checkpoint verifies and holds exactly what `content(step)` says."""
+    verify_checkpoint(folder)
+    loaded, expected = load_checkpoint(folder), content(step)
+    return (
+        same_tensors(loaded.model, expected.model)
+        and same_tensors(loaded.optimizer, expected.optimizer)
+        and loaded.trainer_state == expected.trainer_state
+        and (folder / CONFIG_NAME).read_text(encoding="utf-8") == expected.files[CONFIG_NAME]
+    )
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    """Change bits of one byte."""
+    damaged = bytearray(path.read_bytes())
+    damaged[position] ^= mask
+    path.write_bytes(damaged)
+
+
+def names(run: Path) -> list[str]:
+    """Everything beside the checkpoints and below it, hidden or not."""
+    return sorted(path.name for path in (run / CHECKPOINTS).iterdir())
+
+
+# --- saving and loading ----------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 7)
+    assert folder == tmp_path / CHECKPOINTS / "step-00000007"
+    assert is_of_step(folder, 7)
+    assert sorted(os.listdir(folder)) == sorted([*_FILES, MANIFEST_NAME])
+
+
+def test_whoever_may_read_the_run_may_read_every_file_of_it(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("made as any file is")
+    (folder,) = save(tmp_path, 7)
+    expected = (tmp_path / "plain").stat().st_mode
+    assert {path.name: path.stat().st_mode for path in folder.iterdir()} == dict.fromkeys(
+        [*_FILES, MANIFEST_NAME], expected
+    )
+
+
+def test_the_manifest_names_every_file_and_is_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, bytes]] = []
+
+    def spy(path: Path, value: Any) -> None:
+        assert path.name == MANIFEST_NAME
+        seen.append({file.name: file.read_bytes() for file in path.parent.iterdir()})
+        assert set(value["files"]) == set(seen[0])
+        write_json(path, value)
+
+    monkeypatch.setattr("firstlight.checkpoint.write_json", spy)
+    (folder,) = save(tmp_path, 3)
+    assert len(seen) == 1
+    after = {file.name: file.read_bytes() for file in folder.iterdir()}
+    del after[MANIFEST_NAME]
+    assert after == seen[0]
+
+
+def test_everything_is_synced_before_the_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    inodes: list[set[int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def spy_rename(source: Path, target: Path) -> None:
+        inodes.append({path.stat().st_ino for path in [source, *source.iterdir()]})
+        assert inodes[-1] <= synced
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    (folder,) = save(tmp_path, 3)
+    assert len(inodes) == 1
+    assert folder.parent.stat().st_ino in synced
+
+
+def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
+    # They may be mapped from the file: overwriting it in place would change them.
+    (folder,) = save(tmp_path, 4)
+    loaded = load_checkpoint(folder)
+    save_checkpoint(tmp_path, 4, content(5))
+    shutil.rmtree(folder)
+    assert same_tensors(loaded.model, content(4).model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_never_published(tmp_path: Path, value: float) -> None:
+    save(tmp_path, 4)
+    good = content(8)
+    weights = dict(good.model)
+    weights["a.weight"] = weights["a.weight"].clone()
+    weights["a.weight"][3, 2] = value
+    bad = Checkpoint(good.files, weights, good.optimizer, good.trainer_state)
+    with pytest.raises(CheckpointError, match=r"step 8: tensor a\.weight is not finite"):
+        save_checkpoint(tmp_path, 8, bad)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+# --- which one is the newest -----------------------------------------------------------------
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert newest_checkpoint(tmp_path) == (None, [])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    folders = save(tmp_path, 100_000_000, 99_999_999, 5)
+    assert list_checkpoints(tmp_path) == [folders[2], folders[1], folders[0]]
+    assert newest_checkpoint(tmp_path) == (folders[0], [])
+
+
+def test_what_is_incomplete_or_no_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+    old, incomplete = save(tmp_path, 4, 8)
+    (incomplete / MANIFEST_NAME).unlink()
+    shutil.copytree(old, old.with_name(".tmp-step-00000012-abcdef01"))
+    shutil.copytree(old, old.with_name("step-00000016.bak"))
+    shutil.copytree(old, old.with_name("step-x"))
+    old.with_name("step-00000020").write_text("a file")
+    assert list_checkpoints(tmp_path) == [old]
+    assert newest_checkpoint(tmp_path) == (old, [])
+
+
+@pytest.mark.parametrize("name", [*_FILES, MANIFEST_NAME])
+@pytest.mark.parametrize("damage", ["first byte", "middle byte", "last byte", "short", "long"])
+def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    older, newer = save(tmp_path, 4, 8)
+    path = newer / name
+    size = path.stat().st_size
+    if damage == "short":
+        os.truncate(path, size - 1)
+        if name == MANIFEST_NAME:  # its last byte is a newline, which JSON can do without
+            os.truncate(path, size - 2)
+    elif damage == "long":
+        path.write_bytes(path.read_bytes() + b"x")
+    else:
+        flip(path, {"first byte": 0, "middle byte": size // 2, "last byte": size - 1}[damage])
+        if name == MANIFEST_NAME and damage != "first byte":
+            flip(path, size - 2)
+    found, problems = newest_checkpoint(tmp_path)
+    assert found == older
+    assert len(problems) == 1
+    assert str(newer) in problems[0]
+    if name != MANIFEST_NAME:
+        assert str(path) in problems[0]
+    assert is_of_step(older, 4)
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_a_missing_file_is_named_and_the_older_checkpoint_taken(tmp_path: Path, name: str) -> None:
+    older, newer = save(tmp_path, 4, 8)
+    (newer / name).unlink()
+    assert newest_checkpoint(tmp_path) == (older, [f"{newer / name} is missing"])
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80])
+def test_no_byte_of_a_damaged_manifest_leads_astray(tmp_path: Path, mask: int) -> None:
+    """Whatever one changed byte makes of it: refused by name, or still the right checkpoint."""
+    (folder,) = save(tmp_path, 8)
+    path = folder / MANIFEST_NAME
+    original = path.read_bytes()
+    refused = 0
+    for position in range(len(original)):
+        flip(path, position, mask)
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError:
+            refused += 1
+        path.write_bytes(original)
+    assert refused > len(original) / 2
+    assert is_of_step(folder, 8)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        [],
+        {"format": "firstlight-checkpoint", "version": 1},
+        {"format": "firstlight-checkpoint", "version": 2, "files": {}},
+        {"format": "other", "version": 1, "files": {}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {CONFIG_NAME: 3}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {CONFIG_NAME: {}}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {"../../secret": {}}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {"/etc/passwd": {}}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {"": {}}},
+        {"format": "firstlight-checkpoint", "version": 1, "files": {"..": {}}},
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused(tmp_path: Path, manifest: Any) -> None:
+    (folder,) = save(tmp_path, 8)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(CheckpointError):
+        verify_checkpoint(folder)
+
+
+def test_only_damaged_checkpoints_is_an_error_that_names_them_all(tmp_path: Path) -> None:
+    folders = save(tmp_path, 4, 8)
+    for folder in folders:
+        flip(folder / WEIGHTS_NAME, -1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be used") as caught:
+        newest_checkpoint(tmp_path)
+    assert all(str(folder / WEIGHTS_NAME) in str(caught.value) for folder in folders)
+
+
+# --- which model is meant --------------------------------------------------------------------
+
+
+def test_a_run_folder_means_its_newest_good_checkpoint_and_says_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = save(tmp_path, 4, 8)
+    assert resolve_model_folder(tmp_path) == newer
+    assert capsys.readouterr() == ("", "")
+    flip(newer / WEIGHTS_NAME, -1)
+    assert resolve_model_folder(tmp_path) == older
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(newer / WEIGHTS_NAME) in err
+
+
+def test_a_damaged_checkpoint_named_itself_is_refused(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 4)
+    assert resolve_model_folder(folder) == folder
+    flip(folder / OPTIMIZER_NAME, -1)
+    with pytest.raises(CheckpointError, match="damaged"):
+        resolve_model_folder(folder)
+
+
+def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 4)
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
+        resolve_model_folder(tmp_path)
+
+
+# --- pruning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3, 99])
+def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
+    for step in (4, 8, 12, 16):
+        save(tmp_path, step)
+        prune_checkpoints(tmp_path, keep_last, step)
+        kept = list_checkpoints(tmp_path)
+        assert len(kept) == min(keep_last, step // 4)
+        assert is_of_step(kept[-1], step)
+
+
+def test_there_is_never_a_moment_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments: list[int] = []
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def good() -> int:
+        found = 0
+        for folder in list_checkpoints(tmp_path):
+            verify_checkpoint(folder)
+            found += 1
+        return found
+
+    def spy_rename(*arguments: Any) -> None:
+        rename(*arguments)
+        moments.append(good())
+
+    def spy_rmtree(*arguments: Any, **options: Any) -> None:
+        moments.append(good())
+        rmtree(*arguments, **options)
+
+    monkeypatch.setattr(os, "rename", spy_rename)
+    monkeypatch.setattr(shutil, "rmtree", spy_rmtree)
+    for step in (4, 8, 12):
+        save(tmp_path, step)
+        prune_checkpoints(tmp_path, 1, step)
+    assert len(moments) >= 7
+    assert min(moments) >= 1
+
+
+def test_after_a_rollback_the_new_checkpoint_is_kept_and_the_damaged_ones_go(
+    tmp_path: Path,
+) -> None:
+    # Retention that only sorts by step would keep the damaged 12 and delete the good 8.
+    save(tmp_path, 4, 12, 16)
+    for step in (12, 16):
+        flip(tmp_path / CHECKPOINTS / f"step-{step:08d}" / WEIGHTS_NAME, -1)
+    found, problems = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.name, len(problems)) == ("step-00000004", 2)
+    save(tmp_path, 8)
+    prune_checkpoints(tmp_path, 1, 8)
+    assert names(tmp_path) == ["step-00000008"]
+    assert is_of_step(tmp_path / CHECKPOINTS / "step-00000008", 8)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "incomplete", "empty"])
+def test_saving_a_step_again_replaces_the_damaged_one(tmp_path: Path, damage: str) -> None:
+    (folder,) = save(tmp_path, 8)
+    if damage == "flipped":
+        flip(folder / WEIGHTS_NAME, -1)
+    elif damage == "incomplete":
+        (folder / MANIFEST_NAME).unlink()
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    save(tmp_path, 8)
+    assert is_of_step(folder, 8)
+    assert names(tmp_path) == ["step-00000008"]
+
+
+def test_pruning_removes_what_killed_saves_left(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 4)
+    shutil.copytree(folder, folder.with_name(".tmp-step-00000008-abcdef01"))
+    folder.with_name(".tmp-file").write_text("x")
+    mine = folder.with_name("notes.txt")
+    mine.write_text("not ours to delete")
+    prune_checkpoints(tmp_path, 1, 4)
+    assert names(tmp_path) == ["notes.txt", "step-00000004"]
+
+
+# --- a disk that refuses ---------------------------------------------------------------------
+
+
+class Refusal:
+    """Lets so many calls of the functions it stands for pass, and then the disk is full."""
+
+    def __init__(self, passes: int, error: Callable[[], Exception]) -> None:
+        self.calls, self.passes, self.error = 0, passes, error
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.passes + 1:
+                raise self.error()
+            return function(*arguments, **options)
+
+        return refusing
+
+
+def full() -> Exception:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_of_safetensors() -> Exception:
+    return safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+_PLACES: list[tuple[Any, str, Callable[[], Exception]]] = [
+    (Path, "write_text", full),
+    (Path, "mkdir", full),
+    (safetensors.torch, "save_file", full),
+    (safetensors.torch, "save_file", full_of_safetensors),
+    (os, "fsync", full),
+    (os, "rename", full),
+    (os, "replace", full),
+]
+
+
+@pytest.mark.parametrize("owner, name, error", _PLACES)
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_full_disk_at_any_call_leaves_the_older_checkpoint_and_no_litter(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    error: Callable[[], Exception],
+    replacing: bool,
+) -> None:
+    for passes in itertools.count():
+        run = tmp_path / str(passes)
+        older, *_ = folders = save(run, *([4, 8] if replacing else [4]))
+        if replacing:
+            flip(folders[1] / WEIGHTS_NAME, -1)
+        refusal = Refusal(passes, error)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refusal.around(getattr(owner, name)))
+            message = ""
+            try:
+                save(run, 8)
+            except StorageError as problem:
+                message = str(problem)
+        refused = refusal.calls > passes
+        assert bool(re.search("disk is full|No space left", message)) == refused
+        found, _ = newest_checkpoint(run)
+        assert found is not None
+        assert is_of_step(found, 4 if found == older else 8)
+        assert is_of_step(older, 4)
+        assert [entry for entry in names(run) if not entry.startswith("step-")] == []
+        if not refused:
+            assert passes >= 1, f"{name} is never called"
+            assert found.name == "step-00000008"
+            break

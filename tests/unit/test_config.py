@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from firstlight.errors import ConfigError
+from firstlight.training.config import (
+    BatchConfig,
+    _override,
+    known_keys,
+    load_recipe,
+    parse_recipe,
+    recipe_fields,
+)
+
+_RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+_SECTIONS = {section: kind for section, kind, _ in recipe_fields() if section != "model"}
+
+
+def refusal(values: dict[str, Any]) -> str:
+    """What a recipe is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe({"data": {"dir": "d"}, **values})
+    return str(caught.value)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused_text(folder: Path, text: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
+    """What a recipe file is refused with: always one line."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(folder, text), overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- precedence ------------------------------------------------------------------------------
+
+
+def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "data: {dir: corpus}\noptimizer: {learning_rate: 0.5, weight_decay: 0.25}\n",
+    )
+    recipe = load_recipe(path, [("optimizer.learning_rate", "3e-4"), ("run.seed", "5")])
+    assert recipe.optimizer.learning_rate == 3e-4  # override beats file
+    assert recipe.optimizer.weight_decay == 0.25  # file beats default
+    assert recipe.optimizer.eps == 1e-8  # default
+    assert recipe.run.seed == 5  # override of a section that the file lacks
+    assert recipe.data.dir == "corpus"
+
+
+def test_the_last_of_several_overrides_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: d}\n")
+    overrides = [("schedule.max_steps", "5"), ("schedule.max_steps", "7")]
+    assert load_recipe(path, overrides).schedule.max_steps == 7
+
+
+def test_an_override_reaches_into_a_nested_section_and_an_empty_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: d}\nmodel:\n")
+    recipe = load_recipe(
+        path,
+        [("model.rope_scaling.rope_type", "linear"), ("model.rope_scaling.factor", "2.0")],
+    )
+    assert recipe.model is not None
+    assert recipe.model.model_dump()["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_an_override_can_take_a_value_back(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: d, seq_len: 8}\nrun: {dir: r}\n")
+    recipe = load_recipe(path, [("data.seq_len", "null"), ("run.dir", "null")])
+    assert recipe.data.seq_len is None
+    assert recipe.run.dir == str(Path("runs") / "my")
+
+
+def test_a_recipe_without_a_run_folder_is_named_after_its_file(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "data: {dir: d}\n")).run.dir == str(Path("runs") / "my")
+
+
+@pytest.mark.parametrize("name", ["data.dir", "run.dir", "run.device"])
+def test_text_keys_take_numbers_and_switches_as_text(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, "data: {dir: d}\n")
+    section, key = name.split(".")
+    for text in ("2024", "1e5", "true", "[x", "a: b", "  "):
+        assert getattr(getattr(load_recipe(path, [(name, text)]), section), key) == text
+
+
+def test_lists_and_switches_on_the_command_line_are_yaml(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(tmp_path, "data: {dir: d}\n"),
+        [
+            ("optimizer.betas", "[0.5, 0.75]"),
+            ("evaluation.sample_prompts", '["a, b", ""]'),
+            ("efficiency.compile", "true"),
+        ],
+    )
+    assert recipe.optimizer.betas == [0.5, 0.75]
+    assert recipe.evaluation.sample_prompts == ["a, b", ""]
+    assert recipe.efficiency.compile is True
+
+
+def test_equal_recipes_are_equal_whether_file_or_values(tmp_path: Path) -> None:
+    values = {"data": {"dir": "d"}, "run": {"dir": "r"}, "model": {"model_type": "gpt2"}}
+    text = "data: {dir: d}\nrun: {dir: r}\nmodel: {model_type: gpt2}\n"
+    assert parse_recipe(values) == load_recipe(write(tmp_path, text))
+
+
+def test_a_resolved_recipe_is_a_recipe_again() -> None:
+    recipe = parse_recipe(
+        {
+            "data": {"dir": "d"},
+            "model": {
+                "model_type": "llama",
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        }
+    )
+    assert parse_recipe(recipe.model_dump()) == recipe
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_every_spelling_of_a_float_is_that_float(number: float) -> None:
+    for text in (repr(number), f"{number:.17e}", f"{number:.17E}"):
+        values: dict[str, Any] = {"optimizer": {}}
+        _override(values, "optimizer.learning_rate", text)
+        assert values == {"optimizer": {"learning_rate": number}}
+
+
+@pytest.mark.parametrize(
+    "text, number", [("3e-4", 3e-4), ("3E-4", 3e-4), ("6.e-4", 6e-4), (".5e-3", 5e-4), ("1", 1.0)]
+)
+def test_three_e_minus_four_is_a_number(tmp_path: Path, text: str, number: float) -> None:
+    recipe = load_recipe(write(tmp_path, f"data: {{dir: d}}\noptimizer: {{learning_rate: {text}}}"))
+    assert recipe.optimizer.learning_rate == number
+    overridden = load_recipe(write(tmp_path, "data: {dir: d}"), [("optimizer.learning_rate", text)])
+    assert overridden.optimizer.learning_rate == number
+
+
+@pytest.mark.parametrize("text", ["1e-", "e-4", "3e-4x", "v3e-4", "'3e-4'"])
+def test_what_only_looks_like_a_number_is_refused(tmp_path: Path, text: str) -> None:
+    message = refused_text(tmp_path, f"data: {{dir: d}}\noptimizer: {{learning_rate: {text}}}")
+    assert "optimizer.learning_rate: input should be a valid number (given: " in message
+
+
+def test_a_number_of_steps_is_whole(tmp_path: Path) -> None:
+    message = refused_text(tmp_path, "data: {dir: d}\nschedule: {max_steps: 3e2}\n")
+    assert "schedule.max_steps: input should be a valid integer (given: 300.0)" in message
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_setting_is_infinite_or_no_number(value: float) -> None:
+    # An infinite one can't be saved with a checkpoint; the run would end at its first.
+    numbers = [
+        f"{section}.{key}"
+        for section, kind, key in recipe_fields()
+        if "float" in str(kind.model_fields[key].annotation)
+        and kind.model_fields[key].annotation is not list[float]
+    ]
+    assert {"optimizer.max_grad_norm", "evaluation.temperature", "model.rope_theta"} <= set(numbers)
+    for name in numbers:
+        section, key = name.split(".")
+        families = ("gpt2", "llama") if section == "model" else ("",)
+        said = [
+            refusal({section: {"model_type": f, key: value} if f else {key: value}})
+            for f in families
+        ]
+        assert any(f"{name}: input should be" in message for message in said)
+
+
+# --- what is refused, and how it is said -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (
+            {"optimizer": {"learning_rat": 1.0}},
+            "optimizer.learning_rat (did you mean 'learning_rate'?)",
+        ),
+        ({"optimizer": {"lr": 1.0}}, "optimizer.lr (did you mean 'learning_rate'?)"),
+        ({"model": {"n_embd": 8}}, "model.n_embd (did you mean 'hidden_size'?)"),
+        (
+            {"model": {"block_size": 8}},
+            "model.block_size (did you mean 'max_position_embeddings'?)",
+        ),
+        ({"batch": {"batch_size": 8}}, "batch.batch_size (did you mean 'micro_batch_size'?)"),
+        ({"optimiser": {}}, "optimiser (did you mean 'optimizer'?)"),
+        (
+            {"data": {"dir": "d", "max_steps": 1}},
+            "data.max_steps (did you mean 'schedule.max_steps'?)",
+        ),
+        ({"max_steps": 1}, "max_steps (did you mean 'schedule.max_steps'?)"),
+        ({"run": {"zzz": 1}}, "run.zzz (known: device, dir, seed)"),
+        (
+            {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "factr": 2.0}}},
+            "model.rope_scaling.factr (did you mean 'factor'?)",
+        ),
+        ({"model": {"model_type": "gpt2", "gpt2": 1}}, "model.gpt2 (known: attn_pdrop,"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(values: dict[str, Any], said: str) -> None:
+    assert f"unknown key {said}" in refusal(values)
+
+
+@given(st.sampled_from(known_keys()), st.data())
+def test_every_key_with_a_letter_changed_is_unknown_and_finds_its_own(
+    name: str, data: st.DataObject
+) -> None:
+    section, key = name.split(".")
+    place = data.draw(st.integers(0, len(key)))
+    typo = key[:place] + "q" + key[place:]
+    family = next(
+        kind.model_fields["model_type"].default if section == "model" else None
+        for s, kind, k in recipe_fields()
+        if (s, k) == (section, key)
+    )
+    values: dict[str, Any] = {section: {"dir": "d"} if section == "data" else {}}
+    if family:
+        values[section]["model_type"] = family
+    values[section][typo] = 1
+    assert f"unknown key {section}.{typo} (did you mean '{key}'?)" in refusal(values)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    message = refusal(
+        {
+            "data": {"seq_len": "long"},
+            "optimizer": {"name": "sgd", "betas": [0.9], "lr": 1.0},
+            "schedule": {"max_steps": 0},
+            "model": {"model_type": "llama", "hidden_size": -1},
+            "extra": {},
+        }
+    )
+    for part in (
+        "data.dir is missing",
+        "data.seq_len: input should be a valid integer (given: 'long')",
+        "optimizer.name: input should be 'adamw' or 'muon' (given: 'sgd')",
+        "optimizer.betas: ",
+        "unknown key optimizer.lr",
+        "schedule.max_steps: input should be greater than 0 (given: 0)",
+        "model.hidden_size: input should be greater than 0 (given: -1)",
+        "unknown key extra",
+    ):
+        assert part in message
+    assert message.count(";") == 7
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"run": {"seed": 1.0}}, "run.seed: input should be a valid integer (given: 1.0)"),
+        ({"run": {"seed": True}}, "run.seed: input should be a valid integer (given: True)"),
+        ({"run": {"seed": "1"}}, "run.seed: input should be a valid integer (given: '1')"),
+        ({"run": {"seed": 2**63}}, f"run.seed: input should be less than {2**63}"),
+        ({"data": {"dir": 7}}, "data.dir: input should be a valid string (given: 7)"),
+        ({"data": {"dir": "d", "verify": 1}}, "data.verify: input should be a valid boolean"),
+        ({"data": None}, "data must be a section with keys of its own, not None"),
+        ({"evaluation": []}, "evaluation must be a section with keys of its own, not []"),
+        ({"model": 3}, "model must be a section with keys of its own, not 3"),
+        ({"model": {"model_type": "gpt3"}}, "'gpt3' is unknown (did you mean 'gpt2'?)"),
+        ({"model": {"model_type": 3}}, "model.model_type '3' is unknown (known: gpt2, llama)"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "betas [0.9, 1.0] must each be at least 0"),
+        ({"evaluation": {"sample_prompts": "a"}}, "evaluation.sample_prompts: input should be"),
+        ({"evaluation": {"sample_prompts": [1]}}, "evaluation.sample_prompts.0: input should"),
+        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last: input should be greater than or"),
+        (
+            {"model": {"model_type": "gpt2", "hidden_size": 10, "num_attention_heads": 3}},
+            "model: hidden_size 10 must be a multiple of num_attention_heads 3",
+        ),
+    ],
+)
+def test_wrong_values_are_named_with_what_was_given(values: dict[str, Any], said: str) -> None:
+    assert said in refusal(values)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"my\.yml does not exist \(did you mean 'my.yaml'\?\)"):
+        load_recipe(tmp_path / "my.yml")
+    with pytest.raises(ConfigError, match=r"recipe .* can't be read"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("data: {dir: a}\ndata: {dir: b}\n", "key 'data' is given twice"),
+        ("data:\n  dir: a\n  dir: b\n", "key 'dir' is given twice"),
+        ("a: b: c", "is not valid YAML"),
+        ("\tdata:", "is not valid YAML"),
+        ("data: {dir: d, seq_len: 2001-99-99}", "is not valid YAML"),
+        ("data: [" * 3000, "is not valid YAML"),
+        ("[1, 2]", "must consist of sections"),
+        ("just words", "must consist of sections"),
+        ("", "data is missing"),
+        ("1: {}\ndata: {dir: d}\n", "keys should be strings"),
+        ("? [a]\n: b\n", "is not valid YAML"),
+        ("x: !!python/object/apply:os.system ['exit 1']\n", "is not valid YAML"),
+        ("x: !!python/name:os.system\n", "is not valid YAML"),
+        ("x: !anything y\n", "is not valid YAML"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refused_text(tmp_path, text)
+
+
+def test_a_yaml_tag_runs_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    call = f"!!python/object/apply:os.mkdir ['{canary}']"
+    refused_text(tmp_path, f"data: {{dir: d}}\nrun: {call}\n")
+    refused_text(tmp_path, "data: {dir: d}\n", [("run.seed", call)])
+    assert not canary.exists()
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("data: {dir: è}".encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_recipe(path)
+
+
+def test_anchors_share_keys_between_sections(tmp_path: Path) -> None:
+    text = (
+        "data: {dir: d}\nevaluation: &often {every_steps: 5}\n"
+        "checkpoint:\n  <<: *often\n  keep_last: 9\n"
+    )
+    recipe = load_recipe(write(tmp_path, text))
+    assert (recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("seed", "1", "option --seed is unknown (did you mean "),
+        ("data.dir.inner", "1", "option --data.dir.inner: dir is not a section"),
+        ("run.seed", "{", "option --run.seed: '{' is not a valid value"),
+        ("run.seed", "2001-99-99", "option --run.seed: '2001-99-99' is not a valid value"),
+        ("run.seeds", "1", "unknown key run.seeds (did you mean 'seed'?)"),
+        ("rum.seed", "1", "unknown key rum (did you mean 'run'?)"),
+    ],
+)
+def test_overrides_that_cant_be_meant_are_refused(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    assert said in refused_text(tmp_path, "data: {dir: d}\n", [(name, text)])
+
+
+# --- batch arithmetic ------------------------------------------------------------------------
+
+
+@given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 64))
+def test_accumulation_makes_exactly_the_global_batch(micro: int, seq_len: int, steps: int) -> None:
+    tokens = micro * seq_len * steps
+    batch = BatchConfig(micro_batch_size=micro, global_batch_tokens=tokens)
+    assert batch.accumulation(seq_len) == steps
+    both = BatchConfig(
+        micro_batch_size=micro, global_batch_tokens=tokens, gradient_accumulation_steps=steps
+    )
+    assert both.accumulation(seq_len) == steps
+
+
+def test_accumulation_is_one_unless_asked_for() -> None:
+    assert BatchConfig().accumulation(128) == 1
+    assert BatchConfig(gradient_accumulation_steps=3).accumulation(128) == 3
+
+
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        (1000, "is not a multiple of micro_batch_size x seq_len = 256: take 768 or 1024"),
+        (100, "is not a multiple of micro_batch_size x seq_len = 256: take 256"),
+    ],
+)
+def test_an_uneven_global_batch_is_refused_with_the_nearest_even(tokens: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BatchConfig(micro_batch_size=8, global_batch_tokens=tokens).accumulation(32)
+    assert str(caught.value).endswith(said)
+
+
+def test_a_global_batch_that_contradicts_the_accumulation_is_refused() -> None:
+    batch = BatchConfig(micro_batch_size=8, global_batch_tokens=512, gradient_accumulation_steps=3)
+    with pytest.raises(ConfigError, match="which makes it 2"):
+        batch.accumulation(32)
+
+
+# --- recipes and documentation ---------------------------------------------------------------
+
+
+def test_there_are_recipes() -> None:
+    assert _RECIPES
+
+
+@pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
+def test_every_recipe_of_the_project_parses(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.model is not None
+    seq_len = recipe.data.seq_len or recipe.model.max_position_embeddings
+    assert seq_len <= recipe.model.max_position_embeddings
+    assert recipe.batch.accumulation(seq_len) >= 1
+
+
+@pytest.mark.parametrize("section", _SECTIONS)
+def test_every_key_of_a_section_is_documented(section: str) -> None:
+    kind: type[BaseModel] = _SECTIONS[section]
+    documented = re.findall(r"^ {4}([a-z_, ]+):|[.] ([a-z_]+):", kind.__doc__ or "", re.MULTILINE)
+    names = {name.strip() for pair in documented for part in pair for name in part.split(",")}
+    assert set(kind.model_fields) <= names

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.checkpoint import Checkpoint, save_checkpoint
+from firstlight.data.packing import num_rows
+from firstlight.data.prepare import prepare
+from firstlight.data.shards import TokenDataset
+from firstlight.errors import ConfigError, DataError, ModelError
+from firstlight.evaluation.perplexity import (
+    Evaluation,
+    evaluate,
+    evaluate_split,
+    evaluation_rows,
+)
+from firstlight.huggingface import LoadedModel, model_files, weights_to_save
+from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+
+SEQ_LEN = 24
+CPU = torch.device("cpu")
+CONFIG = LlamaConfig(
+    vocab_size=320,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    model = empty_model(CONFIG).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def dataset(data: Path) -> TokenDataset:
+    return TokenDataset(data, "val")
+
+
+@pytest.fixture
+def loaded(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> LoadedModel:
+    return LoadedModel(model, tokenizer, (), tmp_path)
+
+
+@torch.no_grad()
+def slow_losses(
+    model: Model, dataset: TokenDataset, first_id: int | None, rows: list[int] | None = None
+) -> list[float]:
+    """Each token's loss in a forward pass of its own, over what stands before it in its row."""
+    tokens = dataset[0 : dataset.num_tokens].tolist()
+    losses = []
+
+    def loss_of(context: list[int], token: int) -> float:
+        logits = model(torch.tensor([context]))[0, -1].double()
+        return -float(logits.log_softmax(-1)[token])
+
+    if first_id is not None and (rows is None or 0 in rows):
+        losses.append(loss_of([first_id], tokens[0]))
+    for position in range(1, len(tokens)):
+        row = (position - 1) // SEQ_LEN
+        if rows is None or row in rows:
+            losses.append(loss_of(tokens[row * SEQ_LEN : position], tokens[position]))
+    return losses
+
+
+def run(loss_sum: Callable[..., Tensor], dataset: TokenDataset, **values: Any) -> Evaluation:
+    values = {"seq_len": SEQ_LEN, "batch_size": 8, "device": CPU, **values}
+    return evaluate_split(loss_sum, dataset, **values)
+
+
+def test_the_loss_is_that_of_a_slow_loop_over_every_token(
+    model: Model, dataset: TokenDataset
+) -> None:
+    losses = slow_losses(model, dataset, first_id=0)
+    result = run(model, dataset, first_id=0)
+    assert len(losses) == dataset.num_tokens > 300
+    assert dataset.num_tokens % SEQ_LEN != 1, "the last row must be a short one"
+    assert result.tokens == len(losses)
+    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.rows == result.total_rows == num_rows(dataset.num_tokens, SEQ_LEN)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 1000])
+def test_the_result_does_not_depend_on_the_batch_size(
+    model: Model, dataset: TokenDataset, batch_size: int
+) -> None:
+    expected, found = run(model, dataset), run(model, dataset, batch_size=batch_size)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=1e-6)
+    assert found.tokens == expected.tokens
+
+
+def test_bits_per_byte_are_all_bits_over_all_bytes_of_the_text(
+    model: Model, dataset: TokenDataset, tokenizer: Tokenizer
+) -> None:
+    text = tokenizer.decode(dataset[0 : dataset.num_tokens].tolist())
+    assert dataset.text_bytes == len(text.encode())
+    bits = sum(slow_losses(model, dataset, first_id=0)) / math.log(2)
+    result = run(model, dataset, first_id=0)
+    assert result.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-6)
+
+
+def test_a_uniform_model_needs_log2_of_the_vocabulary_a_token(dataset: TokenDataset) -> None:
+    def uniform(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels != -100).sum() * math.log(320)
+
+    result = run(uniform, dataset, first_id=0)
+    assert result.loss == pytest.approx(math.log(320), rel=1e-6)
+    assert result.perplexity == pytest.approx(320, rel=1e-5)
+    expected = math.log2(320) * dataset.num_tokens / dataset.text_bytes
+    assert result.bits_per_byte == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_very_first_token_counts_where_there_is_an_id_to_predict_it_from(
+    model: Model, dataset: TokenDataset
+) -> None:
+    with_first, without = run(model, dataset, first_id=0), run(model, dataset)
+    assert with_first.tokens == without.tokens + 1 == dataset.num_tokens
+    first = int(dataset[0:1][0])
+    with torch.no_grad():
+        loss = -float(model(torch.tensor([[0]]))[0, 0].log_softmax(-1)[first])
+    total = with_first.loss * with_first.tokens
+    assert total == pytest.approx(without.loss * without.tokens + loss, rel=1e-6)
+
+
+def test_a_leading_bos_is_no_text_and_is_not_predicted(
+    corpus: Path, texts: list[str], model: Model, tmp_path: Path
+) -> None:
+    backend = train_tokenizer(texts, 320, special_tokens=("</s>", "<s>")).backend
+    tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", add_bos=True)
+    prepare([corpus], tokenizer, tmp_path / "data")
+    dataset = TokenDataset(tmp_path / "data", "val")
+    assert int(dataset[0:1][0]) == tokenizer.separator_id == 1
+    result = run(model, dataset, first_id=1)
+    losses = slow_losses(model, dataset, first_id=None)
+    assert result.tokens == len(losses) == dataset.num_tokens - 1
+    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    bits = sum(losses) / math.log(2)
+    assert result.bits_per_byte == pytest.approx(bits / dataset.text_bytes, rel=1e-6)
+
+
+def test_some_rows_give_the_mean_over_their_tokens(model: Model, dataset: TokenDataset) -> None:
+    last = num_rows(dataset.num_tokens, SEQ_LEN) - 1
+    for rows in ([0], [2, 5, 11], [0, last], [last]):
+        losses = slow_losses(model, dataset, first_id=0, rows=rows)
+        result = run(model, dataset, first_id=0, rows=rows)
+        assert (result.rows, result.total_rows, result.tokens) == (
+            len(rows),
+            last + 1,
+            len(losses),
+        )
+        assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_bits_per_byte_of_some_rows_stand_for_the_whole_text(dataset: TokenDataset) -> None:
+    def constant(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels != -100).sum() * 2.0
+
+    some, whole = (
+        run(constant, dataset, first_id=0, rows=[1, 3]),
+        run(constant, dataset, first_id=0),
+    )
+    assert some.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=1e-6)
+
+
+def test_a_hopeless_loss_gives_a_finite_perplexity(dataset: TokenDataset) -> None:
+    """An infinite one would be no JSON."""
+
+    def hopeless(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels != -100).sum() * 1e6
+
+    result = run(hopeless, dataset)
+    assert result.loss == pytest.approx(1e6)
+    assert math.isfinite(result.perplexity)
+
+
+def test_progress_counts_every_row_once(model: Model, dataset: TokenDataset) -> None:
+    seen: list[tuple[int, int]] = []
+    result = run(model, dataset, on_rows=lambda done, total: seen.append((done, total)))
+    total = result.total_rows
+    assert seen == [(min(done, total), total) for done in range(8, total + 8, 8)]
+
+
+def test_evaluation_leaves_no_graph_and_no_gradient(model: Model, dataset: TokenDataset) -> None:
+    run(model, dataset)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Which rows
+
+
+def test_rows_are_spread_evenly_over_the_split() -> None:
+    assert evaluation_rows(10, 4) == [0, 2, 5, 7]
+    assert evaluation_rows(10, 1) == [0]
+    assert evaluation_rows(3, 0) == evaluation_rows(3, 3) == evaluation_rows(3, 99) == [0, 1, 2]
+    assert evaluation_rows(0, 4) == []
+
+
+@given(total=st.integers(1, 500), limit=st.integers(1, 500))
+def test_rows_are_distinct_in_order_and_as_many_as_asked_for(total: int, limit: int) -> None:
+    rows = evaluation_rows(total, limit)
+    assert len(rows) == min(total, limit)
+    assert rows[0] == 0
+    assert all(0 <= row < total for row in rows)
+    gaps = [b - a for a, b in zip(rows, [*rows[1:], total], strict=True)]
+    assert min(gaps) >= 1
+    assert max(gaps) - min(gaps) <= 1
+
+
+# The whole evaluation of a checkpoint
+
+
+def test_evaluate_is_the_split_from_its_first_token(
+    loaded: LoadedModel, data: Path, dataset: TokenDataset, model: Model
+) -> None:
+    result = evaluate(loaded, data, seq_len=SEQ_LEN, batch_size=5, device="cpu")
+    expected = run(model, dataset, first_id=0)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.tokens == dataset.num_tokens
+
+
+def test_the_training_split_can_be_evaluated_too(loaded: LoadedModel, data: Path) -> None:
+    result = evaluate(loaded, data, split="train", device="cpu")
+    assert result.tokens == TokenDataset(data, "train").num_tokens
+
+
+def test_rows_are_as_long_as_the_context_unless_said_otherwise(
+    loaded: LoadedModel, data: Path, dataset: TokenDataset
+) -> None:
+    assert evaluate(loaded, data, device="cpu").rows == num_rows(dataset.num_tokens, 64)
+
+
+def test_a_checkpoint_is_evaluated_on_the_data_and_rows_it_was_trained_with(
+    tmp_path: Path, model: Model, tokenizer: Tokenizer, data: Path, dataset: TokenDataset
+) -> None:
+    state = {"data": {"dir": str(data), "seq_len": SEQ_LEN}}
+    content = Checkpoint(model_files(CONFIG, tokenizer), weights_to_save(model), {}, state)
+    save_checkpoint(tmp_path / "run", 3, content)
+    found = evaluate(tmp_path / "run", device="cpu")
+    assert found.loss == pytest.approx(run(model, dataset, first_id=0).loss, rel=1e-6)
+    assert found.rows == num_rows(dataset.num_tokens, SEQ_LEN)
+    assert evaluate(tmp_path / "run", data, seq_len=9, device="cpu").rows == num_rows(
+        dataset.num_tokens, 9
+    )
+
+
+def test_gzip_stands_beside_the_bits_per_byte(
+    loaded: LoadedModel, data: Path, dataset: TokenDataset
+) -> None:
+    result = evaluate(loaded, data, device="cpu")
+    assert dataset.gzip_bytes is not None
+    expected = 8 * dataset.gzip_bytes / dataset.text_bytes
+    assert 0 < expected < 8
+    assert result.gzip_bits_per_byte == pytest.approx(expected)
+
+
+def test_a_loaded_model_is_evaluated_where_it_is(
+    loaded: LoadedModel, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "auto" would send the batches to a GPU while the model is on the CPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert math.isfinite(evaluate(loaded, data).loss)
+
+
+def test_another_tokenizer_than_the_datas_is_refused(
+    loaded: LoadedModel, data: Path, texts: list[str]
+) -> None:
+    other = replace(loaded, tokenizer=train_tokenizer(texts[:60], 320))
+    with pytest.raises(DataError, match=f"{data} was prepared with another tokenizer"):
+        evaluate(other, data)
+
+
+def test_a_model_without_tokenizer_is_refused(loaded: LoadedModel, data: Path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        evaluate(replace(loaded, tokenizer=None), data)
+
+
+def test_a_vocabulary_smaller_than_the_datas_is_refused(loaded: LoadedModel, data: Path) -> None:
+    small = empty_model(CONFIG.model_copy(update={"vocab_size": 319})).eval()
+    with pytest.raises(DataError, match="ids up to 319, beyond the vocabulary of 319"):
+        evaluate(replace(loaded, model=small), data)
+
+
+def test_rows_longer_than_the_context_are_refused(loaded: LoadedModel, data: Path) -> None:
+    with pytest.raises(DataError, match="seq_len 65 is more than the model's context of 64"):
+        evaluate(loaded, data, seq_len=65)
+
+
+@pytest.mark.parametrize("name", ["seq_len", "batch_size"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_below_one_are_refused(
+    loaded: LoadedModel, data: Path, name: str, value: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, not {value}"):
+        evaluate(loaded, data, **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_say_its_data_must_be_told(loaded: LoadedModel) -> None:
+    with pytest.raises(DataError, match=r"does not say what it was trained on: .*--data"):
+        evaluate(loaded)
+
+
+def test_a_folder_that_is_no_prepared_corpus_is_refused(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="is not a prepared corpus"):
+        evaluate(loaded, tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        evaluate(loaded, tmp_path / "nowhere")
+
+
+def test_a_split_that_is_not_there_is_named(loaded: LoadedModel, data: Path) -> None:
+    with pytest.raises(DataError, match=r"has no 'test' split \(it has: train, val\)"):
+        evaluate(loaded, data, split="test")

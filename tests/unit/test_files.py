@@ -1,0 +1,367 @@
+"""Whatever is written appears whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.errors import FirstlightError, InputError, StorageError, describe_os_error
+from firstlight.files import (
+    new_folder,
+    read_json,
+    remove_folder,
+    remove_leftovers,
+    require_free,
+    sha256_of,
+    storage_errors,
+    write_file,
+    write_json,
+)
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(
+    path: Path, name: str = "file", *, replace: bool = False, then: Callable[[], Any] = list
+) -> None:
+    """Write a folder with one file; call `then` before it is complete."""
+    with new_folder(path, replace=replace) as folder:
+        (folder / name).write_text("content")
+        then()
+
+
+def test_write_file_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "text.txt"
+    write_file(path, "größer\r\n")
+    assert path.read_bytes() == "größer\r\n".encode()
+    write_file(path, b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert names(path.parent) == ["text.txt"]
+
+
+@pytest.mark.parametrize("refused", ["fsync", "replace"])
+def test_full_disk_leaves_the_old_file_and_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    path = tmp_path / "kept.json"
+    write_file(path, "old")
+    monkeypatch.setattr(os, refused, full_disk)
+    with pytest.raises(StorageError, match="the disk is full"):
+        write_file(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["kept.json"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_interruption_while_writing_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise failure
+
+    path = tmp_path / "kept.json"
+    write_file(path, "old")
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(failure):
+        write_file(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["kept.json"]
+
+
+def test_a_file_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        order.append("sync folder" if os.fstat(descriptor).st_mode & 0o040000 else "sync file")
+        fsync(descriptor)
+
+    def recorded_replace(source: Path, target: Path) -> None:
+        order.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    write_file(path, "content")
+    assert order == ["sync file", "rename", "sync folder"]
+
+
+def test_write_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, {"ä": [1, None, 0.1]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [1, None, 0.1]}
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(path, {"loss": float("nan")})
+    assert read_json(path) == {"ä": [1, None, 0.1]}
+
+
+def test_new_folder_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "out"
+    with new_folder(path) as folder:
+        (folder / "file").write_text("content")
+        assert folder.parent == path.parent
+        assert not path.exists()
+    assert (path / "file").read_text() == "content"
+    assert names(path.parent) == ["out"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, GeneratorExit])
+def test_new_folder_leaves_no_trace_of_a_failure(
+    tmp_path: Path, failure: type[BaseException]
+) -> None:
+    def fail_half_way() -> None:
+        assert len(names(tmp_path / "a" / "b")) == 1
+        raise failure
+
+    with pytest.raises(failure):
+        fill(tmp_path / "a" / "b" / "out", then=fail_half_way)
+    assert names(tmp_path) == []
+
+
+def test_new_folder_keeps_parents_that_others_filled_meanwhile(tmp_path: Path) -> None:
+    def fail_half_way() -> None:
+        (tmp_path / "a" / "theirs").write_text("kept")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fill(tmp_path / "a" / "b" / "out", then=fail_half_way)
+    assert names(tmp_path / "a") == ["theirs"]
+
+
+@pytest.mark.parametrize("refused", ["fsync", "rename"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_full_disk_at_the_end_of_new_folder_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, replace: bool
+) -> None:
+    path = tmp_path / "out"
+    if replace:
+        path.mkdir()
+        (path / "old").write_text("old")
+    with pytest.raises(StorageError, match="the disk is full"):
+        fill(path, replace=replace, then=lambda: monkeypatch.setattr(os, refused, full_disk))
+    assert names(tmp_path) == (["out"] if replace else [])
+    if replace:
+        assert names(path) == ["old"]
+
+
+def test_replacing_puts_the_old_folder_back_when_the_second_rename_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").write_text("old")
+    rename = os.rename
+    calls: list[Path] = []
+
+    def fails_once(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            full_disk()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails_once)
+    with pytest.raises(StorageError):
+        fill(path, "new", replace=True)
+    assert len(calls) == 3
+    assert names(path) == ["old"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_replacing_leaves_only_the_new_content(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").write_text("old")
+    seen: list[str] = []
+    fill(path, "new", replace=True, then=lambda: seen.extend(names(path)))
+    assert seen == ["old"]
+    assert names(path) == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_new_folder_refuses_a_folder_that_holds_something(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    fill(path, "first")
+    with pytest.raises(StorageError):
+        fill(path, "second")
+    assert names(path) == ["first"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_failing_parent_leaves_no_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def fails_below(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.name.startswith(".tmp-") and self.parent.exists():
+            full_disk()
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", fails_below)
+    with pytest.raises(StorageError):
+        fill(tmp_path / "a" / "b" / "out")
+    assert names(tmp_path) == []
+
+
+def test_a_link_to_an_empty_folder_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "target").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "target")
+    with new_folder(link) as folder:
+        assert folder.parent == (tmp_path / "disk").resolve()
+        (folder / "file").write_text("content")
+    assert link.is_symlink()
+    assert names(tmp_path / "disk" / "target") == ["file"]
+
+
+def never() -> None:
+    pytest.fail("the work was begun")
+
+
+def test_the_current_folder_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), tmp_path):
+        with pytest.raises(StorageError, match="is the current folder: choose a folder inside"):
+            fill(path, then=never)
+    fill(Path("inside"))
+    assert names(tmp_path) == ["inside"]
+
+
+def test_a_mount_point_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path.resolve())
+    with pytest.raises(StorageError, match="mount point: choose a folder inside"):
+        fill(tmp_path, then=never)
+
+
+def test_a_folder_under_a_file_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"Not a directory.*file"):
+        fill(tmp_path / "file" / "out", then=never)
+    with pytest.raises(StorageError):
+        write_file(tmp_path / "file" / "out", "")
+
+
+def test_remove_folder_removes_all_and_names_a_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_text("")
+    remove_folder(tmp_path / "a")
+    assert names(tmp_path) == []
+    with pytest.raises(StorageError, match="No such file"):
+        remove_folder(tmp_path / "a")
+
+
+def test_remove_leftovers_removes_temporary_names_only(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("")
+    folder = tmp_path / "run"
+    (folder / ".tmp-step-1-abcd" / "deep").mkdir(parents=True)
+    (folder / ".tmp-step-1-abcd" / "deep" / "file").write_text("half")
+    (folder / ".tmp-metrics-1234").write_text("half")
+    (folder / ".tmp-link").symlink_to(outside)
+    (folder / "nested").mkdir()
+    (folder / "nested" / ".tmp-not-ours").write_text("")
+    (folder / "step-1").mkdir()
+    (folder / ".hidden").write_text("")
+    remove_leftovers(folder)
+    assert names(folder) == [".hidden", "nested", "step-1"]
+    assert names(folder / "nested") == [".tmp-not-ours"]
+    assert names(outside) == ["kept"]
+    remove_leftovers(tmp_path / "missing")
+
+
+def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:
+    manager = new_folder(tmp_path / "out")
+    (manager.__enter__() / "file").write_text("half")
+    assert len(names(tmp_path)) == 1
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_require_free_accepts_nothing_and_empty_folders_only(tmp_path: Path) -> None:
+    require_free(tmp_path / "missing", "folder", "move it")
+    require_free(tmp_path, "folder", "move it")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for path in (tmp_path, tmp_path / "file", tmp_path / "link"):
+        with pytest.raises(InputError, match=r"^folder .* exists already .*: move it$"):
+            require_free(path, "folder", "move it")
+
+
+def test_sha256_of_is_that_of_the_bytes(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "file").write_bytes(content)
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_read_json_names_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "value.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"value\.json {message}"):
+        read_json(path)
+
+
+def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.json does not exist"):
+        read_json(tmp_path / "none.json")
+    with pytest.raises(InputError, match="can't be read: Is a directory"):
+        read_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (errno.ENOSPC, "the disk is full at /x: free some space or choose another folder"),
+        (errno.EDQUOT, "the disk is full at /x: free some space or choose another folder"),
+        (errno.EROFS, "the file system is read-only at /x: choose another folder"),
+        (errno.EACCES, "permission denied at /x: choose a folder that you may write to"),
+        (errno.EIO, f"{os.strerror(errno.EIO)} at /x"),
+    ],
+)
+def test_storage_errors_says_what_to_do(number: int, words: str) -> None:
+    with pytest.raises(StorageError) as caught, storage_errors():
+        raise OSError(number, os.strerror(number), "/x")
+    assert str(caught.value) == words
+    assert isinstance(caught.value, FirstlightError)
+
+
+def test_an_os_error_without_a_number_still_says_something() -> None:
+    assert describe_os_error(OSError("strange")) == "strange"
+
+
+@pytest.mark.parametrize("make", [lambda: InputError("mine"), lambda: ValueError("theirs")])
+def test_storage_errors_lets_other_errors_pass(make: Callable[[], Exception]) -> None:
+    error = make()
+    with pytest.raises(type(error)) as caught, storage_errors():
+        raise error
+    assert caught.value is error

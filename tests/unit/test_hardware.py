@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.hardware import (
+    find_hardware,
+    measured_matmul_flops,
+    peak_flops,
+    peak_memory_bytes,
+    synchronize,
+)
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one CUDA GPU, as torch describes it."""
+    properties = SimpleNamespace(name="NVIDIA Test", total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+
+
+def test_the_cpu_is_described() -> None:
+    cpu = find_hardware("cpu")
+    assert cpu.device == torch.device("cpu")
+    assert cpu.memory_bytes == psutil.virtual_memory().total
+    assert cpu.name
+
+
+@pytest.mark.parametrize(
+    "flags, bf16",
+    [
+        ("flags\t\t: fpu sse avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx512f avx2", False),
+        ("", False),
+    ],
+)
+def test_bf16_on_a_cpu_is_read_from_its_flags(
+    flags: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n{flags}\n"
+    monkeypatch.setattr("firstlight.hardware._cpu_info", lambda: text)
+    cpu = find_hardware("cpu")
+    assert (cpu.name, cpu.bf16) == ("Some CPU @ 3 GHz", bf16)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
+    assert find_hardware().device.type == "cpu"
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_auto_is_the_gpu_where_there_is_one() -> None:
+    found = find_hardware()
+    assert found.device == CUDA
+    assert (found.name, found.memory_bytes, found.bf16) == ("NVIDIA Test", 80 << 30, True)
+    assert find_hardware("cuda:0").device == torch.device("cuda:0")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_beyond_the_last_is_not_present() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device 'cuda:1' is not present on this machine"):
+        find_hardware("cuda:1")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps"])
+def test_a_device_that_is_not_there_is_not_present(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{device}' is not present on this machine"):
+        find_hardware(device)
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cpu cuda"])
+def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{device}' is unknown: use auto, cpu, cuda or mps"):
+        find_hardware(device)
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu", "xla"])
+def test_a_device_that_torch_knows_and_firstlight_does_not_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{device}' is not supported: use auto"):
+        find_hardware(device)
+
+
+@pytest.mark.parametrize(
+    "name, tera_flops",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71),
+    ],
+)
+def test_the_peak_of_a_known_gpu_is_its_makers(
+    name: str, tera_flops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == tera_flops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",
+        "NVIDIA A10G",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "Tesla T4",
+    ],
+)
+def test_a_gpu_that_only_sounds_like_one_of_the_table_is_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
+    assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == 7.0
+
+
+def test_other_formats_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
+    assert peak_flops.__wrapped__(CUDA, torch.float32) == 7.0
+
+
+def test_the_cpu_is_measured() -> None:
+    # Above a million a second on anything that runs Python, below a thousand GPUs.
+    assert 1e6 < measured_matmul_flops(torch.device("cpu"), torch.float32) < 1e18
+
+
+def test_peak_memory_is_in_bytes_and_never_falls() -> None:
+    cpu = torch.device("cpu")
+    before = peak_memory_bytes(cpu)
+    block = bytearray(32 << 20)
+    block[:: 1 << 12] = bytes(len(block) >> 12)
+    after = peak_memory_bytes(cpu)
+    assert after >= before
+    assert sys.getsizeof(block) < after < psutil.virtual_memory().total * 2
+
+
+def test_there_is_nothing_to_wait_for_on_a_cpu() -> None:
+    synchronize(torch.device("cpu"))

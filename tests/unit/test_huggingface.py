@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.errors import FirstlightError, ModelError, TokenizerError
+from firstlight.huggingface import (
+    find_model_folder,
+    load_model,
+    model_files,
+    read_config,
+    weight_dtypes,
+    weights_to_save,
+)
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
+from firstlight.tokenizer import Tokenizer
+
+LLAMA = LlamaConfig(
+    vocab_size=330,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+GPT2 = GPT2Config(
+    vocab_size=330,
+    hidden_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    max_position_embeddings=32,
+)
+TIED = LLAMA.model_copy(update={"tie_word_embeddings": True})
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    # Read through bytes: the file itself is overwritten by the tests.
+    return safetensors.torch.load((folder / "model.safetensors").read_bytes())
+
+
+@pytest.fixture
+def write(tmp_path: Path, tokenizer: Tokenizer) -> Callable[[ModelConfig], Path]:
+    """Writes a good model folder of a config, with weights and tokenizer."""
+
+    def write_folder(config: ModelConfig) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        model = empty_model(config)
+        model.init_weights(torch.Generator().manual_seed(0))
+        for name, content in model_files(config, tokenizer).items():
+            (folder / name).write_text(content, encoding="utf-8")
+        save_tensors(folder, weights_to_save(model))
+        return folder
+
+    return write_folder
+
+
+def refusal(folder: Path | str) -> str:
+    """The message of the error that loading gives; one line, as every error for people."""
+    with pytest.raises(ModelError) as caught:
+        load_model(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What a good folder gives
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2], ids=["llama", "tied", "gpt2"])
+def test_a_folder_gives_back_model_tokenizer_and_end_token(
+    config: ModelConfig, write: Callable[[ModelConfig], Path], tokenizer: Tokenizer
+) -> None:
+    folder = write(config)
+    loaded = load_model(folder)
+    assert loaded.model.config == config
+    assert loaded.folder == folder
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.fingerprint == tokenizer.fingerprint
+    assert loaded.eos_token_ids == (tokenizer.eos_token_id,)
+    assert not loaded.model.training
+    assert all(p.requires_grad and p.is_leaf for p in loaded.model.parameters())
+    stored = tensors_of(folder)
+    assert weights_to_save(loaded.model).keys() == stored.keys()
+    assert all(torch.equal(t, stored[n]) for n, t in weights_to_save(loaded.model).items())
+
+
+def test_a_tied_head_is_not_stored_and_is_tied_again_when_loaded(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(TIED)
+    assert "lm_head.weight" not in tensors_of(folder)
+    model = load_model(folder).model
+    assert model.lm_head.weight is dict(model.named_parameters())["model.embed_tokens.weight"]
+
+
+def test_weights_to_save_can_be_written_whatever_memory_they_share(tmp_path: Path) -> None:
+    model = empty_model(TIED)
+    model.init_weights(torch.Generator().manual_seed(0))
+    saved = weights_to_save(model)
+    save_tensors(tmp_path, saved)
+    assert all(t.is_contiguous() and not t.requires_grad for t in saved.values())
+
+
+def test_loaded_weights_do_not_change_with_their_file(write: Callable[[ModelConfig], Path]) -> None:
+    """A checkpoint written over the file that was loaded must not reach into the model."""
+    folder = write(LLAMA)
+    model = load_model(folder).model
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    path = folder / "model.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_a_folder_without_tokenizer_files_has_no_tokenizer(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(LLAMA)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert load_model(folder).tokenizer is None
+
+
+def test_a_damaged_tokenizer_is_not_taken_for_none(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "generation, config, expected",
+    [
+        (7, 8, (7,)),
+        ([7, 9], 8, (7, 9)),
+        (None, 8, (8,)),
+        (None, [8, 2], (8, 2)),
+        (None, None, (0,)),  # the tokenizer's
+        ([], None, (0,)),
+    ],
+)
+def test_end_tokens_come_from_generation_config_else_config_else_tokenizer(
+    generation: Any, config: Any, expected: tuple[int, ...], write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    for name, value in (("generation_config.json", generation), ("config.json", config)):
+        content = json.loads((folder / name).read_text())
+        content["eos_token_id"] = value
+        (folder / name).write_text(json.dumps(content))
+    assert load_model(folder).eos_token_ids == expected
+
+
+def test_weight_dtypes_are_those_in_the_file(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    assert weight_dtypes(folder) == ["F32"]
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    save_tensors(folder, tensors)
+    assert weight_dtypes(folder) == ["BF16", "F32"]
+    (folder / "model.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(ModelError, match="damaged"):
+        weight_dtypes(folder)
+
+
+# Tensors that don't fit, by name
+
+
+def test_a_missing_tensor_is_named(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    tensors = tensors_of(folder)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_tensors(folder, tensors)
+    assert "lacks tensors: model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_a_missing_untied_head_is_not_made_up_from_the_embedding(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(LLAMA)
+    tensors = tensors_of(folder)
+    del tensors["lm_head.weight"]
+    save_tensors(folder, tensors)
+    assert "lacks tensors: lm_head.weight" in refusal(folder)
+
+
+def test_a_missing_tied_embedding_is_named(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(TIED)
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_tensors(folder, tensors)
+    assert "lacks tensors: model.embed_tokens.weight" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"],
+)
+def test_an_extra_tensor_is_named(extra: str, write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    save_tensors(folder, {**tensors_of(folder), extra: torch.zeros(16)})
+    assert f"has unknown tensors: {extra}" in refusal(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    tensors = tensors_of(folder)
+    tensors["model.norm.weight"] = torch.ones(17)
+    save_tensors(folder, tensors)
+    assert "has misshapen tensors: model.norm.weight is [17], expected [16]" in refusal(folder)
+
+
+def test_a_transposed_tensor_is_refused(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(GPT2)
+    tensors = tensors_of(folder)
+    name = "transformer.h.0.attn.c_attn.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    save_tensors(folder, tensors)
+    assert f"has misshapen tensors: {name} is [36, 12], expected [12, 36]" in refusal(folder)
+
+
+def test_integer_weights_are_refused_not_taken_at_face_value(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(LLAMA)
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_tensors(folder, tensors)
+    assert "has integer tensors: lm_head.weight" in refusal(folder)
+
+
+def test_many_wrong_tensors_are_counted_not_all_listed(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(LLAMA)
+    save_tensors(folder, {"model.norm.weight": torch.ones(16)})
+    # 2 x 9 in the layers, the embedding and the head are missing
+    assert refusal(folder).endswith(
+        "lacks tensors: lm_head.weight, model.embed_tokens.weight, "
+        "model.layers.0.input_layernorm.weight and 17 more"
+    )
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(
+    write: Callable[[ModelConfig], Path],
+) -> None:
+    folder = write(TIED)
+    tensors = tensors_of(folder)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_tensors(folder, {**tensors, "lm_head.weight": head})
+    assert load_model(folder).model.config.tie_word_embeddings
+    head[3, 5] += 1e-3
+    save_tensors(folder, {**tensors, "lm_head.weight": head})
+    assert "ties lm_head.weight to model.embed_tokens.weight, but the two differ" in refusal(folder)
+
+
+# Folders that are no model
+
+
+def test_a_folder_without_config_json_is_no_model(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+
+
+@pytest.mark.parametrize("family", ["mistral", "LLAMA", None, ["llama"], {}])
+def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert refusal(tmp_path) == (
+        f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
+        "(supported: gpt2, llama)"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
+def test_a_config_json_that_is_no_json_object_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert str(tmp_path / "config.json") in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.*factor"),
+        ({"rope_scaling": [1]}, "config.json"),
+        ({"rope_scaling": None, "rope_parameters": None, "rope_theta": "big"}, "config.json"),
+        ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer"),
+        ({"hidden_size": 15}, "hidden_size 15 must be a multiple of num_attention_heads 4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than 0"),
+    ],
+)
+def test_a_config_that_would_change_the_outputs_is_refused(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_hf(), **change}))
+    with pytest.raises(ModelError, match=problem):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation_function": "relu"},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ],
+)
+def test_a_gpt2_config_that_would_change_the_outputs_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), **change}))
+    with pytest.raises(ModelError, match="is not supported"):
+        read_config(tmp_path)
+
+
+@given(
+    key=st.sampled_from(sorted(LLAMA.to_hf())),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers(-3, 40) | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner, max_size=2)
+        ),
+        max_leaves=3,
+    ),
+)
+@settings(deadline=None, max_examples=150)
+def test_no_value_in_config_json_gives_anything_but_a_config_or_a_clear_error(
+    key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any-config"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA.to_hf(), key: value}))
+    problem = ""
+    try:
+        read_config(folder)
+    except ModelError as error:
+        problem = str(error)
+    assert not problem or problem.startswith(str(folder / "config.json"))
+
+
+# Weight files
+
+
+def test_a_folder_with_pickled_weights_only_is_refused_unopened(
+    write: Callable[[ModelConfig], Path], tmp_path: Path
+) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return os.mkdir, (str(tmp_path / "opened"),)
+
+    folder = write(LLAMA)
+    (folder / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+    message = refusal(folder)
+    assert "has no model.safetensors" in message
+    assert "can run code" in message
+    assert not (tmp_path / "opened").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 40, -1])
+def test_a_safetensors_file_cut_short_is_named(
+    kept: int, write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert f"{path} is damaged or cut short" in refusal(folder)
+
+
+def index_of(folder: Path, content: Any) -> None:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/w.safetensors"])
+def test_an_index_that_names_a_path_outside_its_folder_is_refused(
+    name: str, write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    (folder / "model.safetensors").replace(folder.parent / "model.safetensors")
+    index_of(folder, {"weight_map": {"lm_head.weight": name}})
+    assert f"names a file outside its folder: {name}" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "gone.safetensors", "config.json"])
+def test_an_index_that_names_no_weights_is_refused(
+    name: str, write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    index_of(folder, {"weight_map": {"lm_head.weight": name}})
+    refusal(folder)
+
+
+@pytest.mark.parametrize("content", [[], {}, {"weight_map": []}, {"weight_map": {"a": ["b"]}}])
+def test_an_index_without_its_map_is_refused(
+    content: Any, write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    index_of(folder, content)
+    assert "model.safetensors.index.json" in refusal(folder)
+
+
+def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig], Path]) -> None:
+    folder = write(LLAMA)
+    tensors = tensors_of(folder)
+    first = {name: t for name, t in tensors.items() if "layers.0" in name}
+    second = {name: t for name, t in tensors.items() if "layers.0" not in name}
+    files = {"a.safetensors": first, "b.safetensors": second}
+    for name, part in files.items():
+        safetensors.torch.save_file(part, folder / name)
+    index_of(folder, {"weight_map": {t: name for name, part in files.items() for t in part}})
+    assert load_model(folder).model.config == LLAMA
+    (folder / "b.safetensors").unlink()
+    assert refusal(folder) == f"{folder / 'b.safetensors'} is missing, though the index names it"
+
+
+# Paths and hub ids
+
+
+def test_a_path_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "shakespeare").mkdir()
+    message = refusal(tmp_path / "shakespear")
+    assert (
+        message
+        == f"model folder {tmp_path / 'shakespear'} does not exist (did you mean 'shakespeare'?)"
+    )
+
+
+def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    assert refusal(path) == f"model folder {path} is a file, not a folder"
+
+
+@pytest.mark.parametrize("name", ["nothing", "./nothing", "~/nothing/here", "a/b/c", "/nowhere/x"])
+def test_only_what_looks_like_a_hub_id_is_looked_for_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> str:
+        raise AssertionError("asked the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    assert "does not exist" in refusal(name)
+
+
+class HTTPLibraryError(Exception):
+    """What huggingface_hub lets through of its HTTP library, of whichever name."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        ConnectionError("offline mode is enabled\nsee the documentation"),
+        ValueError("Repo id must be in the form 'namespace/name'"),
+        HTTPLibraryError("the proxy refused"),
+        HTTPLibraryError(),
+    ],
+)
+def test_a_hub_id_that_cannot_be_downloaded_gives_one_clear_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    message = refusal("someone/some-model")
+    assert message.startswith(
+        "someone/some-model is not a folder here, and it can't be downloaded from the hub: "
+    )
+    assert not message.endswith(": ")
+
+
+def test_the_hub_client_offline_gives_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With huggingface_hub's own refusal, not one put in its place."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "can't be downloaded" in refusal("someone/some-model")
+
+
+def test_a_hub_id_is_downloaded_without_pickled_files(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[ModelConfig], Path]
+) -> None:
+    folder = write(LLAMA)
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        asked.update(repo_id=repo_id, patterns=allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_model_folder("someone/some-model") == folder
+    assert asked["repo_id"] == "someone/some-model"
+    assert not any(
+        Path(name).match(pattern)
+        for name in ("pytorch_model.bin", "model.pt", "modeling_llama.py", "x.pkl")
+        for pattern in asked["patterns"]
+    )
+
+
+def test_a_folder_that_is_there_wins_over_a_hub_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "some-model").mkdir(parents=True)
+    assert find_model_folder("someone/some-model") == Path("someone/some-model")
+
+
+# Files written
+
+
+def test_config_json_carries_the_tokenizers_special_tokens_and_the_format(
+    tokenizer: Tokenizer,
+) -> None:
+    files = model_files(LLAMA, tokenizer)
+    assert set(files) == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config = json.loads(files["config.json"])
+    assert config["eos_token_id"] == 0
+    assert config["bos_token_id"] is None
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": 0}
+
+
+def test_model_errors_are_firstlight_errors() -> None:
+    assert issubclass(ModelError, FirstlightError)

@@ -1,0 +1,220 @@
+"""The architecture, checked on the source: who may import whom, and what no module does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import firstlight
+
+_ROOT = Path(firstlight.__file__).resolve().parent
+_MODULES = sorted(_ROOT.rglob("*.py"))
+
+#: Each module, by the first part of its name, and the layer it lies in.
+_LAYERS = {
+    "errors": 0,
+    "files": 0,
+    "console": 0,
+    "hardware": 0,
+    "tokenizer": 1,
+    "models": 1,
+    "optim": 1,
+    "data": 1,
+    "efficiency": 2,
+    "huggingface": 2,
+    "checkpoint": 2,
+    "training": 3,
+    "generation": 3,
+    "evaluation": 3,
+    "cli": 5,
+}
+#: Within layer 1 everything stands alone, but for this.
+_ALLOWED_IN_LAYER_1 = {("data", "tokenizer")}
+
+
+def component(name: str) -> str:
+    """`models` of `firstlight.models.llama`."""
+    return name.split(".")[1]
+
+
+def module_name(path: Path) -> str:
+    parts = ["firstlight", *path.relative_to(_ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[str]:
+    """The full names of firstlight's own modules that a module imports, wherever it does."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            assert node.module is not None
+            # `from firstlight import models` imports firstlight.models.
+            names = (
+                [f"firstlight.{alias.name}" for alias in node.names]
+                if node.module == "firstlight"
+                else [node.module]
+            )
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "firstlight")
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if _LAYERS[importer] == _LAYERS[imported] == 1:
+        return (importer, imported) in _ALLOWED_IN_LAYER_1
+    return _LAYERS[imported] <= _LAYERS[importer]
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def library_modules() -> list[Path]:
+    """All modules but the command line and the package's two entrances."""
+    entrances = {_ROOT / "__init__.py", _ROOT / "__main__.py"}
+    return [p for p in _MODULES if p not in entrances and component(module_name(p)) != "cli"]
+
+
+def test_every_module_has_its_layer() -> None:
+    entrances = {_ROOT / "__init__.py", _ROOT / "__main__.py"}
+    assert {component(module_name(p)) for p in _MODULES if p not in entrances} == set(_LAYERS)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in _MODULES if p.parent != _ROOT or p.stem[0] != "_"], ids=module_name
+)
+def test_imports_go_down_the_layers_only(path: Path) -> None:
+    module = module_name(path)
+    wrong = [
+        name
+        for name in imports(parsed(path), module)
+        if name == "firstlight" or not may_import(component(module), component(name))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "importer, imported, allowed",
+    [
+        ("training", "models", True),
+        ("data", "tokenizer", True),
+        ("checkpoint", "huggingface", True),
+        ("models", "training", False),
+        ("tokenizer", "data", False),
+        ("models", "optim", False),
+        ("optim", "models", False),
+        ("data", "models", False),
+        ("errors", "files", True),
+        ("files", "tokenizer", False),
+        ("training", "cli", False),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+    assert may_import(importer, imported) is allowed
+
+
+def test_all_ways_to_import_are_seen() -> None:
+    code = """
+import firstlight.models.llama as x
+from firstlight.training import loop
+from firstlight import cli
+def f():
+    from firstlight.data.shards import TokenDataset
+import torch
+"""
+    assert list(imports(ast.parse(code), "m")) == [
+        "firstlight.models.llama",
+        "firstlight.training",
+        "firstlight.cli",
+        "firstlight.data.shards",
+    ]
+
+
+def test_no_module_depends_on_a_module_that_depends_on_it() -> None:
+    graph = {module_name(path): set(imports(parsed(path), "")) for path in _MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, f"circular import: {' -> '.join([*above, name])}"
+        if name in done or name not in graph:
+            return
+        for other in graph[name] - {name}:
+            visit(other, (*above, name))
+        done.add(name)
+
+    for name in graph:
+        # The package's own page of names points at everything, and is imported by nobody.
+        if name != "firstlight":
+            visit(name, ())
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    drawers = re.compile(r"utils?|common|helpers?|misc|shared", re.IGNORECASE)
+    names = [part for path in _MODULES for part in path.relative_to(_ROOT).with_suffix("").parts]
+    assert [name for name in names if drawers.fullmatch(name)] == []
+
+
+def is_stderr(call: ast.Call) -> bool:
+    return any(
+        keyword.arg == "file" and ast.unparse(keyword.value) == "sys.stderr"
+        for keyword in call.keywords
+    )
+
+
+@pytest.mark.parametrize("path", library_modules(), ids=module_name)
+def test_nothing_below_the_command_line_writes_to_stdout(path: Path) -> None:
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            assert is_stderr(node), f"{path}:{node.lineno} prints to stdout"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("sys.stdout", "sys.__stdout__"), (
+                f"{path}:{node.lineno}"
+            )
+
+
+@pytest.mark.parametrize("path", _MODULES, ids=module_name)
+def test_nothing_that_runs_what_it_reads_is_used(path: Path) -> None:
+    """No pickle in any form, no YAML tags, no eval: a file from elsewhere is only data."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = {module, *(alias.name for alias in node.names)}
+            bad = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
+            assert not names & bad, f"{path}:{node.lineno}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in ("eval", "exec", "torch.load", "torch.save", "np.load"), (
+            f"{path}:{node.lineno} calls {called}"
+        )
+        assert not re.fullmatch(r"yaml\.(unsafe_|full_)?load(_all)?", called) or (
+            called == "yaml.load" and ast.unparse(node.args[1]) in _safe_loaders(parsed(path))
+        ), f"{path}:{node.lineno} reads YAML with a loader that is not safe"
+
+
+def _safe_loaders(tree: ast.Module) -> set[str]:
+    """yaml.SafeLoader, and the module's own classes that inherit from it alone."""
+    own = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and [ast.unparse(b) for b in node.bases] == ["yaml.SafeLoader"]
+    }
+    return {"yaml.SafeLoader", *own}
+
+
+@pytest.mark.parametrize("path", _MODULES, ids=module_name)
+def test_every_module_class_and_public_function_says_what_it_is(path: Path) -> None:
+    tree = parsed(path)
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"

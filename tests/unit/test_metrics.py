@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.errors import CheckpointError, StorageError
+from firstlight.training.metrics import JsonLines, keep_until, read_json_lines
+
+
+def write(path: Path, *records: dict[str, Any]) -> None:
+    with closing(JsonLines(path)) as lines:
+        for record in records:
+            lines.write(record)
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_json_lines(path)]
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(st.characters(exclude_categories=["Cs"])),
+            st.floats(allow_nan=False, allow_infinity=False)
+            | st.integers()
+            | st.text(st.characters(exclude_categories=["Cs"]))
+            | st.none(),
+        )
+    )
+)
+def test_what_is_written_is_read_to_the_last_bit(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]
+) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "m.jsonl"
+    write(path, *records)
+    read = read_json_lines(path)
+    assert read == records
+    # == takes 0.0 for -0.0 and 1 for 1.0; repr does not.
+    assert repr(read) == repr(records)
+    assert path.read_bytes().count(b"\n") == len(records)
+
+
+def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with closing(JsonLines(path)) as lines:
+        lines.write({"step": 1})
+        assert steps(path) == [1]
+        lines.write({"step": 2})
+        lines.sync()
+        assert steps(path) == [1, 2]
+
+
+def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, {"step": 1})
+    write(path, {"step": 2})
+    assert steps(path) == [1, 2]
+
+
+def test_no_file_is_no_records(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "none.jsonl") == []
+    keep_until(tmp_path / "none.jsonl", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_last_line_torn_at_any_byte_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    first, second = {"step": 1, "text": "ä\n日"}, {"step": 2, "text": "🙂"}
+    write(path, first)
+    start = path.stat().st_size
+    write(path, second)
+    whole = path.read_bytes()
+    for size in range(start, len(whole) + 1):
+        path.write_bytes(whole[:size])
+        # Without its newline alone, the last line still holds all that was said.
+        expected = [first, second] if size >= len(whole) - 1 else [first]
+        assert read_json_lines(path) == expected
+
+
+@pytest.mark.parametrize("line", [b"{broken\n", b"\n", b"\xff\n"])
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(
+    tmp_path: Path, line: bytes
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"m\.jsonl:2 is damaged"):
+        read_json_lines(path)
+
+
+def test_going_on_after_a_torn_line_gives_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, {"step": 1}, {"step": 2}, {"step": 3})
+    with open(path, "ab") as file:
+        file.write(b'{"step": 4, "train/lo')
+    keep_until(path, 3)
+    write(path, {"step": 4})
+    assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
+        {"step": step} for step in (1, 2, 3, 4)
+    ]
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_the_lines_after_a_step_are_dropped_and_the_others_kept_to_the_bit(
+    tmp_path_factory: pytest.TempPathFactory, written: int, step: int
+) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "m.jsonl"
+    write(path, *({"step": n, "train/loss": 1 / (n + 7), "text": "é"} for n in range(1, 9)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:written]))
+    keep_until(path, step)
+    assert path.read_bytes() == b"".join(lines[: min(written, step)])
+
+
+_OVER_THE_LIMIT = """
+import sys
+from pathlib import Path
+from firstlight.errors import StorageError
+from firstlight.training.metrics import JsonLines
+
+lines = JsonLines(Path(sys.argv[1]))
+written = 0
+try:
+    while True:
+        lines.write({"step": written + 1, "text": "x" * 60})
+        written += 1
+except StorageError as error:
+    print(written, error)
+"""
+
+
+def test_a_line_that_the_disk_refuses_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", _OVER_THE_LIMIT, str(path)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    written, _, message = done.stdout.partition(" ")
+    assert "file size limit was reached" in message
+    assert steps(path) == list(range(1, int(written) + 1))
+    assert path.read_bytes().endswith(b"\n")
+    assert path.stat().st_size > 800
+
+
+def test_a_short_write_is_completed_or_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An almost full disk takes a part of a line, then nothing."""
+    path = tmp_path / "m.jsonl"
+    write(path, {"step": 1})
+    before = path.read_bytes()
+    with closing(JsonLines(path)) as lines:
+        file = lines._file
+
+        class AlmostFull:
+            def __init__(self, room: list[int]) -> None:
+                self.room = room
+
+            def fileno(self) -> int:
+                return file.fileno()
+
+            def close(self) -> None:
+                file.close()
+
+            def write(self, data: bytes) -> int:
+                if not self.room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return file.write(data[: self.room.pop(0)])
+
+        monkeypatch.setattr(lines, "_file", AlmostFull([4]))
+        with pytest.raises(StorageError, match="disk is full"):
+            lines.write({"step": 2})
+        assert path.read_bytes() == before
+        monkeypatch.setattr(lines, "_file", AlmostFull([4, 4, 100]))
+        lines.write({"step": 2})
+    assert steps(path) == [1, 2]

@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, build_model, empty_model
+from firstlight.models.ops import (
+    LinearRope,
+    Llama3Rope,
+    apply_rope,
+    attention,
+    cross_entropy_sum,
+    rope_frequencies,
+    rope_tables,
+)
+
+GPT2 = GPT2Config(
+    vocab_size=31,
+    hidden_size=18,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    max_position_embeddings=24,
+)
+LLAMA = LlamaConfig(
+    vocab_size=31,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=24,
+)
+both = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+
+
+def ready(config: ModelConfig, seed: int = 0) -> Model:
+    """A model whose parameters all matter."""
+    model = empty_model(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 31, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+# The key-value cache
+
+
+@both
+@pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 1, 1, 11], [1, 19], [13, 6, 1]])
+@torch.no_grad()
+def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass(
+    config: ModelConfig, chunks: list[int]
+) -> None:
+    model, input_ids = ready(config), ids(3, 20)
+    cache = model.make_cache(3, 22, torch.float32)
+    parts, start = [], 0
+    for size in chunks:
+        parts.append(model(input_ids[:, start : start + size], cache=cache))
+        start += size
+        assert cache.length == start
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(input_ids), atol=1e-5, rtol=1e-5)
+
+
+@both
+def test_the_cache_holds_only_key_value_heads(config: ModelConfig) -> None:
+    cache = ready(config).make_cache(5, 9, torch.bfloat16)
+    assert cache.keys.shape == (2, 5, config.num_key_value_heads, 9, config.head_dim)
+    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert cache.max_tokens == 9
+
+
+@both
+def test_a_token_more_than_the_cache_has_room_for_is_no_silent_write(config: ModelConfig) -> None:
+    model = ready(config)
+    cache = model.make_cache(1, 4, torch.float32)
+    model(ids(1, 3), cache=cache)
+    with pytest.raises(AssertionError, match="full"):
+        model(ids(1, 2), cache=cache)
+
+
+@both
+@torch.no_grad()
+def test_a_token_sees_nothing_after_it(config: ModelConfig) -> None:
+    model, input_ids = ready(config), ids(1, 12)
+    changed = input_ids.clone()
+    changed[0, 8:] = (changed[0, 8:] + 1) % 31
+    before, after = model(input_ids), model(changed)
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert not torch.equal(before[:, 8], after[:, 8])
+
+
+@both
+@torch.no_grad()
+def test_rows_of_a_batch_do_not_see_each_other(config: ModelConfig) -> None:
+    model, input_ids = ready(config), ids(4, 10)
+    alone = torch.cat([model(row[None]) for row in input_ids])
+    torch.testing.assert_close(model(input_ids), alone, atol=1e-5, rtol=1e-5)
+
+
+# Logits and loss
+
+
+@both
+@pytest.mark.parametrize("keep", [1, 3, 12])
+@torch.no_grad()
+def test_logits_to_keep_are_the_last_ones(config: ModelConfig, keep: int) -> None:
+    model, input_ids = ready(config), ids(2, 12)
+    kept = model(input_ids, logits_to_keep=keep)
+    assert kept.shape == (2, keep, 31)
+    torch.testing.assert_close(kept, model(input_ids)[:, -keep:], atol=1e-5, rtol=1e-5)
+
+
+@both
+def test_with_labels_the_model_gives_the_summed_loss_of_its_logits(config: ModelConfig) -> None:
+    model, input_ids, labels = ready(config), ids(2, 9), ids(2, 9, seed=1)
+    labels[1, 4:] = -100
+    loss = model(input_ids, labels)
+    assert loss.dim() == 0
+    expected = cross_entropy_sum(model(input_ids), labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@given(
+    rows=st.integers(1, 3),
+    tokens=st.integers(1, 5),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 10_000),
+)
+@settings(deadline=None, max_examples=40)
+def test_cross_entropy_sum_leaves_ignored_labels_out(
+    rows: int, tokens: int, share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, tokens, 7, generator=generator, dtype=torch.float64) * 5
+    labels = torch.randint(0, 7, (rows, tokens), generator=generator)
+    labels[torch.rand(rows, tokens, generator=generator) < share] = -100
+    by_hand = sum(
+        -math.log(logits[b, t].softmax(-1)[int(labels[b, t])])
+        for b in range(rows)
+        for t in range(tokens)
+        if labels[b, t] != -100
+    )
+    assert cross_entropy_sum(logits, labels).item() == pytest.approx(by_hand, rel=1e-5, abs=1e-6)
+
+
+def test_a_row_without_any_label_has_loss_and_gradient_zero() -> None:
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.full((2, 3), -100))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_the_loss_is_taken_in_fp32_however_the_logits_come() -> None:
+    logits = torch.randn(1, 400, 9, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(1, 400, dtype=torch.int64)
+    loss = cross_entropy_sum(logits.bfloat16(), labels)
+    assert loss.dtype == torch.float32
+    exact = F.cross_entropy(logits.bfloat16().double()[0], labels[0], reduction="sum")
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+# Initial weights
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("layers", [1, 8])
+def test_initial_weights_are_normal_and_residual_projections_scaled_by_depth(
+    family: str, layers: int
+) -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+    }
+    if family == "llama":
+        shape |= {"attention_bias": True, "mlp_bias": True}
+    model = empty_model(GPT2Config(**shape) if family == "gpt2" else LlamaConfig(**shape))
+    model.init_weights(torch.Generator().manual_seed(1))
+    residual = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+    seen = {"matrix": 0, "residual": 0, "bias": 0, "norm": 0}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            kind = "bias" if name.endswith("bias") else "norm"
+            assert torch.equal(parameter, torch.full_like(parameter, float(kind == "norm"))), name
+        else:
+            kind = "residual" if name.endswith(residual) else "matrix"
+            std = 0.05 / math.sqrt(2 * layers) if kind == "residual" else 0.05
+            # the standard error of a standard deviation of n values is std / sqrt(2 n)
+            tolerance = 5 * std / math.sqrt(2 * parameter.numel())
+            assert parameter.std().item() == pytest.approx(std, abs=tolerance), name
+            assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
+        seen[kind] += 1
+    assert seen["residual"] == 2 * layers
+    assert all(seen.values())
+
+
+@both
+def test_the_seed_decides_the_initial_weights(config: ModelConfig) -> None:
+    def initial(seed: int) -> dict[str, Tensor]:
+        model = empty_model(config)
+        model.init_weights(torch.Generator().manual_seed(seed))
+        return model.state_dict()
+
+    one, again, other = initial(1), initial(1), initial(2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@both
+def test_no_parameter_is_left_without_an_initial_value(config: ModelConfig) -> None:
+    model = empty_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.init_weights(torch.Generator().manual_seed(0))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+# The tie of head and embedding
+
+
+@both
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_itself(config: ModelConfig, tied: bool) -> None:
+    model = empty_model(config.model_copy(update={"tie_word_embeddings": tied}))
+    model.init_weights(torch.Generator().manual_seed(0))
+    names = [name for name, _ in model.named_parameters()]
+    embedding = dict(model.named_parameters())[
+        "transformer.wte.weight" if config is GPT2 else "model.embed_tokens.weight"
+    ]
+    assert (model.lm_head.weight is embedding) == tied
+    assert ("lm_head.weight" in names) != tied
+    model(ids(1, 6), ids(1, 6, seed=1)).backward()
+    assert embedding.grad is not None
+    # Only a head gives tokens that were not in the input a gradient.
+    unseen = next(i for i in range(31) if i not in ids(1, 6))
+    assert bool(embedding.grad[unseen].any()) == tied
+
+
+@both
+def test_an_update_of_a_tied_embedding_changes_the_head(config: ModelConfig) -> None:
+    model = empty_model(config.model_copy(update={"tie_word_embeddings": True})).double()
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    assert torch.equal(model.lm_head.weight, next(model.parameters()))
+
+
+# Rotary positions
+
+
+def test_rope_frequencies_fall_from_one_by_powers_of_theta() -> None:
+    frequencies = rope_frequencies(8, 10_000.0, None)
+    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    assert frequencies.dtype == torch.float32
+
+
+def test_linear_scaling_is_the_angle_of_a_position_divided_by_the_factor() -> None:
+    scaled = rope_frequencies(8, 100.0, LinearRope(rope_type="linear", factor=4.0))
+    plain = rope_frequencies(8, 100.0, None)
+    for table, expected in zip(
+        rope_tables(scaled, torch.arange(0, 40, 4), torch.float32),
+        rope_tables(plain, torch.arange(10), torch.float32),
+        strict=True,
+    ):
+        torch.testing.assert_close(table, expected)
+
+
+def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+    scaling = Llama3Rope(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    plain = rope_frequencies(128, 500_000.0, None).double()
+    scaled = rope_frequencies(128, 500_000.0, scaling).double()
+    kinds = set()
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            expected, kind = before, "kept"
+        elif wavelength > 8192:
+            expected, kind = before / 8, "stretched"
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected, kind = (1 - smooth) * before / 8 + smooth * before, "blended"
+        assert after == pytest.approx(expected, rel=1e-5)
+        kinds.add(kind)
+    assert kinds == {"kept", "stretched", "blended"}
+
+
+def test_rope_tables_are_cosine_and_sine_of_position_times_frequency() -> None:
+    frequencies = rope_frequencies(6, 50.0, None)
+    positions = torch.tensor([0, 1, 7, 100_000])
+    cos, sin = rope_tables(frequencies, positions, torch.float32)
+    assert cos.shape == sin.shape == (4, 6)
+    for t, position in enumerate(positions.tolist()):
+        for i in range(6):
+            angle = (torch.tensor(float(position)) * frequencies[i % 3]).item()
+            assert cos[t, i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+            assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+
+
+def test_rope_tables_take_positions_by_row() -> None:
+    frequencies = rope_frequencies(4, 10.0, None)
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    cos, sin = rope_tables(frequencies, positions, torch.float32)
+    assert cos.shape == sin.shape == (2, 1, 3, 4)
+    for row in range(2):
+        expected = rope_tables(frequencies, positions[row], torch.float32)
+        assert torch.equal(cos[row, 0], expected[0])
+        assert torch.equal(sin[row, 0], expected[1])
+
+
+def test_rope_tables_are_exact_under_autocast() -> None:
+    frequencies, positions = rope_frequencies(8, 10_000.0, None), torch.arange(3000, 3020)
+    expected = rope_tables(frequencies, positions, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rope_tables(frequencies, positions, torch.float32)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_rotated_products_depend_on_the_distance_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
+    frequencies = rope_frequencies(8, 100.0, None)
+
+    def product(query_at: int, key_at: int) -> float:
+        turned = [
+            apply_rope(x, *rope_tables(frequencies, torch.tensor([at]), torch.float64))
+            for x, at in ((q, query_at), (k, key_at))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert product(9, 4) == pytest.approx(product(5, 0), abs=1e-5)
+    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
+
+
+# Attention
+
+
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    new=st.integers(1, 6),
+    old=st.integers(0, 6),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=40)
+def test_attention_is_softmax_over_all_tokens_up_to_its_own(
+    kv_heads: int, group: int, new: int, old: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, kv_heads * group, new, 4, generator=generator)
+    k = torch.randn(2, kv_heads, old + new, 4, generator=generator)
+    v = torch.randn(2, kv_heads, old + new, 4, generator=generator)
+    result = attention(q, k, v)
+    for head in range(kv_heads * group):
+        for t in range(new):
+            seen = old + t + 1
+            keys, values = k[:, head // group, :seen], v[:, head // group, :seen]
+            weights = ((keys @ q[:, head, t, :, None])[..., 0] / 2).softmax(-1)
+            expected = (weights[..., None] * values).sum(1)
+            torch.testing.assert_close(result[:, head, t], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_mask_replaces_the_causal_one() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    only_itself = torch.eye(5, dtype=torch.bool)[None, None]
+    torch.testing.assert_close(
+        attention(q[None], k[None], v[None], mask=only_itself)[0], v, atol=1e-6, rtol=1e-6
+    )
+
+
+# Dropout
+
+
+def test_dropout_works_in_training_only() -> None:
+    config = GPT2.model_copy(update={"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5})
+    model, input_ids = ready(config), ids(1, 10)
+    torch.manual_seed(0)
+    assert torch.equal(model(input_ids), model(input_ids))
+    model.train()
+    assert not torch.equal(model(input_ids), model(input_ids))
+
+
+# Configs
+
+
+@both
+def test_a_model_on_the_meta_device_takes_no_memory(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = build_model(config)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@both
+def test_a_config_survives_its_config_json(config: ModelConfig) -> None:
+    assert type(config).from_hf(config.to_hf()) == config
+
+
+def test_what_a_config_leaves_out_follows_from_the_rest() -> None:
+    gpt2 = GPT2Config(hidden_size=40, num_attention_heads=5)
+    assert (gpt2.intermediate_size, gpt2.head_dim, gpt2.num_key_value_heads) == (160, 8, 5)
+    llama = LlamaConfig(hidden_size=192, num_attention_heads=6)
+    assert (llama.head_dim, llama.num_key_value_heads, llama.intermediate_size) == (32, 6, 512)
+    # 8/3 * 200 = 533.3, rounded up to a multiple of 32
+    assert LlamaConfig(hidden_size=200, num_attention_heads=4).intermediate_size == 544
+
+
+@pytest.mark.parametrize(
+    "family, values, problem",
+    [
+        (GPT2Config, {"hidden_size": 10, "num_attention_heads": 3}, "multiple of"),
+        (GPT2Config, {"hidden_size": 0}, "greater than 0"),
+        (GPT2Config, {"attn_pdrop": 1.0}, "less than 1"),
+        (GPT2Config, {"n_embd": 10}, "Extra inputs"),
+        (LlamaConfig, {"hidden_size": 10, "num_attention_heads": 3}, "multiple of"),
+        (LlamaConfig, {"hidden_size": 10, "num_attention_heads": 3, "head_dim": 4}, "multiple of"),
+        (LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 3}, "multiple of"),
+        (LlamaConfig, {"hidden_size": 12, "num_attention_heads": 4}, "must be even"),
+        (LlamaConfig, {"head_dim": -2}, "greater than or equal to 0"),
+        (LlamaConfig, {"num_attention_heads": 0}, "greater than 0"),
+        (LlamaConfig, {"rope_theta": float("inf")}, "finite"),
+        (LlamaConfig, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "linear"),
+        (LlamaConfig, {"rope_scaling": {"rope_type": "linear"}}, "required"),
+        (LlamaConfig, {"hidden_size": "256"}, "valid integer"),
+    ],
+)
+def test_impossible_shapes_are_refused(
+    family: type[GPT2Config] | type[LlamaConfig], values: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        family(**values)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.errors import ConfigError
+from firstlight.generation.sampling import SamplingConfig, filter_probabilities, sample
+
+logits_lists = st.lists(st.integers(-400, 400), min_size=1, max_size=12).map(
+    lambda values: [value / 40 for value in values]
+)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def slow_probabilities(logits: list[float], temperature: float, k: int, p: float) -> list[float]:
+    """The definition, in plain Python."""
+    scaled = [value / temperature for value in logits]
+    if 0 < k < len(logits):
+        last_kept = sorted(scaled, reverse=True)[k - 1]
+        scaled = [value if value >= last_kept else -math.inf for value in scaled]
+    powers = [math.exp(value - max(scaled)) for value in scaled]
+    probabilities = [power / sum(powers) for power in powers]
+    kept, total = set(), 0.0
+    for index in sorted(range(len(logits)), key=lambda i: -probabilities[i]):
+        if p < 1:
+            assume(abs(total - p) > 1e-5)  # on the edge, rounding decides
+            if total >= p:
+                break
+        kept.add(index)
+        total += probabilities[index]
+    return [q / total if i in kept else 0.0 for i, q in enumerate(probabilities)]
+
+
+@given(
+    logits=logits_lists,
+    temperature=st.floats(0.05, 5),
+    k=st.integers(0, 14),
+    p=st.floats(0.01, 1),
+)
+@settings(deadline=None, max_examples=200)
+def test_probabilities_are_those_of_the_definition(
+    logits: list[float], temperature: float, k: int, p: float
+) -> None:
+    config = SamplingConfig(temperature=temperature, top_k=k, top_p=p)
+    found = filter_probabilities(torch.tensor(logits), config)
+    assert found.dtype == torch.float32
+    assert found.sum().item() == pytest.approx(1, abs=1e-5)
+    expected = slow_probabilities(logits, temperature, k, p)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@given(
+    logits=logits_lists,
+    temperature=st.floats(0, exclude_min=True, allow_infinity=False),
+    k=st.integers(0, 14),
+    p=st.floats(0, 1, exclude_min=True),
+)
+@settings(deadline=None, max_examples=200)
+def test_every_allowed_setting_gives_a_token(
+    logits: list[float], temperature: float, k: int, p: float
+) -> None:
+    """However extreme: the smallest numbers there are act like temperature 0, not like NaN."""
+    config = SamplingConfig(temperature=temperature, top_k=k, top_p=p)
+    found = filter_probabilities(torch.tensor(logits), config)
+    assert found.sum().item() == pytest.approx(1, abs=1e-5)
+    assert 0 <= sample(torch.tensor(logits), config, generator()) < len(logits)
+
+
+@given(logits=logits_lists)
+def test_temperature_zero_takes_the_likeliest_and_draws_nothing(logits: list[float]) -> None:
+    random = generator()
+    before = random.get_state()
+    config = SamplingConfig(temperature=0, top_k=3, top_p=0.1)
+    token_id = sample(torch.tensor(logits), config, random)
+    assert logits[token_id] == max(logits)
+    assert torch.equal(random.get_state(), before)
+
+
+@pytest.mark.parametrize("settings_", [{"temperature": 1e-30}, {"top_k": 1}, {"top_p": 1e-9}])
+def test_the_narrowest_settings_take_the_likeliest(settings_: dict[str, Any]) -> None:
+    logits = torch.tensor([0.5, 2.0, 1.9, -3.0])
+    config = SamplingConfig(**{"temperature": 1.0, **settings_})
+    assert filter_probabilities(logits, config).tolist() == [0, 1, 0, 0]
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
+    config = SamplingConfig(temperature=1.0, top_k=2)
+    found = filter_probabilities(torch.tensor([1.0, 3.0, 1.0, 0.0]), config)
+    assert [q > 0 for q in found.tolist()] == [True, True, True, False]
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    # Of 0.5 and 0.3 the first is 62.5 %: enough for 0.6, though 50 % would not be.
+    config = SamplingConfig(temperature=1.0, top_k=2, top_p=0.6)
+    assert filter_probabilities(logits, config).tolist() == [1, 0, 0]
+    config = SamplingConfig(temperature=1.0, top_p=0.6)
+    expected = torch.tensor([5 / 8, 3 / 8, 0])
+    torch.testing.assert_close(filter_probabilities(logits, config), expected)
+
+
+def test_forbidden_tokens_stay_forbidden_at_any_temperature() -> None:
+    logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0])
+    for temperature in (1e-40, 0.5, 1e30):
+        found = filter_probabilities(logits, SamplingConfig(temperature=temperature))
+        assert found.tolist() == [0, 0.5, 0, 0.5]
+
+
+def test_half_precision_logits_are_worked_on_in_fp32() -> None:
+    logits = torch.randn(5000, generator=generator()).bfloat16()
+    found = filter_probabilities(logits, SamplingConfig(temperature=0.7))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, (logits.float() / 0.7).softmax(-1), atol=1e-7, rtol=1e-4)
+
+
+def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
+    logits = torch.tensor([0.6, 0.3, 0.1, 1e-9]).log()
+    random, config, draws = generator(), SamplingConfig(temperature=1.0), 4000
+    counts = torch.zeros(4)
+    for _ in range(draws):
+        counts[sample(logits, config, random)] += 1
+    for count, share in zip(counts.tolist(), (0.6, 0.3, 0.1, 0.0), strict=True):
+        deviation = math.sqrt(share * (1 - share) / draws)
+        assert count / draws == pytest.approx(share, abs=4 * deviation)
+
+
+def test_the_seed_decides_the_draws() -> None:
+    logits, config = torch.zeros(1000), SamplingConfig(temperature=1.0)
+
+    def draws(seed: int) -> list[int]:
+        random = generator(seed)
+        return [sample(logits, config, random) for _ in range(10)]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+def test_drawing_leaves_torchs_own_generator_alone() -> None:
+    """Samples in the middle of a training run must not change the run."""
+    before: Tensor = torch.get_rng_state()
+    sample(torch.zeros(10), SamplingConfig(temperature=1.0), generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_logits_are_not_changed() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0])
+    filter_probabilities(logits, SamplingConfig(temperature=0.5, top_k=1, top_p=0.5))
+    assert logits.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"temperature": -0.1}, "temperature must be 0 or above, not -0.1"),
+        ({"temperature": math.inf}, "temperature must be 0 or above, not inf"),
+        ({"temperature": math.nan}, "temperature must be 0 or above, not nan"),
+        ({"top_k": -1}, r"top_k must be 0 \(off\) or above, not -1"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
+        ({"top_p": math.nan}, "top_p must be above 0 and at most 1, not nan"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"seed": -1}, "seed must be between 0 and 2"),
+        ({"seed": 2**63}, "seed must be between 0 and 2"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**values)
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    SamplingConfig(max_new_tokens=1, temperature=0, top_k=0, top_p=1, seed=0)
+    SamplingConfig(top_p=5e-324, top_k=10**9, seed=2**63 - 1)
+    torch.Generator().manual_seed(2**63 - 1)

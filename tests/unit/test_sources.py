@@ -1,0 +1,515 @@
+"""Inputs: every kind found in one order, each document read or rejected by file and line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import os
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.data.sources import (
+    REASONS,
+    Document,
+    Rejected,
+    Source,
+    find_sources,
+    read_documents,
+)
+from firstlight.errors import InputError, MissingDependencyError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
+
+
+def read(*inputs: str | Path, text_key: str = "text") -> list[Document | Rejected]:
+    return list(read_documents(find_sources(inputs), text_key))
+
+
+def texts_of(*inputs: str | Path, text_key: str = "text") -> list[str]:
+    found = read(*inputs, text_key=text_key)
+    return [entry.text for entry in found if isinstance(entry, Document)]
+
+
+def names(*inputs: str | Path) -> list[str]:
+    return [source.name for source in find_sources(inputs)]
+
+
+def reasons_of(*inputs: str | Path) -> list[tuple[int, str]]:
+    return [(e.line, e.reason) for e in read(*inputs) if isinstance(e, Rejected)]
+
+
+def jsonl(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def make_tree(root: Path, *files: str) -> None:
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"text of {name}\n", encoding="utf-8")
+
+
+# Finding
+
+
+def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
+    wanted = ["B.TXT", "a-b/z.txt", "a.md", "a/b.py", "a/c/d.jsonl", "a/c/d.jsonl.gz", "b.parquet"]
+    make_tree(tmp_path, *reversed(wanted))
+    make_tree(tmp_path, "a/data.csv", "notes", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
+    make_tree(tmp_path, "node_modules/m/readme.md", "x.txt.bak", "x.parquet.gz")
+    assert names(tmp_path) == [str(tmp_path / name) for name in wanted]
+
+
+def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
+    make_tree(tmp_path, "real.txt")
+    (tmp_path / "dangling.txt").symlink_to("nowhere")
+    (tmp_path / "folder.txt").mkdir()
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert names(tmp_path) == [str(tmp_path / "real.txt")]
+
+
+def test_a_file_reached_twice_is_read_once_at_its_first_place(tmp_path: Path) -> None:
+    make_tree(tmp_path, "a.txt", "b.txt", "c.txt")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    inputs = [tmp_path / "b.txt", tmp_path, tmp_path / "*.txt", tmp_path / ".." / tmp_path.name]
+    assert [Path(name).name for name in names(*inputs)] == ["b.txt", "a.txt", "c.txt"]
+
+
+def test_inputs_are_read_in_the_order_given(tmp_path: Path) -> None:
+    make_tree(tmp_path, "a.txt", "b.txt")
+    assert names(tmp_path / "b.txt", tmp_path / "a.txt") == [
+        str(tmp_path / "b.txt"),
+        str(tmp_path / "a.txt"),
+    ]
+
+
+def test_globs_cross_folders_with_two_stars(tmp_path: Path) -> None:
+    make_tree(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt", "x/d.csv")
+    assert names(f"{tmp_path}/*.txt") == [str(tmp_path / "a.txt")]
+    assert names(f"{tmp_path}/**/*.txt") == [
+        str(tmp_path / name) for name in ("a.txt", "x/b.txt", "x/y/c.txt")
+    ]
+    assert names(f"{tmp_path}/x/*") == [str(tmp_path / "x/b.txt")]
+    assert names(f"{tmp_path}/?.txt") == [str(tmp_path / "a.txt")]
+
+
+def test_a_name_with_brackets_that_exists_is_no_glob(tmp_path: Path) -> None:
+    make_tree(tmp_path, "part[1].txt", "part1.txt", "dir[1]/a.txt")
+    assert names(tmp_path / "part[1].txt") == [str(tmp_path / "part[1].txt")]
+    assert names(tmp_path / "dir[1]") == [str(tmp_path / "dir[1]/a.txt")]
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tree(tmp_path, "a.txt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts_of("~/a.txt") == ["text of a.txt\n"]
+    assert texts_of("~/*.txt") == ["text of a.txt\n"]
+
+
+def test_stdlib_is_the_standard_library_without_its_tests() -> None:
+    found = names("stdlib")
+    assert found == sorted(found)
+    assert {"stdlib/os.py", "stdlib/json/__init__.py", "stdlib/asyncio/events.py"} <= set(found)
+    parts = {part for name in found for part in name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    assert all(name.endswith(".py") for name in found)
+    first = next(iter(read_documents(find_sources(["stdlib"]))))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert isinstance(first, Document)
+    assert first.text == (root / found[0].removeprefix("stdlib/")).read_text(encoding="utf-8")
+
+
+def test_a_folder_called_stdlib_is_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path, "stdlib/mine.txt")
+    monkeypatch.chdir(tmp_path)
+    assert names("stdlib") == ["stdlib/mine.txt"]
+
+
+def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(InputError, match="standard library's source is not installed at"):
+        find_sources(["stdlib"])
+
+
+@pytest.mark.parametrize(
+    "item, message",
+    [
+        ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
+        ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
+        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist$"),
+        ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(\.txt, \.md, \.py, "),
+        ("no[xyz]", r"matches no text files"),
+        ("empty", r"folder empty holds no text files"),
+        ("corpus/table.csv", r"table\.csv is of an unknown kind: known are \.txt"),
+        ("pipe.txt", r"pipe\.txt is neither a file nor a folder"),
+        ("hf:", r"hf: needs a dataset's name"),
+        ("", r"an input is empty"),
+        ("~nobody-of-that-name/a.txt", r"~nobody-of-that-name/a\.txt can't be found: "),
+        ("x" * 5000, r"can't be found: File name too long"),
+        ("a\0b", r"does not exist"),
+    ],
+)
+def test_inputs_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: str, message: str
+) -> None:
+    make_tree(tmp_path, "corpus/table.csv")
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.txt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        find_sources([item])
+
+
+def test_no_input_is_an_error() -> None:
+    with pytest.raises(InputError, match="no input given"):
+        find_sources([])
+
+
+def test_an_unreadable_folder_is_an_error_and_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path, "a.txt", "closed/b.txt")
+    scandir = os.scandir
+
+    def refused(path: str) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(InputError, match=r"can't be read: permission denied at .*closed"):
+        find_sources([tmp_path])
+
+
+def test_the_size_of_a_source_is_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"12345")
+    assert [source.size for source in find_sources([tmp_path, "hf:a/b"])] == [5, 0]
+
+
+# Text files
+
+
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    text = "\ufefferste\r\nzweite\rdritte\x00\u2028vierte\n\n "
+    (tmp_path / "a.md").write_bytes(text.encode())
+    assert read(tmp_path) == [Document(text, str(tmp_path / "a.md"), 1)]
+
+
+def test_bad_utf8_is_rejected_with_the_line_and_the_byte(tmp_path: Path) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("eins\nzwei\nGrüße\n".encode("latin-1"))
+    detail = "byte 0xfc is not UTF-8 (convert it with iconv)"
+    assert read(path) == [Rejected(str(path), 3, "bad_utf8", detail)]
+
+
+@pytest.mark.parametrize("content", [b"", b" ", b"\n\t\r\n", "\u3000\u2029".encode()])
+def test_an_empty_document_is_rejected(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert reasons_of(tmp_path) == [(1, "empty")]
+
+
+# JSONL
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_jsonl_gives_a_document_a_line_however_compressed(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.JSONL{suffix.upper()}"
+    path.write_bytes(COMPRESSORS[suffix](jsonl("first", "zwei\nZeilen", "日本")))
+    assert read(path) == [
+        Document("first", str(path), 1),
+        Document("zwei\nZeilen", str(path), 2),
+        Document("日本", str(path), 3),
+    ]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_text_files_may_be_compressed(tmp_path: Path, suffix: str) -> None:
+    text = "größer " * 100_000
+    (tmp_path / f"a.txt{suffix}").write_bytes(COMPRESSORS[suffix](text.encode()))
+    assert texts_of(tmp_path) == [text]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_parts_compressed_one_by_one_are_all_read(tmp_path: Path, suffix: str) -> None:
+    compress = COMPRESSORS[suffix]
+    parts = [jsonl(f"{number} " * 5000) for number in range(4)]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"".join(compress(part) for part in parts))
+    assert texts_of(path) == [f"{number} " * 5000 for number in range(4)]
+
+
+def test_a_zst_file_with_a_large_window_is_read(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    content = compressor.compress(jsonl("long ago")) + compressor.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    assert texts_of(tmp_path) == ["long ago"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("left_out", [1, 3, 9, 1000])
+def test_a_compressed_file_cut_short_is_an_error_and_not_a_shorter_corpus(
+    tmp_path: Path, suffix: str, left_out: int
+) -> None:
+    generator = random.Random(0)
+    content = COMPRESSORS[suffix](jsonl(*(generator.randbytes(20).hex() for _ in range(3000))))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(content[:-left_out])
+    with pytest.raises(InputError, match=rf"a\.jsonl\{suffix} (is damaged|can't be read): "):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("damage", [b"x" * 200, b"{}"])
+def test_a_file_that_is_not_compressed_as_named_is_an_error(
+    tmp_path: Path, suffix: str, damage: bytes
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(damage)
+    with pytest.raises(InputError, match=rf"a\.jsonl\{suffix} (is damaged|can't be read): "):
+        read(path)
+
+
+def test_gzip_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(jsonl(*map(str, range(5000)))))
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz (is damaged|can't be read): "):
+        read(tmp_path)
+
+
+def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": "broken"',
+        b"",
+        b'{"text": "\xff"}',
+        b'{"body": 1, "id": 2}',
+        b'{"text": null}',
+        b'{"text": ["a"]}',
+        b'{"text": "  \\n"}',
+        b'{"text": "\\ud800"}',
+        b'"text"',
+        b"null",
+        b"[" * 100_000,
+        b"1" * 5000,
+        b'{"text": "last, without a newline"}',
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found = read(path)
+    assert len(found) == len(lines)
+    assert texts_of(path) == ["good", "last, without a newline"]
+    assert reasons_of(path) == [
+        (2, "broken_json"),
+        (3, "empty"),
+        (4, "bad_utf8"),
+        (5, "no_text"),
+        (6, "no_text"),
+        (7, "no_text"),
+        (8, "empty"),
+        (9, "bad_utf8"),
+        (10, "no_text"),
+        (11, "no_text"),
+        (12, "broken_json"),
+        (13, "broken_json"),
+    ]
+    details = {e.line: e.detail for e in found if isinstance(e, Rejected)}
+    assert details[4] == "byte 0xff is not UTF-8"
+    assert details[5] == "no field 'text' (fields: body, id)"
+    assert details[7] == "the text is list, not a string"
+    assert {e.reason for e in found if isinstance(e, Rejected)} == set(REASONS)
+    assert {e.origin for e in found} == {str(path)}
+
+
+def test_the_text_field_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "text": "y"}\n', encoding="utf-8")
+    assert texts_of(tmp_path, text_key="content") == ["x"]
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl("x"))
+    assert texts_of(tmp_path) == ["x"]
+
+
+def test_windows_line_ends_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\r\n{"text": "y"}\r\n')
+    assert texts_of(tmp_path) == ["x", "y"]
+
+
+def test_only_the_end_of_a_name_tells_its_kind(tmp_path: Path) -> None:
+    make_tree(tmp_path, "about.jsonl.txt", "x.txt.jsonl")
+    assert texts_of(tmp_path) == ["text of about.jsonl.txt\n"]
+    assert reasons_of(tmp_path) == [(1, "broken_json")]
+
+
+def test_an_empty_jsonl_file_holds_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    assert read(tmp_path) == []
+
+
+# Parquet
+
+
+def write_parquet(path: Path, **columns: Any) -> None:
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+
+
+def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, id=[1, 2, 3, 4, 5], text=["eins", None, "日本", " ", "fünf"])
+    assert read(path) == [
+        Document("eins", str(path), 1),
+        Rejected(str(path), 2, "no_text", "the text is NoneType, not a string"),
+        Document("日本", str(path), 3),
+        Rejected(str(path), 4, "empty", "nothing but white space"),
+        Document("fünf", str(path), 5),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["large_string", "dictionary"])
+def test_the_ways_parquet_stores_strings_are_all_read(tmp_path: Path, kind: str) -> None:
+    column = pyarrow.array(["x", "y", "x"])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
+    write_parquet(tmp_path / "a.parquet", text=column)
+    assert texts_of(tmp_path) == ["x", "y", "x"]
+
+
+def test_bad_utf8_in_a_parquet_row_is_rejected_and_the_rest_read(tmp_path: Path) -> None:
+    binary = pyarrow.array([b"good", b"\xff\xfe", b"too"])
+    column = pyarrow.StringArray.from_buffers(3, binary.buffers()[1], binary.buffers()[2])
+    write_parquet(tmp_path / "a.parquet", text=column)
+    assert texts_of(tmp_path) == ["good", "too"]
+    assert reasons_of(tmp_path) == [(2, "bad_utf8")]
+
+
+def test_a_missing_parquet_column_names_those_there_are(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])
+    message = r"a\.parquet has no column 'text' \(columns: body, id\): .*--text-key"
+    with pytest.raises(InputError, match=message):
+        read(tmp_path)
+    assert texts_of(tmp_path, text_key="body") == ["x"]
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, -1, -200])
+def test_a_damaged_parquet_file_is_an_error(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, text=["x"] * 100)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match=r"a\.parquet is not a readable Parquet file"):
+        read(path)
+
+
+# Errors of whole files
+
+
+def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
+    make_tree(tmp_path, "a.txt")
+    found = find_sources([tmp_path])
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"a\.txt can't be read: No such file"):
+        list(read_documents(found))
+
+
+@pytest.mark.parametrize(
+    "name, package",
+    [("a.jsonl.zst", "zstandard"), ("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow.parquet")],
+)
+def test_a_missing_optional_package_names_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    make_tree(tmp_path, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError) as caught:
+        read(tmp_path)
+    assert str(caught.value) == (
+        f"reading {tmp_path / name} needs the package '{package.split('.')[0]}': "
+        "pip install 'firstlight[data]'"
+    )
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture
+def fake_datasets(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A `datasets` module that records how it is called and yields `rows`."""
+    fake = types.SimpleNamespace(calls=[], rows=[])
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        fake.calls.append((args, kwargs))
+        for row in fake.rows:
+            if isinstance(row, Exception):
+                raise row
+            yield row
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return fake
+
+
+def test_a_dataset_is_streamed_row_by_row(fake_datasets: types.SimpleNamespace) -> None:
+    fake_datasets.rows = [{"text": "a"}, {"text": None}, {"title": "b"}, {"text": "c"}]
+    found = read_documents(find_sources(["hf:owner/name"]))
+    assert next(found) == Document("a", "hf:owner/name", 1)
+    assert [(e.line, type(e).__name__) for e in found] == [
+        (2, "Rejected"),
+        (3, "Rejected"),
+        (4, "Document"),
+    ]
+    assert fake_datasets.calls == [(("owner/name", None), {"split": "train", "streaming": True})]
+
+
+def test_a_dataset_may_have_a_configuration(fake_datasets: types.SimpleNamespace) -> None:
+    fake_datasets.rows = [{"body": "a"}]
+    assert texts_of("hf:wikitext:wikitext-2-raw-v1", text_key="body") == ["a"]
+    assert fake_datasets.calls[0][0] == ("wikitext", "wikitext-2-raw-v1")
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, KeyError, Exception])
+def test_a_dataset_that_fails_half_way_is_one_line(
+    fake_datasets: types.SimpleNamespace, error: type[Exception]
+) -> None:
+    fake_datasets.rows = [{"text": "a"}, error("first line\nsecond line")]
+    with pytest.raises(InputError, match=r"^dataset hf:x can't be read: .*first line") as caught:
+        read("hf:x")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_without_words_is_named_by_its_kind(fake_datasets: types.SimpleNamespace) -> None:
+    fake_datasets.rows = [TimeoutError()]
+    with pytest.raises(InputError, match=r"dataset hf:x can't be read: TimeoutError"):
+        read("hf:x")
+
+
+def test_a_dataset_without_its_package_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = r"reading hf:x needs the package 'datasets': pip install 'firstlight\[data\]'"
+    with pytest.raises(MissingDependencyError, match=message):
+        read("hf:x")
+
+
+def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [Source("hf:a/b:c", dataset="a/b:c")]

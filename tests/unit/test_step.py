@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.data.loader import IGNORE_INDEX, Batch
+from firstlight.errors import TrainingError
+from firstlight.models import GPT2, GPT2Config, Llama, LlamaConfig, Model
+from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.training.step import StepResult, train_step
+
+_VOCABULARY, _SEQ_LEN = 23, 8
+
+
+def gpt2(dtype: torch.dtype = torch.float64) -> GPT2:
+    model = GPT2(
+        GPT2Config(
+            vocab_size=_VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=_SEQ_LEN,
+            initializer_range=0.2,
+        )
+    )
+    model.init_weights(torch.Generator().manual_seed(1))
+    return model.to(dtype)
+
+
+def llama() -> Llama:
+    model = Llama(
+        LlamaConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=_SEQ_LEN,
+        )
+    )
+    model.init_weights(torch.Generator().manual_seed(1))
+    return model
+
+
+def loss_in_its_own_dtype(model: Model) -> Any:
+    """The summed loss of a model's logits, without the cast to fp32 that training makes."""
+
+    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    return loss_sum
+
+
+def make_batch(valid_labels: list[int], seed: int = 0) -> Batch:
+    """One row for each entry, with so many labels that count."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(valid_labels), _SEQ_LEN)
+    input_ids = torch.randint(_VOCABULARY, shape, generator=generator)
+    labels = torch.randint(_VOCABULARY, shape, generator=generator)
+    for row, count in enumerate(valid_labels):
+        labels[row, count:] = IGNORE_INDEX
+    return Batch(input_ids, labels, sum(valid_labels))
+
+
+def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
+    """The rows of a batch as micro-batches of the given sizes."""
+    assert sum(sizes) == len(batch.input_ids)
+    ids, labels = torch.split(batch.input_ids, sizes), torch.split(batch.labels, sizes)
+    return [
+        Batch(i, one, int((one != IGNORE_INDEX).sum())) for i, one in zip(ids, labels, strict=True)
+    ]
+
+
+def gradients(
+    model: Model, batches: list[Batch], **settings: Any
+) -> tuple[StepResult, dict[str, Tensor]]:
+    """One step; its result, and the gradients it was made with."""
+    optimizer = Optimizer(model, OptimizerConfig(**settings))
+    result = train_step(loss_in_its_own_dtype(model), optimizer, batches)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(dict(model.named_parameters()))
+    return result, found
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def bits(model: Model) -> dict[str, bytes]:
+    return {name: p.detach().numpy().tobytes() for name, p in model.state_dict().items()}
+
+
+# --- accumulation ----------------------------------------------------------------------------
+
+# Rows with 8, 1, 5, 0, 8 and 2 labels: equal micro-batches of very unequal weight.
+_ROWS = [8, 1, 5, 0, 8, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 7, [2, 2, 2, 1], [3, 3, 1], [1, 6], [6, 1]])
+def test_any_cut_into_micro_batches_gives_the_gradient_of_one_big_batch(sizes: list[int]) -> None:
+    batch = make_batch(_ROWS)
+    whole, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
+    accumulated, found = gradients(gpt2(), cut(batch, sizes), max_grad_norm=0.0)
+    assert largest_difference(found, expected) < 1e-12
+    assert accumulated.loss == pytest.approx(whole.loss, rel=1e-13)
+    assert accumulated.grad_norm == pytest.approx(whole.grad_norm, rel=1e-12)
+    assert accumulated.tokens == whole.tokens == sum(_ROWS)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, _SEQ_LEN), min_size=2, max_size=6).filter(any), st.data())
+def test_any_numbers_of_labels_and_any_cut_give_the_same_gradient(
+    rows: list[int], data: st.DataObject
+) -> None:
+    batch = make_batch(rows, seed=3)
+    first = data.draw(st.integers(1, len(rows) - 1))
+    _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
+    _, found = gradients(gpt2(), cut(batch, [first, len(rows) - first]), max_grad_norm=0.0)
+    assert largest_difference(found, expected) < 1e-12
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_valid_labels() -> None:
+    batch, model = make_batch(_ROWS), gpt2()
+    mean = loss_in_its_own_dtype(model)(batch.input_ids, batch.labels) / sum(_ROWS)
+    expected = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(mean, list(model.parameters())),
+            strict=True,
+        )
+    )
+    result, found = gradients(model, cut(batch, [2, 2, 3]), max_grad_norm=0.0)
+    assert largest_difference(found, expected) < 1e-12
+    assert result.loss == pytest.approx(float(mean.detach()), rel=1e-13)
+
+
+def test_a_mean_of_micro_batch_means_would_be_noticed() -> None:
+    # The fault that this guards against moves the gradient by far more than the tolerance.
+    batch, model = make_batch(_ROWS), gpt2()
+    _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
+    loss_sum, parts = loss_in_its_own_dtype(model), cut(batch, [2, 2, 2, 1])
+    for part in parts:
+        (loss_sum(part.input_ids, part.labels) / part.num_valid / len(parts)).backward()
+    wrong = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert largest_difference(wrong, expected) > 1e-3
+
+
+def test_the_models_own_loss_accumulates_too() -> None:
+    batch = make_batch(_ROWS)
+    results = []
+    for batches in ([batch], cut(batch, [2, 2, 3])):
+        model = llama()
+        optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.0))
+        results.append((train_step(model, optimizer, batches), model))
+    (whole, a), (accumulated, b) = results
+    assert accumulated.loss == pytest.approx(whole.loss, rel=1e-6)
+    grads_a = {n: p.grad for n, p in a.named_parameters() if p.grad is not None}
+    grads_b = {n: p.grad for n, p in b.named_parameters() if p.grad is not None}
+    assert largest_difference(grads_b, grads_a) < 1e-7
+
+
+def test_gradients_of_the_step_before_dont_count() -> None:
+    batch = make_batch(_ROWS)
+    model = gpt2()
+    _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)
+    _, found = gradients(model, [batch], max_grad_norm=0.0)
+    assert largest_difference(found, expected) == 0
+
+
+def test_a_batch_without_any_label_is_refused_and_changes_nothing() -> None:
+    model = gpt2()
+    before = bits(model)
+    with pytest.raises(TrainingError, match="no token to learn from"):
+        gradients(model, [make_batch([0, 0])])
+    assert bits(model) == before
+
+
+# --- what is not a number --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_loss_that_is_no_number_raises_and_changes_no_bit(
+    value: float, micro_batch: int, name: Any
+) -> None:
+    model = gpt2(torch.float32)
+    optimizer = Optimizer(model, OptimizerConfig(name=name))
+    batches = cut(make_batch(_ROWS), [3, 4])
+    train_step(model, optimizer, batches)
+    before, moments = bits(model), optimizer.state_tensors()
+    calls = []
+
+    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        loss: Tensor = model(input_ids, labels)
+        return loss + value if len(calls) - 1 == micro_batch else loss
+
+    with pytest.raises(TrainingError, match=r"not finite; lower optimizer\.learning_rate"):
+        train_step(loss_sum, optimizer, batches)
+    assert bits(model) == before
+    after = optimizer.state_tensors()
+    assert after.keys() == moments.keys()
+    assert all(torch.equal(after[key], moments[key]) for key in moments)
+    # The bad gradients are gone: the next good step is as if nothing had happened.
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_one_gradient_that_is_no_number_raises_and_changes_no_bit(
+    value: float, max_grad_norm: float
+) -> None:
+    model = gpt2(torch.float32)
+    before = bits(model)
+    optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=max_grad_norm))
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.tensor([0]), value)
+
+    handle = model.transformer.ln_f.bias.register_hook(spoil)  # type: ignore[no-untyped-call]
+    with pytest.raises(TrainingError, match=r"gradient norm (nan|inf)"):
+        train_step(model, optimizer, [make_batch(_ROWS)])
+    assert bits(model) == before
+    handle.remove()
+    assert math.isfinite(train_step(model, optimizer, [make_batch(_ROWS)]).loss)
+
+
+def test_opposite_infinities_in_two_micro_batches_dont_cancel_out() -> None:
+    model = gpt2(torch.float32)
+    before = bits(model)
+    values = iter([math.inf, -math.inf])
+
+    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids, labels)
+        return loss + next(values)
+
+    with pytest.raises(TrainingError):
+        train_step(loss_sum, Optimizer(model, OptimizerConfig()), cut(make_batch(_ROWS), [3, 4]))
+    assert bits(model) == before
+
+
+# --- clipping --------------------------------------------------------------------------------
+
+
+def norm(found: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.pow(2).sum()) for gradient in found.values()))
+
+
+def test_gradients_are_scaled_down_to_the_limit_over_all_parameters_together() -> None:
+    free, expected = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=0.0)
+    limit = free.grad_norm / 4
+    result, found = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=limit)
+    assert result.grad_norm == pytest.approx(free.grad_norm, rel=1e-12)  # reported unclipped
+    assert norm(found) == pytest.approx(limit, rel=1e-5)
+    scale = norm(found) / norm(expected)
+    scaled = {name: gradient * scale for name, gradient in expected.items()}
+    assert largest_difference(found, scaled) < 1e-12
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e6])
+def test_gradients_below_the_limit_are_left_alone(limit: float) -> None:
+    free, expected = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=0.0)
+    assert norm(expected) == pytest.approx(free.grad_norm, rel=1e-12)
+    _, found = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=limit)
+    assert largest_difference(found, expected) == 0
+
+
+def test_clipping_looks_at_the_whole_step_and_not_at_micro_batches() -> None:
+    batch = make_batch(_ROWS)
+    _, expected = gradients(gpt2(), [batch], max_grad_norm=0.1)
+    _, found = gradients(gpt2(), cut(batch, [1] * 7), max_grad_norm=0.1)
+    assert largest_difference(found, expected) < 1e-12
+
+
+def test_a_tied_weight_counts_once_in_the_norm() -> None:
+    model = gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    result, found = gradients(model, [make_batch(_ROWS)], max_grad_norm=0.0)
+    assert "lm_head.weight" not in found
+    assert result.grad_norm == pytest.approx(norm(found), rel=1e-12)

@@ -1,0 +1,184 @@
+"""Tokenizer files that are damaged, or would give other ids than their library, are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_files import (
+    KINDS,
+    MERGED,
+    NORMALIZER,
+    RANKED,
+    TRAINER,
+    block,
+    change_json,
+    load_bytes,
+    number,
+    piece,
+    piece_file,
+    rank_file,
+    tiny,
+    write_gpt2_files,
+)
+
+from firstlight.errors import TokenizerError
+from firstlight.tokenizer import (
+    Tokenizer,
+)
+
+
+def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer .*none does not exist"):
+        Tokenizer.from_pretrained(tmp_path / "none")
+    message = r"no tokenizer in .*: expected tokenizer\.json, vocab\.json \+ merges\.txt"
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is not a sentencepiece BPE model with byte fallback"),
+        (b"{", "is not valid JSON"),
+        (b'{"model": "\xff"}', "is not valid JSON"),
+        (b'{"a": ' * 100_000, "is not valid JSON"),
+        (b'{"model": {}}', "can't be loaded"),
+        (b'{"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}', "can't be loaded"),
+        (b'{"a": 0}', r"needs merges\.txt beside it"),
+        (b"[1, 2]", "is neither"),
+        (b"just some words\n", "is neither"),
+        (bytes(100), "is not a sentencepiece BPE model"),
+        (random.Random(0).randbytes(1000), "is neither"),
+        (b"\xff" * 30, "is neither"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(TokenizerError, match=rf"thing\.model {message}"):
+        load_bytes(tmp_path, content, "thing.model")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_a_file_cut_short_anywhere_is_an_error_or_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    data: st.DataObject,
+) -> None:
+    content = {
+        "tokenizer.json": tiny("tokenizer.json").backend.to_str().encode(),
+        "ranks": rank_file([b"%d" % number for number in range(10, 40)]),
+        "pieces": piece_file(MERGED),
+    }[kind]
+    cut = content[: data.draw(st.integers(0, len(content) - 3))]
+    # A rank file may end after any line: if every byte is there, it is just a smaller one.
+    at_line_end = cut.endswith(b"\n") or content[len(cut) :].startswith(b"\n")
+    path = tmp_path_factory.getbasetemp() / "cut.model"
+    path.write_bytes(cut)
+    if kind == "ranks" and at_line_end and len(cut.splitlines()) >= 256:
+        assert Tokenizer.from_pretrained(path).vocab_size == len(cut.splitlines()) + 256
+        return
+    with pytest.raises(TokenizerError, match=r"cut\.model"):
+        Tokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "merges, message",
+    [
+        (b"a b c\n", r"merges\.txt holds a line that is not two tokens"),
+        (b"ab\n", r"merges\.txt holds a line that is not two tokens"),
+        (b"a x\n", r"vocab\.json and .*merges\.txt don't fit together"),
+        (b"b a\n", r"vocab\.json and .*merges\.txt don't fit together"),
+        (b"\xff\xfe\n", r"merges\.txt is not UTF-8"),
+    ],
+)
+def test_damaged_merges_are_named(tmp_path: Path, merges: bytes, message: str) -> None:
+    write_gpt2_files(tmp_path, merges)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_folder_called_merges_is_named(tmp_path: Path) -> None:
+    write_gpt2_files(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(TokenizerError, match=r"vocab\.json needs merges\.txt beside it"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda lines: [*lines, b"YWJj"], "is a damaged tiktoken file: not enough values"),
+        (lambda lines: [*lines, b"a=b 300"], "is a damaged tiktoken file: "),
+        (lambda lines: [*lines, b"YWJj x"], "is a damaged tiktoken file: "),
+        (lambda lines: [*lines, b"YWJj 999"], "is a damaged tiktoken file: a rank is missing"),
+        (lambda lines: [*lines, b"YWJj 5"], "is a damaged tiktoken file: a rank is missing"),
+        (lambda lines: lines[1:], "is a damaged tiktoken file: a rank is missing"),
+        (lambda lines: lines[:200], "is a damaged tiktoken file: a byte has no token"),
+    ],
+)
+def test_damaged_ranks_are_named(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
+) -> None:
+    lines = rank_file(RANKED).splitlines()
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.model {message}"):
+        load_bytes(tmp_path, b"\n".join(change(lines)))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (piece_file(MERGED, trainer=number(3, 1)), "a model type other than BPE"),
+        (piece_file(MERGED, trainer=b""), "a model type other than BPE"),
+        (piece_file(MERGED, trainer=TRAINER + number(24, 1)), "white space at the end of words"),
+        (piece_file(MERGED, normalizer=NORMALIZER + block(2, b"map")), "a map of characters"),
+        (piece_file(MERGED, normalizer=NORMALIZER + number(3, 0)), "no space before the text"),
+        (piece_file(MERGED, normalizer=b""), "repeated spaces joined"),
+        (piece_file(MERGED, extra=piece("<mask>", 0, 4)), "user-defined symbols"),
+    ],
+)
+def test_a_sentencepiece_model_that_would_give_other_ids_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    with pytest.raises(TokenizerError, match=rf"is a sentencepiece model with .*{message}"):
+        load_bytes(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        piece_file(MERGED, num_bytes=0),
+        piece_file(MERGED, num_bytes=255),
+        piece_file(MERGED, extra=piece("ab", 0, 1)),
+        piece("a", 0, 1),
+    ],
+)
+def test_a_sentencepiece_model_without_bytes_or_with_a_piece_twice_is_refused(
+    tmp_path: Path, content: bytes
+) -> None:
+    with pytest.raises(TokenizerError, match="is not a sentencepiece BPE model with byte fallback"):
+        load_bytes(tmp_path, content)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'"x"'])
+def test_a_damaged_config_beside_a_tokenizer_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, content: bytes
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_a_config_that_names_an_unknown_token_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, name: str
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    change_json(tmp_path / "tokenizer_config.json", lambda c: c.update({name: "<nowhere>"}))
+    with pytest.raises(TokenizerError, match=rf"{name} '<nowhere>' is not in the tokenizer's voc"):
+        Tokenizer.from_pretrained(tmp_path)

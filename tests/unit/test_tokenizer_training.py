@@ -1,0 +1,87 @@
+"""Training a tokenizer: deterministic, of the size asked for, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+
+from firstlight.errors import InputError, TokenizerError
+from firstlight.tokenizer import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    train_tokenizer,
+)
+
+
+def test_training_is_deterministic(texts: list[str]) -> None:
+    first = train_tokenizer(texts, 400).files()
+    assert train_tokenizer(iter(texts), 400).files() == first
+    assert train_tokenizer(texts[::-1], 400).files() == first
+
+
+def test_training_merges_the_most_frequent_pair_first() -> None:
+    trained = train_tokenizer(["ab" + " ab" * 9 + " cd" * 3], 259)
+    alphabet = 1 + 256
+    merged = [trained.backend.id_to_token(i) for i in range(alphabet, trained.vocab_size)]
+    assert merged == ["ab", "Ġab"]
+    assert trained.encode(" ab") == [alphabet + 1]
+
+
+def test_training_gives_exactly_the_size_asked_for(texts: list[str]) -> None:
+    for size in (257, 258, 300, 400):
+        trained = train_tokenizer(texts, size)
+        assert trained.vocab_size == size
+        assert trained.eos_token_id == 0
+        assert trained.bos_token_id is None
+        assert sorted(trained.backend.get_vocab().values()) == list(range(size))
+
+
+def test_a_small_corpus_gives_a_smaller_tokenizer_that_knows_every_byte() -> None:
+    trained = train_tokenizer(["aaaa"], 1000)
+    assert 257 < trained.vocab_size < 260
+    text = "".join(map(chr, range(0x300)))
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_no_token_crosses_the_pattern(texts: list[str]) -> None:
+    for pattern in (GPT2_PATTERN, LLAMA3_PATTERN):
+        trained = train_tokenizer(texts, 600, pattern=pattern)
+        splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for token_id in range(257, trained.vocab_size):
+            token = trained.decode([token_id])
+            if "\ufffd" not in token:
+                assert len(splitter.pre_tokenize_str(token)) == 1
+
+
+def test_special_tokens_are_the_first_ids_and_the_first_ends_documents(texts: list[str]) -> None:
+    trained = train_tokenizer(texts, 300, special_tokens=("<end>", "<user>"))
+    assert [trained.backend.id_to_token(i) for i in range(2)] == ["<end>", "<user>"]
+    assert trained.eos_token == "<end>"
+    assert trained.special_token_ids == {0, 1}
+    bare = train_tokenizer(texts, 300, special_tokens=())
+    assert (bare.eos_token, bare.vocab_size) == (None, 300)
+    assert not bare.special_token_ids
+
+
+@pytest.mark.parametrize("size", [-1, 0, 256])
+def test_a_vocabulary_too_small_for_the_bytes_is_refused(size: int) -> None:
+    with pytest.raises(TokenizerError, match=rf"vocab_size {size} is too small: .* at least 257"):
+        train_tokenizer(["text"], size)
+    assert train_tokenizer(["text"], 257).vocab_size == 257
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
+def test_an_empty_corpus_is_refused(texts: list[str]) -> None:
+    with pytest.raises(TokenizerError, match="the corpus is empty"):
+        train_tokenizer(texts, 300)
+
+
+def test_an_error_of_the_texts_comes_through_unchanged() -> None:
+    def broken() -> Iterator[str]:
+        yield "fine"
+        raise InputError("file x is damaged")
+
+    with pytest.raises(InputError, match=r"^file x is damaged$"):
+        train_tokenizer(broken(), 300)

@@ -1,0 +1,734 @@
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import yaml
+
+from firstlight.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from firstlight.data.prepare import prepare
+from firstlight.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FirstlightError,
+    InputError,
+    ModelError,
+    StorageError,
+    TrainingError,
+)
+from firstlight.huggingface import WEIGHTS_NAME, load_model
+from firstlight.optim.schedule import warmup_cosine
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training.config import load_recipe, parse_recipe
+from firstlight.training.loop import TrainResult, train
+from firstlight.training.metrics import read_json_lines
+from firstlight.training.report import draw_report
+
+_KEYS = {
+    "step",
+    "train/loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_seen",
+    "epoch",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "seconds",
+    "data_wait_seconds",
+}
+_EVALUATION_KEYS = {"val/loss", "perplexity", "bits_per_byte"}
+
+
+class StoppedError(Exception):
+    """Ends a run from within, as Ctrl-C would."""
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than these runs; `draw_report` put back draws again."""
+    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+
+
+def changed(recipe: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with some keys of some sections set."""
+    result = copy.deepcopy(recipe)
+    for section, values in sections.items():
+        result[section] = {**result.get(section, {}), **values}
+    return result
+
+
+def run_folder(recipe: dict[str, Any]) -> Path:
+    return Path(recipe["run"]["dir"])
+
+
+def metrics(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    return read_json_lines(run_folder(recipe) / "metrics.jsonl")
+
+
+def losses(recipe: dict[str, Any]) -> list[tuple[int, float]]:
+    return [(record["step"], record["train/loss"]) for record in metrics(recipe)]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / WEIGHTS_NAME).read_bytes()
+
+
+def stop_after(recipe: dict[str, Any], step: int, **options: Any) -> None:
+    """Train until so many steps are done, and end there."""
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(recipe, on_step=on_step, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **options: Any) -> None:
+    """A run is refused before its first step, and nothing is written."""
+    folder = run_folder(recipe)
+    before = contents(folder) if folder.exists() else None
+    steps: list[Any] = []
+    with pytest.raises(kind, match=said):
+        train(recipe, on_step=steps.append, **options)
+    assert steps == []
+    assert (contents(folder) if folder.exists() else None) == before
+
+
+# --- what a run does and writes --------------------------------------------------------------
+
+
+def test_training_lowers_the_loss(recipe: dict[str, Any]) -> None:
+    recipe = changed(
+        recipe,
+        schedule={"max_steps": 60},
+        optimizer={"learning_rate": 1e-2},
+        checkpoint={"every_steps": 0},
+    )
+    result = train(recipe)
+    found = losses(recipe)
+    assert 5 < found[0][1] < 6.5  # ln 320 = 5.8
+    assert result.train_loss == found[-1][1] < 4.2
+    assert result.evaluation is not None
+    assert result.evaluation.loss < 4.2
+
+
+def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) -> None:
+    result = train(recipe)
+    records = metrics(recipe)
+    assert [record["step"] for record in records] == list(range(1, 13))
+    for record in records:
+        evaluated = record["step"] in (6, 12)
+        assert set(record) == _KEYS | (_EVALUATION_KEYS if evaluated else set())
+        assert all(isinstance(value, int | float) for value in record.values())
+        assert record["learning_rate"] == 1e-3 * warmup_cosine(record["step"] - 1, 12, 2, 0.1)
+        assert record["seconds"] >= record["data_wait_seconds"] >= 0
+        assert record["tokens_per_second"] > 0
+        assert record["memory_bytes"] > 2**20
+        assert 0 < record["mfu"] < 1
+    # 4 rows of 32 a step; only the epoch's short last row has fewer.
+    tokens = [record["tokens_seen"] for record in records]
+    assert tokens == [128 * step for step in range(1, 13)]
+    epochs = [record["epoch"] for record in records]
+    assert epochs[-1] == pytest.approx(12 * epochs[0])
+    assert result == TrainResult(
+        run_folder(recipe),
+        run_folder(recipe) / "checkpoints" / "step-00000012",
+        12,
+        tokens[-1],
+        records[-1]["train/loss"],
+        result.evaluation,
+    )
+    assert result.evaluation is not None
+    assert result.evaluation.loss == records[-1]["val/loss"]
+
+
+def test_on_step_sees_what_is_logged_when_it_is_logged(recipe: dict[str, Any]) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        seen.append(dict(record))
+        assert metrics(recipe) == seen
+
+    train(recipe, on_step=on_step)
+    assert len(seen) == 12
+
+
+def test_a_run_folder_holds_what_the_documentation_says(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
+    recipe["evaluation"]["sample_prompts"] = ["the light", ""]
+    train(recipe)
+    folder = run_folder(recipe)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "metrics.jsonl",
+        "recipe.yaml",
+        "report.png",
+        "samples.jsonl",
+    ]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000008", "step-00000012"]
+    samples = read_json_lines(folder / "samples.jsonl")
+    assert [(s["step"], s["prompt"]) for s in samples] == [
+        (6, "the light"),
+        (6, ""),
+        (12, "the light"),
+        (12, ""),
+    ]
+
+
+def test_the_resolved_recipe_makes_the_same_run_again(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe["data"].pop("seq_len")
+    first = train(recipe)
+    saved = run_folder(recipe) / "recipe.yaml"
+    resolved = load_recipe(saved)
+    assert resolved.data.seq_len == 64
+    assert resolved.model is not None
+    assert resolved.model.vocab_size == 320
+    state = json.loads((first.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    assert parse_recipe(state["recipe"]) == resolved
+    values = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    again = train(changed(values, run={"dir": str(tmp_path / "again")}))
+    assert weights(again.checkpoint) == weights(first.checkpoint)
+
+
+def test_a_recipe_may_be_values_a_file_or_an_object(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["schedule"] = {"max_steps": 2, "warmup_steps": 0}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    found = set()
+    for given in (recipe, path, str(path), parse_recipe(recipe)):
+        found.add(train(given).train_loss)
+        shutil.rmtree(run_folder(recipe))
+    assert len(found) == 1
+
+
+def test_the_seed_decides_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        values = changed(
+            recipe,
+            run={"dir": str(tmp_path / f"run-{number}"), "seed": seed},
+            schedule={"max_steps": 3},
+        )
+        train(values)
+        found.append(losses(values))
+    assert found[0] == found[1]
+    assert all(a != b for a, b in zip(found[0], found[2], strict=True))
+
+
+def test_accumulation_gives_the_same_steps_as_a_large_batch(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for number, batch in enumerate(
+        (
+            {"micro_batch_size": 4},
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+            {"micro_batch_size": 1, "global_batch_tokens": 128},
+        )
+    ):
+        values = changed(
+            recipe,
+            run={"dir": str(tmp_path / f"run-{number}")},
+            efficiency={"precision": "fp32"},
+        )
+        values["batch"] = batch
+        train(values)
+        found.append(metrics(values))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+            assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
+
+
+def test_a_run_without_max_steps_is_one_epoch(recipe: dict[str, Any]) -> None:
+    values = changed(recipe, batch={"micro_batch_size": 32}, evaluation={"every_steps": 0})
+    values["schedule"] = {}
+    train(values)
+    *before, last = metrics(values)
+    assert last["epoch"] >= 1 > before[-1]["epoch"]
+    assert len(before) >= 3
+
+
+def test_without_a_validation_split_there_is_no_validation_loss(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepare([corpus], tokenizer, tmp_path / "train-only", val_fraction=0)
+    recipe["data"]["dir"] = str(tmp_path / "train-only")
+    result = train(recipe, progress=True)
+    assert result.evaluation is None
+    assert all(set(record) == _KEYS for record in metrics(recipe))
+    assert "has no validation split: there will be no val/loss" in capsys.readouterr().err
+
+
+def test_nothing_is_said_unless_asked_for(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe)
+    assert capsys.readouterr() == ("", "")
+    shutil.rmtree(run_folder(recipe))
+    train(recipe, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "step 6: val/loss" in err
+    assert "step 12/12" in err
+
+
+def test_only_as_many_checkpoints_as_asked_for_stay(recipe: dict[str, Any]) -> None:
+    recipe["checkpoint"] = {"every_steps": 1, "keep_last": 1}
+    result = train(recipe)
+    assert list_checkpoints(run_folder(recipe)) == [result.checkpoint]
+    verify_checkpoint(result.checkpoint)
+
+
+# --- starting from weights -------------------------------------------------------------------
+
+
+def test_init_from_takes_weights_and_config(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(recipe)
+    # Another width, which gives way, and steps too small to move a weight.
+    start = changed(
+        recipe,
+        run={"dir": str(tmp_path / "second")},
+        model={"hidden_size": 64},
+        optimizer={"learning_rate": 1e-30},
+    )
+    second = train(start, init_from=run_folder(recipe), progress=True)
+    said = f"warning: the model is that of {run_folder(recipe)}; not used: "
+    err = capsys.readouterr().err
+    assert said in err
+    assert "model.hidden_size" in err
+    assert weights(second.checkpoint) == weights(first.checkpoint)
+    assert load_model(second.checkpoint).model.config == load_model(first.checkpoint).model.config
+    # A new run all the same: steps, rows and schedule begin at the beginning.
+    assert [record["step"] for record in metrics(start)] == list(range(1, 13))
+    assert metrics(start)[0]["tokens_seen"] == metrics(recipe)[0]["tokens_seen"]
+    state = json.loads((second.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["init_from"] == str(run_folder(recipe))
+
+
+def test_init_from_needs_no_model_in_the_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
+    first = train(recipe)
+    start = changed(recipe, run={"dir": str(tmp_path / "second")})
+    del start["model"]
+    assert train(start, init_from=first.checkpoint).step == 12
+    refused(
+        changed(start, run={"dir": str(tmp_path / "x")}), ConfigError, "the recipe has no model"
+    )
+
+
+def test_a_run_started_from_weights_resumes_exactly(recipe: dict[str, Any], tmp_path: Path) -> None:
+    train(recipe)
+    whole = changed(recipe, run={"dir": str(tmp_path / "whole"), "seed": 5})
+    del whole["model"]
+    expected = train(whole, init_from=run_folder(recipe))
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 7, init_from=run_folder(recipe))
+    # Where it started from is of no more account.
+    shutil.rmtree(run_folder(recipe))
+    found = train(broken, resume=True)
+    assert losses(broken) == losses(whole)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
+def test_init_from_of_another_tokenizer_or_nowhere_is_refused(
+    recipe: dict[str, Any], tmp_path: Path, texts: list[str], corpus: Path
+) -> None:
+    first = train(recipe)
+    other = train_tokenizer(texts, 300)
+    prepare([corpus], other, tmp_path / "other-data")
+    start = changed(
+        recipe, run={"dir": str(tmp_path / "x")}, data={"dir": str(tmp_path / "other-data")}
+    )
+    refused(start, DataError, "prepared with another tokenizer", init_from=first.checkpoint)
+    missing = tmp_path / "no" / "where"
+    refused(start, ModelError, "does not exist", init_from=missing)
+
+
+# --- going on --------------------------------------------------------------------------------
+
+
+def gpt2_with_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
+    model = {
+        "model_type": "gpt2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+    }
+    return {**recipe, "model": model}
+
+
+def test_dropout_changes_a_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = changed(recipe, schedule={"max_steps": 1, "warmup_steps": 0})
+    train(gpt2_with_dropout(recipe))
+    plain = changed(
+        gpt2_with_dropout(recipe),
+        run={"dir": str(tmp_path / "plain")},
+        model={"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    )
+    train(plain)
+    assert losses(plain) != losses(recipe)
+
+
+@pytest.mark.parametrize(
+    "name, stop", [("adamw", 3), ("adamw", 4), ("adamw", 7), ("adamw", 11), ("muon", 7)]
+)
+def test_a_run_with_dropout_resumes_to_the_last_bit(
+    recipe: dict[str, Any], tmp_path: Path, name: str, stop: int
+) -> None:
+    whole = changed(
+        gpt2_with_dropout(recipe),
+        optimizer={"name": name},
+        batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    )
+    expected = train(whole)
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, stop)
+    found = train(broken, resume=True)
+    assert losses(broken) == losses(whole)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+    assert (
+        contents(found.checkpoint)["optimizer.safetensors"]
+        == (contents(expected.checkpoint)["optimizer.safetensors"])
+    )
+    samples = [read_json_lines(run_folder(r) / "samples.jsonl") for r in (whole, broken)]
+    assert samples[0] == samples[1]
+
+
+def test_a_second_resume_is_as_exact_as_the_first(recipe: dict[str, Any], tmp_path: Path) -> None:
+    expected = train(recipe)
+    broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 5)
+    stop_after(broken, 9, resume=True)
+    stop_after(broken, 10, resume=True)
+    found = train(broken, resume=True)
+    assert losses(broken) == losses(recipe)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
+def test_resuming_a_complete_run_does_nothing(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(recipe)
+    before = contents(run_folder(recipe))
+    steps: list[Any] = []
+    again = train(recipe, resume=True, on_step=steps.append, progress=True)
+    assert steps == []
+    assert (again.checkpoint, again.step, again.tokens_seen) == (
+        first.checkpoint,
+        first.step,
+        first.tokens_seen,
+    )
+    assert again.train_loss is None
+    assert again.evaluation is None
+    assert "the run is complete: step 12 of 12" in capsys.readouterr().err
+    assert contents(run_folder(recipe)) == before
+
+
+def test_a_run_can_be_made_longer(recipe: dict[str, Any]) -> None:
+    train(recipe)
+    before = metrics(recipe)
+    result = train(changed(recipe, schedule={"max_steps": 15}), resume=True)
+    assert result.step == 15
+    assert metrics(recipe)[:12] == before
+    assert [record["step"] for record in metrics(recipe)] == list(range(1, 16))
+
+
+def test_resuming_what_was_never_begun_begins_it(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe, resume=True, progress=True)
+    assert "has no checkpoint yet: starting from step 0" in capsys.readouterr().err
+    other = changed(recipe, run={"dir": str(tmp_path / "other")})
+    train(other)
+    assert losses(recipe) == losses(other)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_lines_of_a_run_that_died_before_its_first_checkpoint_are_void(
+    recipe: dict[str, Any], resume: bool
+) -> None:
+    stop_after(recipe, 3)
+    assert len(metrics(recipe)) == 3
+    train(recipe, resume=resume)
+    assert [record["step"] for record in metrics(recipe)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], keep_last: int
+) -> None:
+    expected = train(recipe)
+    broken = changed(recipe, run={"dir": str(tmp_path / "broken")}, checkpoint={"keep_last": 3})
+    stop_after(broken, 10)
+    damaged = list_checkpoints(run_folder(broken))[-1]
+    assert damaged.name == "step-00000008"
+    with open(damaged / "optimizer.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    found = train(changed(broken, checkpoint={"keep_last": keep_last}), resume=True, progress=True)
+    err = capsys.readouterr().err
+    assert f"warning: {damaged / 'optimizer.safetensors'} is damaged" in err
+    assert "step-00000004 (step 4)" in err
+    assert losses(broken) == losses(recipe)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+    kept = list_checkpoints(run_folder(broken))
+    assert len(kept) == keep_last
+    for folder in kept:
+        verify_checkpoint(folder)
+
+
+def test_a_changed_setting_is_said(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(recipe, 5)
+    train(
+        changed(recipe, optimizer={"learning_rate": 2e-3}, evaluation={"every_steps": 3}),
+        resume=True,
+        progress=True,
+    )
+    said = "changed since the checkpoint: optimizer.learning_rate, evaluation.every_steps\n"
+    assert f"warning: {said}" in capsys.readouterr().err
+    # The new rate counts, on the old schedule.
+    assert metrics(recipe)[5]["learning_rate"] == 2e-3 * warmup_cosine(5, 12, 2, 0.1)
+
+
+def test_nothing_is_said_of_an_unchanged_recipe(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(recipe, 5)
+    train(recipe, resume=True, progress=True)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_another_model_data_or_row_length_is_not_resumed(
+    recipe: dict[str, Any], tmp_path: Path, corpus: Path, tokenizer: Tokenizer
+) -> None:
+    stop_after(recipe, 5)
+    prepare([corpus], tokenizer, tmp_path / "other", val_fraction=0.3)
+    for values, said in (
+        (
+            changed(recipe, model={"hidden_size": 64}),
+            r"another model: .*model\.hidden_size.* changed",
+        ),
+        (gpt2_with_dropout(recipe), "another model: .*model_type"),
+        (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
+        (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
+        (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
+    ):
+        refused(values, CheckpointError, said, resume=True)
+    # And what was there goes on.
+    assert train(recipe, resume=True).step == 12
+
+
+def test_a_run_may_be_moved_with_its_data(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(recipe)
+    stopped = changed(recipe, run={"dir": str(tmp_path / "stopped")})
+    stop_after(stopped, 5)
+    shutil.copytree(recipe["data"]["dir"], tmp_path / "moved-data")
+    (tmp_path / "stopped").rename(tmp_path / "moved")
+    moved = changed(
+        recipe, run={"dir": str(tmp_path / "moved")}, data={"dir": str(tmp_path / "moved-data")}
+    )
+    assert weights(train(moved, resume=True, progress=True).checkpoint) == (
+        weights(expected.checkpoint)
+    )
+    assert "warning" not in capsys.readouterr().err
+
+
+# --- what is refused before the first step ---------------------------------------------------
+
+
+def test_checkpoints_are_not_overwritten(recipe: dict[str, Any]) -> None:
+    train(recipe)
+    refused(recipe, CheckpointError, "has checkpoints already: continue it with --resume")
+
+
+def test_two_runs_in_one_folder_are_refused(recipe: dict[str, Any]) -> None:
+    recipe["schedule"]["max_steps"] = 3
+    refusals = []
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        for resume in (False, True):
+            with pytest.raises(CheckpointError, match="in use by another process") as caught:
+                train(recipe, resume=resume)
+            refusals.append(str(caught.value))
+
+    train(recipe, on_step=on_step)
+    assert len(refusals) == 6
+    assert [record["step"] for record in metrics(recipe)] == [1, 2, 3]
+    assert len(list_checkpoints(run_folder(recipe))) == 1
+
+
+def test_the_folder_is_free_again_after_a_run_that_failed(recipe: dict[str, Any]) -> None:
+    stop_after(recipe, 1)
+    assert train(recipe).step == 12
+
+
+@pytest.mark.parametrize(
+    "vocab_size, relation", [(321, "larger"), (100_000, "larger"), (319, "smaller"), (1, "smaller")]
+)
+def test_another_vocabulary_than_the_tokenizers_is_refused(
+    recipe: dict[str, Any], vocab_size: int, relation: str
+) -> None:
+    said = rf"model.vocab_size {vocab_size} is {relation} than .* the data's tokenizer, 320"
+    refused(changed(recipe, model={"vocab_size": vocab_size}), DataError, said)
+
+
+def test_the_tokenizers_vocabulary_may_be_spelled_out(recipe: dict[str, Any]) -> None:
+    result = train(changed(recipe, model={"vocab_size": 320}, schedule={"max_steps": 2}))
+    assert load_model(result.checkpoint).model.config.vocab_size == 320
+
+
+def test_runs_that_cant_be_are_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    for values, kind, said in (
+        ({"data": {"seq_len": 65}}, ConfigError, r"seq_len 65 is more than .* 64"),
+        (
+            {"data": {"seq_len": 60_000}, "model": {"max_position_embeddings": 60_000}},
+            DataError,
+            r"has \d+ tokens, fewer than one row of data\.seq_len 60000 needs \(60001\)",
+        ),
+        ({"data": {"dir": str(tmp_path / "no")}}, DataError, "does not exist"),
+        ({"data": {"dir": str(tmp_path)}}, DataError, "is not a prepared corpus"),
+        ({"run": {"device": "abacus"}}, ConfigError, "'abacus' is unknown"),
+        ({"batch": {"global_batch_tokens": 100}}, ConfigError, "not a multiple"),
+        ({"evaluation": {"sample_prompts": ["light " * 64]}}, ConfigError, "shorten it"),
+        ({"evaluation": {"sample_prompts": ["\ud800"]}}, InputError, "not valid Unicode"),
+        ({"optimizer": {"max_grad_norm": float("inf")}}, ConfigError, "max_grad_norm"),
+        ({"evaluation": {"temperature": float("inf")}}, ConfigError, "temperature"),
+    ):
+        refused(changed(recipe, **values), kind, said)
+
+
+def test_a_run_folder_that_is_a_file_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file"):
+        train(changed(recipe, run={"dir": str(tmp_path / "file")}))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_damaged_shards_are_refused(
+    recipe: dict[str, Any], tmp_path: Path, data: Path, verify: bool
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    values = changed(recipe, data={"dir": str(tmp_path / "data"), "verify": verify})
+    shard = tmp_path / "data" / "train-00000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    if verify:
+        refused(values, DataError, r"train-00000\.bin is damaged")
+    shard.write_bytes(content[:-8])
+    refused(values, DataError, r"train-00000\.bin has the wrong size")
+    shard.unlink()
+    refused(values, DataError, r"train-00000\.bin is missing")
+
+
+def test_a_tokenizer_that_the_shards_were_not_made_with_is_refused(
+    recipe: dict[str, Any], tmp_path: Path, data: Path, texts: list[str]
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    train_tokenizer(texts, 300).save_pretrained(tmp_path / "data")
+    values = changed(recipe, data={"dir": str(tmp_path / "data")})
+    refused(values, DataError, r"tokenizer\.json is not the one the shards were made with")
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_refused(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    refused(recipe, StorageError, r"0 MB free, and the run's checkpoints need about \d MB")
+
+
+# --- runs that go wrong ----------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_stops_and_leaves_the_good_checkpoint(recipe: dict[str, Any]) -> None:
+    recipe["evaluation"]["every_steps"] = 0
+    stop_after(recipe, 5)
+    (good,) = list_checkpoints(run_folder(recipe))
+    before = contents(good)
+    values = changed(recipe, optimizer={"learning_rate": 1e36, "max_grad_norm": 0.0})
+    with pytest.raises(TrainingError, match=r"step \d+: .*lower optimizer\.learning_rate"):
+        train(values, resume=True)
+    assert newest_checkpoint(run_folder(recipe)) == (good, [])
+    assert contents(good) == before
+    # All that is in the log is numbers.
+    text = (run_folder(recipe) / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert train(recipe, resume=True).step == 12
+
+
+@pytest.mark.parametrize("prompts", [[""], []])
+def test_weights_that_an_update_ruined_are_noticed_at_the_evaluation(
+    recipe: dict[str, Any], prompts: list[str]
+) -> None:
+    values = changed(
+        recipe,
+        optimizer={"learning_rate": 1e38, "max_grad_norm": 0.0},
+        schedule={"warmup_steps": 0},
+        evaluation={"every_steps": 1, "sample_prompts": prompts},
+    )
+    with pytest.raises(TrainingError, match=r"step 1: .*lower optimizer\.learning_rate"):
+        train(values)
+    assert list_checkpoints(run_folder(values)) == []
+
+
+def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last update can ruin them when no loss follows that would show it."""
+    recipe = changed(
+        recipe, schedule={"max_steps": 4}, checkpoint={"every_steps": 2, "keep_last": 1}
+    )
+    from firstlight.training.job import Job
+
+    def ruin(job: Job, _: Any) -> dict[str, Any]:
+        if job.state.step == 4:
+            next(job.model.parameters()).data[0, 0] = float("nan")
+        return {}
+
+    monkeypatch.setattr(Job, "evaluate", ruin)
+    with pytest.raises(CheckpointError, match=r"step 4: tensor .* is not finite"):
+        train(recipe)
+    newest, problems = newest_checkpoint(run_folder(recipe))
+    assert newest is not None
+    assert (newest.name, problems) == ("step-00000002", [])
+    tensors = safetensors.torch.load_file(newest / WEIGHTS_NAME)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
