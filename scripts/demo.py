@@ -15,6 +15,7 @@ from pathlib import Path
 
 FOLDER = Path("demo")
 TOKENIZER, DATA, RUN = FOLDER / "tokenizer", FOLDER / "data", FOLDER / "run"
+SAMPLING = "--max-new-tokens 96 --temperature 0.7 --top-k 50 --seed 1".split()
 PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "import os\nimport sys\n")
 
 
@@ -38,13 +39,12 @@ def main() -> None:
     firstlight("train", "recipes/demo.yaml", "--resume")
     result = json.loads(firstlight("eval", str(RUN), "--json"))
     for prompt in PROMPTS:
-        print(firstlight("generate", str(RUN), "--prompt", prompt, "--max-new-tokens", "96",
-                         "--temperature", "0.7", "--top-k", "50", "--seed", "1"), flush=True)
+        print(firstlight("generate", str(RUN), "--prompt", prompt, *SAMPLING), flush=True)
     print(
         f"""
-{'-' * 78}
+{"-" * 78}
 The model needs {result["bits_per_byte"]:.3f} bits for a byte of Python that it has not seen.
-gzip -9 needs   {result["gzip_bits_per_byte"]:.3f} on the same {result["tokens"]:,} tokens of held-out files.
+gzip -9 needs   {result["gzip_bits_per_byte"]:.3f} on the same held-out files ({result["tokens"]:,} tokens).
 All of it took {time.monotonic() - start:.0f} s. A picture of the run: {RUN / "report.png"}
 
 Next:
@@ -53,7 +53,7 @@ Next:
   .venv/bin/firstlight tokenizer train YOUR_FOLDER --vocab-size 4096 --out mine/tokenizer
   .venv/bin/firstlight prepare YOUR_FOLDER --tokenizer mine/tokenizer --out mine/data
   .venv/bin/firstlight train recipes/demo.yaml --data.dir mine/data --run.dir mine/run
-{'-' * 78}"""
+{"-" * 78}"""
     )
 
 

@@ -148,11 +148,11 @@ def test_train_without_room_for_its_first_checkpoint_leaves_no_checkpoint(
     assert "report.png" not in os.listdir(run)
 
 
-@pytest.mark.parametrize("limit", [100, 2500, 30_000, 250_000])
+@pytest.mark.parametrize("limit", [100, 30_000, 250_000])
 def test_train_keeps_its_earlier_checkpoints(
     tmp_path: Path, recipe: dict[str, Any], limit: int
 ) -> None:
-    """The limits hit the recipe, the metrics, the weights and the moments."""
+    """The limits hit the log, the weights and the moments."""
     before = train_to_step_five(recipe)
     path = write_recipe(recipe, tmp_path / "recipe.yaml")
     one_error(run_with_largest_file(limit, "train", path, "--resume"))
@@ -206,7 +206,7 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("room", [0, 4096, 100_000, 400_000])
+@pytest.mark.parametrize("room", [4096, 400_000])
 def test_a_disk_that_fills_up_stops_the_run_and_a_freed_one_lets_it_go_on(
     tmp_path: Path, recipe: dict[str, Any], small_disk: Path, room: int
 ) -> None:
@@ -225,20 +225,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_a_freed_one_lets_it_go_on(
     assert kept.name == "step-00000004"
     assert_good_run_stopped(run, contents(run / "checkpoints"))
     (small_disk / "filler").unlink()
-    resumed = run_command("train", path, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    train(path, resume=True)
     assert losses(run) == expected
-
-
-def test_a_run_that_would_not_fit_is_refused_before_it_starts(
-    tmp_path: Path, recipe: dict[str, Any], small_disk: Path
-) -> None:
-    fill(small_disk, 500_000)
-    recipe["run"]["dir"] = str(small_disk / "run")
-    done = run_command("train", write_recipe(recipe, tmp_path / "recipe.yaml"))
-    assert done.returncode == 1
-    assert "MB free, and the run's checkpoints need about" in done.stderr
-    assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
 @pytest.mark.parametrize("room", [0, 4096, 12_288])

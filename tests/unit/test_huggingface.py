@@ -341,7 +341,7 @@ def test_a_gpt2_config_that_would_change_the_outputs_is_refused(
         max_leaves=3,
     ),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_value_in_config_json_gives_anything_but_a_config_or_a_clear_error(
     key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

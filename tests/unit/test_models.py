@@ -138,7 +138,7 @@ def test_with_labels_the_model_gives_the_summed_loss_of_its_logits(config: Model
     share=st.floats(0, 1),
     seed=st.integers(0, 10_000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_cross_entropy_sum_leaves_ignored_labels_out(
     rows: int, tokens: int, share: float, seed: int
 ) -> None:
@@ -367,7 +367,7 @@ def test_rotated_products_depend_on_the_distance_only() -> None:
     old=st.integers(0, 6),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_attention_is_softmax_over_all_tokens_up_to_its_own(
     kv_heads: int, group: int, new: int, old: int, seed: int
 ) -> None:

@@ -46,7 +46,7 @@ def slow_probabilities(logits: list[float], temperature: float, k: int, p: float
     k=st.integers(0, 14),
     p=st.floats(0.01, 1),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_probabilities_are_those_of_the_definition(
     logits: list[float], temperature: float, k: int, p: float
 ) -> None:
@@ -64,7 +64,7 @@ def test_probabilities_are_those_of_the_definition(
     k=st.integers(0, 14),
     p=st.floats(0, 1, exclude_min=True),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_allowed_setting_gives_a_token(
     logits: list[float], temperature: float, k: int, p: float
 ) -> None:
