@@ -16,7 +16,7 @@ from pathlib import Path
 FOLDER = Path("demo")
 TOKENIZER, DATA, RUN = FOLDER / "tokenizer", FOLDER / "data", FOLDER / "run"
 SAMPLING = "--max-new-tokens 96 --temperature 0.7 --top-k 50 --seed 1".split()
-PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "import os\nimport sys\n")
+PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "if __name__ == ")
 
 
 def firstlight(*arguments: str) -> str:
@@ -44,7 +44,7 @@ def main() -> None:
         f"""
 {"-" * 78}
 The model needs {result["bits_per_byte"]:.3f} bits for a byte of Python that it has not seen.
-gzip -9 needs   {result["gzip_bits_per_byte"]:.3f} on the same held-out files ({result["tokens"]:,} tokens).
+gzip -9 needs   {result["gzip_bits_per_byte"]:.3f} on the same held-out files.
 All of it took {time.monotonic() - start:.0f} s. A picture of the run: {RUN / "report.png"}
 
 Next:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 
@@ -82,7 +83,9 @@ def describe_os_error(error: OSError) -> str:
 
     Full disks get their own words, since they are what interrupts a long job most often.
     """
-    where = f" at {error.filename}" if error.filename else ""
+    # People know the name that a temporary file or folder (files.py) was to get.
+    name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(error.filename or ""))
+    where = f" at {name}" if name else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full{where}: free some space or choose another folder"
     if error.errno == errno.EFBIG:

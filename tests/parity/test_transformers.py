@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
+from firstlight.generation.engine import generate, load
 from firstlight.huggingface import (
     load_model,
     model_files,
@@ -24,6 +25,7 @@ from firstlight.huggingface import (
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.ops import LinearRope
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.loop import train
 
 SEEDS = range(25)
 VOCABULARY = 53
@@ -427,3 +429,25 @@ def test_well_known_tokenizers_give_the_same_prompts_in_transformers(
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*texts[:5], "Hello, world! 12345\n\n  x", "日本語 🙂"]:
         assert theirs(text)["input_ids"] == tokenizer.encode_prompt(text)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
+    family: str, recipe: dict[str, Any]
+) -> None:
+    """Weights, config, tokenizer and end token, without a conversion between."""
+    if family == "gpt2":
+        recipe["model"].pop("num_key_value_heads")
+    recipe["model"]["model_type"] = family
+    recipe["schedule"] = {"max_steps": 3}
+    checkpoint = train(recipe).checkpoint
+    own = load(checkpoint)
+    theirs = load_in_transformers(checkpoint)
+    assert_same_logits(own.model, theirs)
+    assert (theirs.generation_config.eos_token_id,) == own.eos_token_ids
+
+    assert own.tokenizer is not None
+    inputs = transformers.AutoTokenizer.from_pretrained(checkpoint)("the star", return_tensors="pt")
+    expected = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
+    result = generate(own, "the star", max_new_tokens=12, temperature=0)
+    assert [*own.tokenizer.encode("the star"), *result.token_ids] == expected

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,25 +82,38 @@ def test_interruption_while_writing_leaves_the_old_file(
     assert names(tmp_path) == ["kept.json"]
 
 
-def test_a_file_is_synced_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the disk, in order."""
     order: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
 
     def recorded_fsync(descriptor: int) -> None:
-        order.append("sync folder" if os.fstat(descriptor).st_mode & 0o040000 else "sync file")
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        order.append("sync folder" if is_folder else "sync file")
         fsync(descriptor)
 
-    def recorded_replace(source: Path, target: Path) -> None:
-        order.append("rename")
-        replace(source, target)
+    def recorded(rename: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def call(source: Path, target: Path) -> None:
+            order.append("rename")
+            rename(source, target)
+
+        return call
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    write_file(path, "content")
-    assert order == ["sync file", "rename", "sync folder"]
+    monkeypatch.setattr(os, "replace", recorded(os.replace))
+    monkeypatch.setattr(os, "rename", recorded(os.rename))
+    return order
+
+
+def test_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str]) -> None:
+    write_file(tmp_path / "file", "content")
+    assert disk == ["sync file", "rename", "sync folder"]
+
+
+def test_a_folder_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str]) -> None:
+    fill(tmp_path / "out", then=lambda: disk.clear())
+    assert disk == ["sync file", "sync folder", "rename", "sync folder"]
 
 
 def test_write_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:

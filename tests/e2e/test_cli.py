@@ -1,0 +1,497 @@
+"""The command line as people and programs use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from firstlight.cli.main import main
+from firstlight.data.prepare import prepare
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training.job import Job
+
+
+def firstlight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """`python -m firstlight ARGUMENTS...` in a process of its own."""
+    command = [sys.executable, "-m", "firstlight", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, **options)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left behind."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """Run a command in this process, which spares the import of torch."""
+
+    def run_here(*arguments: str | Path) -> Answer:
+        capfdbinary.readouterr()
+        exit_code = main([*map(str, arguments)])
+        out, err = capfdbinary.readouterr()
+        return Answer(exit_code, out.decode("utf-8"), err.decode("utf-8"))
+
+    return run_here
+
+
+def one_object(out: str) -> dict[str, Any]:
+    """The one JSON object, on one line, that is all there is on stdout."""
+    assert out.endswith("\n")
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert isinstance(result, dict)
+    return result
+
+
+_MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
+    recipe: dict[str, Any] = {
+        "run": {"dir": str(path.with_suffix("")), "device": "cpu"},
+        "model": _MODEL,
+        "data": {"dir": "data", "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "schedule": {"max_steps": 6, "warmup_steps": 2},
+        "evaluation": {"every_steps": 3, "max_rows": 4, "sample_tokens": 4},
+        "checkpoint": {"every_steps": 3},
+    }
+    for section, values in sections.items():
+        recipe[section] = {**recipe.get(section, {}), **values}
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A folder in which the whole pipeline ran, each verb in a process of its own.
+
+    The terminal says that it knows ASCII only: what goes to stdout is UTF-8 all the same.
+    """
+    folder = tmp_path_factory.mktemp("pipeline")
+    write_recipe(folder / "run.yaml", run={"dir": "run"})
+
+    def verb(*arguments: str | Path) -> str:
+        done = firstlight(*arguments, cwd=folder, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert b"Warning" not in done.stderr
+        (folder / f"{arguments[0]}.err").write_bytes(done.stderr)
+        return done.stdout.decode("utf-8")
+
+    assert verb("tokenizer", "train", corpus, "--vocab-size", "320", "--out", "tok") == ""
+    assert verb("prepare", corpus, "--tokenizer", "tok", "--out", "data") == ""
+    assert verb("train", "run.yaml", "--optimizer.learning_rate", "3e-3") == ""
+    assert verb("eval", "run") == ""
+    assert verb("info", "run") == ""
+    (folder / "generate.out").write_text(
+        verb("generate", "run", "--prompt", "日本 🙂 the", "--seed", "7"), encoding="utf-8"
+    )
+    return folder
+
+
+# --- the pipeline, for people ----------------------------------------------------------------
+
+
+def test_every_verb_of_the_pipeline_says_what_it_made(trained: Path) -> None:
+    said = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.err")}
+    assert said["tokenizer"].startswith("tok: 320 tokens from 120 documents, ")
+    assert "data: train: " in said["prepare"]
+    assert "data: val: " in said["prepare"]
+    assert "step 6/6  loss " in said["train"]
+    assert "checkpoint   run/checkpoints/step-00000006\n" in said["train"]
+    assert "val/loss      " in said["train"]
+    assert "bits per byte  " in said["eval"]
+    assert "gzip -9        " in said["eval"]
+    assert "parameters " in said["info"]
+    assert sorted(path.name for path in (trained / "run" / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000006",
+    ]
+    assert not list(trained.rglob(".tmp-*"))
+
+
+def test_the_generated_text_is_the_prompt_and_its_continuation_and_nothing_else(
+    trained: Path, run: Run
+) -> None:
+    written = (trained / "generate.out").read_text(encoding="utf-8")
+    answer = run("generate", trained / "run", "--prompt", "日本 🙂 the", "--seed", "7", "--json")
+    result = one_object(answer.out)
+    assert written == result["prompt"] + result["text"]
+    assert written.startswith("日本 🙂 the")
+
+
+# --- the pipeline, for programs --------------------------------------------------------------
+
+
+def test_every_verb_gives_one_json_object(
+    trained: Path, corpus: Path, tmp_path: Path, run: Run
+) -> None:
+    tok, data = tmp_path / "tok", tmp_path / "data"
+    answer = run("tokenizer", "train", corpus, "--vocab-size", "320", "--out", tok, "--json")
+    result = one_object(answer.out)
+    assert result["vocab_size"] == 320
+    assert result["documents"] == 120
+    fingerprint = Tokenizer.from_pretrained(tok).fingerprint
+    assert result["tokenizer_sha256"] == fingerprint
+
+    answer = run("prepare", corpus, "--tokenizer", tok, "--out", data, "--json")
+    result = one_object(answer.out)
+    assert result == {"out": str(data), **json.loads((data / "manifest.json").read_text("utf-8"))}
+    assert result["documents"] == {"read": 120, "written": 120, "rejected": {}}
+
+    recipe = write_recipe(tmp_path / "run.yaml", data={"dir": str(data)})
+    answer = run("train", recipe, "--json")
+    result = one_object(answer.out)
+    assert result["step"] == 6
+    assert result["tokens_seen"] == 6 * 4 * 32
+    assert result["evaluation"]["rows"] == 4
+    checkpoint = result["checkpoint"]
+    assert checkpoint == str(tmp_path / "run" / "checkpoints" / "step-00000006")
+
+    answer = run("eval", tmp_path / "run", "--json")
+    evaluated = one_object(answer.out)
+    assert evaluated["split"] == "val"
+    assert evaluated["rows"] == evaluated["total_rows"]
+    assert 4 < evaluated["loss"] < 6.5
+    assert evaluated["gzip_bits_per_byte"] > 1
+
+    answer = run("generate", tmp_path / "run", "--prompt", "the", "--seed", "3", "--json")
+    result = one_object(answer.out)
+    assert result["seed"] == 3
+    assert result["prompt"] == "the"
+    at_limit = len(result["token_ids"]) == 64 - result["prompt_tokens"]
+    assert result["finish_reason"] == ("length" if at_limit else "stop")
+
+    answer = run("info", tmp_path / "run", "--json")
+    result = one_object(answer.out)
+    assert result["folder"] == checkpoint
+    assert result["tokenizer"]["sha256"] == fingerprint
+    assert result["config"]["vocab_size"] == 320
+    assert result["trained_on"]["dir"] == str(data.resolve())
+
+    result = one_object(run("info", "--json").out)
+    assert result["cpus"] == os.cpu_count()
+
+
+def test_a_run_a_checkpoint_and_a_plain_model_folder_are_all_checkpoints(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    checkpoint = trained / "run" / "checkpoints" / "step-00000006"
+    plain = tmp_path / "model"
+    plain.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, plain)
+    found = set()
+    for folder in (trained / "run", checkpoint, plain):
+        answer = run("eval", folder, "--data", trained / "data", "--seq-len", "32", "--json")
+        found.add(one_object(answer.out)["loss"])
+    assert len(found) == 1
+
+
+def test_train_goes_on_with_resume_and_starts_from_weights(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    recipe = write_recipe(
+        tmp_path / "run.yaml", data={"dir": str(trained / "data")}, schedule={"max_steps": 8}
+    )
+    answer = run("train", recipe, "--resume", "--json")
+    assert one_object(answer.out)["step"] == 8
+    assert "(step 6)" in answer.err
+    other = ("--run.dir", tmp_path / "other", "--init-from", trained / "run")
+    assert one_object(run("train", recipe, *other, "--json").out)["step"] == 8
+
+
+# --- generate --------------------------------------------------------------------------------
+
+
+def test_temperature_zero_always_gives_the_same_text(trained: Path, run: Run) -> None:
+    found = {
+        run("generate", trained / "run", "--prompt", "the", "--temperature", "0", *seed).out
+        for seed in ((), ("--seed", "1"), ("--seed", "2"))
+    }
+    assert len(found) == 1
+
+
+def test_a_seed_gives_its_text_again_and_another_another(trained: Path, run: Run) -> None:
+    def text(*options: str) -> str:
+        return run(
+            "generate", trained / "run", "--prompt", "the", "--temperature", "1", *options
+        ).out
+
+    assert text("--seed", "1") == text("--seed", "1")
+    assert text("--seed", "1") != text("--seed", "2")
+    assert text() != text()
+    drawn = one_object(text("--json"))
+    assert text("--seed", str(drawn["seed"])) == drawn["prompt"] + drawn["text"]
+
+
+def test_a_newline_is_added_for_a_terminal_only(
+    trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("generate", trained / "run", "--prompt", "the", "--temperature", "0")
+    plain = run(*arguments).out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(*arguments).out == plain + "\n"
+
+
+def test_an_empty_prompt_starts_from_nothing(trained: Path, run: Run) -> None:
+    result = one_object(
+        run("generate", trained / "run", "--prompt", "", "--max-new-tokens", "5", "--json").out
+    )
+    assert (result["prompt"], result["prompt_tokens"]) == ("", 1)
+    assert len(result["token_ids"]) == 5
+
+
+def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
+    checkpoint = trained / "run" / "checkpoints" / "step-00000006"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    # A token that there is not: nothing but the context ends the text.
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5000}')
+    arguments = ("generate", tmp_path, "--prompt", "the")
+    assert run(*arguments).err == "the model's context of 64 tokens is full\n"
+    assert run(*arguments, "--max-new-tokens", "3").err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error(trained: Path) -> None:
+    command = [sys.executable, "-m", "firstlight", "generate", str(trained / "run")]
+    process = subprocess.Popen(
+        [*command, "--prompt", "the"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait() == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def failure(run: Run, folder: Path, *arguments: str | Path) -> str:
+    """A command fails with one line, as itself and with --json, and leaves nothing behind."""
+    before = listing(folder)
+    messages = []
+    for json_option in ((), ("--json",)):
+        answer = run(*arguments, *json_option)
+        assert answer.exit_code not in (0, None)
+        assert "Traceback" not in answer.err
+        errors = [line for line in answer.err.splitlines() if line.startswith("firstlight: error:")]
+        assert len(errors) == 1, answer.err
+        assert answer.err.endswith(errors[0] + "\n")
+        messages.append(errors[0].removeprefix("firstlight: error: "))
+        if json_option:
+            error = one_object(answer.out)
+            assert set(error) == {"error"}
+            assert error["error"]["message"] == messages[-1]
+            assert error["error"]["type"]
+        else:
+            assert answer.out == ""
+        assert listing(folder) == before
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+@pytest.fixture
+def place(tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with what commands need: tok, data, text.txt, r.yaml, run."""
+    for name in ("tok", "data", "run"):
+        (tmp_path / name).symlink_to(trained / name)
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    (tmp_path / "empty.txt").write_text("  \n\n")
+    (tmp_path / "empty").mkdir()
+    write_recipe(tmp_path / "r.yaml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+_ERRORS = {
+    "tokenizer train nowhere.txt --vocab-size 300 --out o": "nowhere.txt does not exist",
+    "tokenizer train txt.text --vocab-size 300 --out o": "(did you mean 'text.txt'?)",
+    "tokenizer train empty.txt --vocab-size 300 --out o": "the corpus is empty",
+    "tokenizer train empty --vocab-size 300 --out o": "folder empty holds no text files",
+    "tokenizer train text.txt --vocab-size 256 --out o": "vocab_size 256 is too small",
+    "tokenizer train text.txt --vocab-size many --out o": "'many' is not a valid integer",
+    "tokenizer train text.txt --vocab-size 300 --out tok": "exists already and is not overwritten",
+    "tokenizer train text.txt --vocab-size 300 --out text.txt/o": "Not a directory at ",
+    "tokenizer train text.txt --vocab-size 300": "Missing option '--out'",
+    "tokenizer train --vocab-size 300 --out o": "Missing argument 'INPUT...'",
+    "tokenizer trian text.txt": "No such command 'trian'",
+    "prepare nowhere --tokenizer tok --out o": "nowhere does not exist",
+    "prepare no*.txt --tokenizer tok --out o": "no*.txt matches no text files",
+    "prepare text.txt --tokenizer nowhere --out o": "tokenizer nowhere does not exist",
+    "prepare text.txt --tokenizer empty --out o": "no tokenizer in empty",
+    "prepare text.txt --tokenizer text.txt --out o": "text.txt",
+    "prepare text.txt --tokenizer tok --out data": "exists already and is not overwritten",
+    "prepare text.txt --tokenizer tok --out run --overwrite": "not a prepared corpus",
+    "prepare text.txt --tokenizer tok --out r.yaml": "exists already",
+    "prepare empty.txt --tokenizer tok --out o": "the corpus is empty",
+    "prepare text.txt --tokenizer tok --out o --val-fraction 1": "val_fraction must be",
+    "prepare text.txt --tokenizer tok --out o --workers 0": "workers must be at least 1",
+    "prepare text.txt --tokenizer tok --out o --verbose": "No such option",
+    "train nowhere.yaml": "recipe nowhere.yaml does not exist",
+    "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
+    "train": "no recipe given",
+    "train r.yaml r.yaml": "more than one recipe",
+    "train r.yaml --learning_rate 1": "(did you mean '--optimizer.learning_rate'?)",
+    "train r.yaml --resumee": "unknown option --resumee (did you mean 'resume'?)",
+    "train r.yaml -x": "unknown option -x",
+    "train r.yaml --optimizer.learning_rat 1": "(did you mean 'learning_rate'?)",
+    "train r.yaml --optimizer.lr 1": "(did you mean 'learning_rate'?)",
+    "train r.yaml --model.vocab_size 321": "model.vocab_size 321 is larger than",
+    "train r.yaml --data.dir nowhere": "data folder nowhere does not exist",
+    "train r.yaml --data.dir tok": "tok is not a prepared corpus",
+    "train r.yaml --data.seq_len 65": "seq_len 65 is more than model.max_position_embeddings 64",
+    "train r.yaml --run.dir run": "run folder run has checkpoints already",
+    "train r.yaml --run.dir text.txt": "run.dir text.txt is a file",
+    "train r.yaml --run.dir text.txt/x": "text.txt/x",
+    "train r.yaml --run.device gpu": "run.device 'gpu' is unknown",
+    "train r.yaml --init-from nowhere": "model folder nowhere does not exist",
+    "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",
+    "train r.yaml --init-from empty": "empty is not a model folder",
+    "train r.yaml --run.dir run --resume --model.hidden_size 64": "another model",
+    "train r.yaml --model.hidden_size 4000000": "out of memory",
+    "eval nowhere": "model folder nowhere does not exist",
+    "eval rum": "(did you mean 'run'?)",
+    "eval empty": "empty is not a model folder",
+    "eval run --data nowhere": "data folder nowhere does not exist",
+    "eval run --seq-len 65": "seq_len 65 is more than the model's context of 64",
+    "eval run --split test": "'test' is not one of",
+    "eval run --device abacus": "'abacus' is unknown",
+    "generate nowhere --prompt x": "model folder nowhere does not exist",
+    "generate run": "Missing option '--prompt'",
+    "generate run --prompt x --temperature -1": "temperature must be 0 or above, not -1",
+    "generate run --prompt x --temperature nan": "temperature must be",
+    "generate run --prompt x --top-p 0": "top_p must be above 0",
+    "generate run --prompt x --top-k -1": "top_k must be",
+    "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
+    "generate run --prompt x --seed -1": "seed must be",
+    f"generate run --prompt {'x' * 400}": "tokens, and the model's context is 64",
+    "info nowhere": "model folder nowhere does not exist",
+    "info text.txt": "text.txt is a file, not a folder",
+    "info empty": "empty is not a model folder",
+    "inof": "No such command 'inof'",
+}
+
+
+@pytest.mark.parametrize("command", _ERRORS)
+def test_a_command_that_cant_be_done_says_so_in_one_line(
+    place: Path, run: Run, command: str
+) -> None:
+    assert _ERRORS[command] in failure(run, place, *command.split())
+
+
+def test_an_unknown_key_of_a_recipe_names_the_nearest(place: Path, run: Run) -> None:
+    write_recipe(place / "bad.yaml", optimizer={"learning_rat": 1.0}, model={"n_layer": 3})
+    message = failure(run, place, "train", "bad.yaml")
+    assert "unknown key optimizer.learning_rat (did you mean 'learning_rate'?)" in message
+    assert "unknown key model.n_layer (did you mean 'num_hidden_layers'?)" in message
+
+
+def test_a_corpus_shorter_than_one_row_is_refused(place: Path, run: Run) -> None:
+    (place / "short.txt").write_text("few words")
+    prepare(["short.txt"], "tok", "short", val_fraction=0)
+    message = failure(run, place, "train", "r.yaml", "--data.dir", "short")
+    assert "fewer than one row of data.seq_len 32 needs (33)" in message
+    assert "lower data.seq_len or prepare more text" in message
+
+
+def test_data_of_another_tokenizer_is_refused(place: Path, run: Run, texts: list[str]) -> None:
+    prepare(["text.txt"], train_tokenizer(texts, 300), "other", val_fraction=0.5)
+    assert "another tokenizer" in failure(run, place, "eval", "run", "--data", "other")
+    message = failure(run, place, "train", "r.yaml", "--data.dir", "other", "--init-from", "run")
+    assert "another tokenizer" in message
+
+
+def test_a_split_that_is_not_there_is_refused(place: Path, run: Run) -> None:
+    prepare(["text.txt"], "tok", "all", val_fraction=0)
+    assert "has no 'val' split" in failure(run, place, "eval", "run", "--data", "all")
+
+
+def test_a_prompt_that_is_not_text_is_refused(place: Path, run: Run) -> None:
+    # What Python makes of an argument that is not UTF-8.
+    assert "not valid Unicode" in failure(run, place, "generate", "run", "--prompt", "a\udcffb")
+
+
+def test_an_option_may_be_written_with_an_equals_sign_or_as_a_switch(place: Path, run: Run) -> None:
+    options = ("--run.dir=here", "--schedule.max_steps=1", "--model.tie_word_embeddings")
+    answer = run("train", "r.yaml", *options, "--optimizer.weight_decay", "0.0", "--json")
+    checkpoint = Path(one_object(answer.out)["checkpoint"])
+    assert checkpoint.parts[0] == "here"
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    assert config["tie_word_embeddings"] is True
+
+
+def test_ctrl_c_is_one_line_and_the_run_can_go_on(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Job.step
+
+    def interrupted(job: Job) -> dict[str, Any]:
+        if job.state.step == 4:
+            raise KeyboardInterrupt
+        return step(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "step", interrupted)
+        answer = run("train", "r.yaml")
+    assert answer.exit_code == 130
+    assert answer.err.endswith("\nfirstlight: error: interrupted\n")
+    answer = run("train", "r.yaml", "--resume")
+    assert answer.exit_code == 0
+    assert "(step 3)" in answer.err
+
+
+def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
+    done = firstlight("generate", "nowhere", "--prompt", "x", "--json", cwd=place)
+    assert done.returncode == 1
+    line = b"firstlight: error: model folder nowhere does not exist\n"
+    assert done.stderr == line
+    assert one_object(done.stdout.decode())["error"]["type"] == "ModelError"
+    done = firstlight("train", "r.yaml", "--optimizer.lr", "1", cwd=place)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.startswith(b"firstlight: error: r.yaml: unknown key optimizer.lr")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_no_arguments_show_the_help(run: Run) -> None:
+    answer = run()
+    assert answer.exit_code == 2
+    assert answer.out == ""
+    assert answer.err.startswith("Usage: firstlight ")
+    helped = run("--help")
+    assert helped.exit_code == 0
+    assert helped.out.startswith("Usage: firstlight ")
