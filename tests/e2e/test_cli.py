@@ -125,7 +125,7 @@ def test_every_verb_of_the_pipeline_says_what_it_made(trained: Path) -> None:
     assert "data: val: " in said["prepare"]
     assert "step 6/6  loss " in said["train"]
     assert "checkpoint   run/checkpoints/step-00000006\n" in said["train"]
-    assert "val/loss      " in said["train"]
+    assert "val/loss     " in said["train"]
     assert "bits per byte  " in said["eval"]
     assert "gzip -9        " in said["eval"]
     assert "parameters " in said["info"]
