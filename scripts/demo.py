@@ -16,7 +16,7 @@ from pathlib import Path
 FOLDER = Path("demo")
 TOKENIZER, DATA, RUN = FOLDER / "tokenizer", FOLDER / "data", FOLDER / "run"
 SAMPLING = "--max-new-tokens 96 --temperature 0.7 --top-k 50 --seed 1".split()
-PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "if __name__ == ")
+PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "import os\n\ndef main():\n")
 
 
 def firstlight(*arguments: str) -> str:

@@ -147,6 +147,9 @@ def verify_checkpoint(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
         )
+    for name in (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME):
+        if name not in files:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():

@@ -463,3 +463,13 @@ def test_a_full_disk_at_any_call_leaves_the_older_checkpoint_and_no_litter(
             assert passes >= 1, f"{name} is never called"
             assert found.name == "step-00000008"
             break
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_a_manifest_that_leaves_a_file_out_vouches_for_nothing(tmp_path: Path, name: str) -> None:
+    (folder,) = save(tmp_path, 4)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    del manifest["files"][name]
+    write_json(folder / MANIFEST_NAME, manifest)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        verify_checkpoint(folder)

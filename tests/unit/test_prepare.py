@@ -422,6 +422,21 @@ def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent:
     assert fraction * (sum(sizes) - max(sizes)) <= held_out <= fraction * sum(sizes) + max(sizes)
 
 
+def test_a_tenth_is_every_tenth_of_equal_documents() -> None:
+    pieces = list(
+        _preparation(Fraction("0.1"))._pieces(Document("x" * 10, "", 1) for _ in range(42))
+    )
+    assert [i for i, piece in enumerate(pieces) if piece.split == "val"] == [1, 11, 21, 31, 41]
+
+
+def test_a_document_too_short_to_share_goes_to_one_split_only(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["x", "0123456789" * 2])
+    manifest = prepare([source], TOKENIZER, tmp_path / "out")
+    assert texts_of(tmp_path / "out", "train") == ["012345678901234567"]
+    assert texts_of(tmp_path / "out", "val") == ["x", "89"]
+    assert manifest["documents"]["written"] == 2
+
+
 def _preparation(fraction: Fraction) -> Any:
     from firstlight.console import progress_bar
 

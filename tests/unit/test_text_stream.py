@@ -119,6 +119,15 @@ def test_emoji_appear_with_their_last_byte() -> None:
     assert stream(ranks, [263, 0x61]) == ["", "\ufffda", ""]
 
 
+def test_a_special_token_before_the_text_does_not_swallow_its_space() -> None:
+    tokenizer = tiny("pieces")
+    ab = tokenizer.encode("ab")
+    assert tokenizer.decode([*ab, 2, 1, *ab]) == "ab ab"
+    assert stream(tokenizer, ab, [*ab, 2, 1]) == [" ab", ""]
+    assert stream(tokenizer, [2, 1, *ab], ab) == ["", "", " ab", ""]
+    assert stream(tokenizer, ab, [1]) == ["ab", ""]
+
+
 def test_special_tokens_are_not_streamed() -> None:
     tokenizer = tiny("tokenizer.json")
     the = tokenizer.encode("the")

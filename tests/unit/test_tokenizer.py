@@ -189,6 +189,15 @@ def test_a_token_that_ends_or_pads_texts_is_not_taken_for_one_that_begins_them(
     assert (loaded.bos_token, loaded.eos_token, loaded.add_bos) == (None, END_OF_TEXT, False)
 
 
+def test_an_end_token_is_no_beginning_where_no_letter_is_known(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={END_OF_TEXT: 0, "日": 1}, merges=[]))
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    _end_with_end_of_text(backend)
+    loaded = load_bytes(tmp_path, backend.to_str().encode(), "tokenizer.json")
+    assert (loaded.bos_token, loaded.eos_token, loaded.add_bos) == (None, END_OF_TEXT, False)
+    assert loaded.encode_prompt("日") == [1]
+
+
 def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -203,6 +212,7 @@ def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(
     assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
     assert json.loads(loaded.files()["tokenizer.json"])["truncation"] is None
+    assert Tokenizer(tokenizers.Tokenizer.from_str(content)).encode(text) == tokenizer.encode(text)
 
 
 def test_the_vocabulary_reaches_to_the_highest_id(tmp_path: Path) -> None:

@@ -732,3 +732,17 @@ def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
     assert (newest.name, problems) == ("step-00000002", [])
     tensors = safetensors.torch.load_file(newest / WEIGHTS_NAME)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_a_home_folder_is_expanded(
+    recipe: dict[str, Any], tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").symlink_to(data)
+    recipe["data"]["dir"] = "~/corpus"
+    recipe["run"]["dir"] = "~/runs/one"
+    recipe["schedule"]["max_steps"] = 1
+    recipe["schedule"]["warmup_steps"] = 0
+    assert train(recipe).run_folder == tmp_path / "runs" / "one"
+    assert not (tmp_path / "~").exists()

@@ -114,7 +114,7 @@ def prepare(
         raise ConfigError(f"workers must be at least 1, not {workers}")
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens must be at least 1, not {shard_tokens}")
-    out = Path(out)
+    out = Path(out).expanduser()
     sources = find_sources(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)

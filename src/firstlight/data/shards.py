@@ -136,7 +136,7 @@ class TokenDataset:
     """
 
     def __init__(self, folder: str | Path, split: str, *, verify: bool = True) -> None:
-        self.folder, self.split = Path(folder), split
+        self.folder, self.split = Path(folder).expanduser(), split
         self.manifest = read_manifest(self.folder)
         entry = self.manifest["splits"].get(split)
         if entry is None:

@@ -35,7 +35,8 @@ def draw_report(run_folder: Path) -> Path:
     samples = read_json_lines(run_folder / SAMPLES_NAME)
     figure = Figure(figsize=(13, 8), layout="constrained")
     grid: dict[str, Any] = figure.subplot_mosaic(
-        [["loss", "loss", "rate"], ["loss", "loss", "speed"], ["text"] * 3]
+        [["loss", "loss", "rate"], ["loss", "loss", "speed"], ["text"] * 3],
+        height_ratios=[1, 1, 0.7],
     )
     _draw_loss(grid["loss"], records)
     _draw_rate(grid["rate"], records)
@@ -73,16 +74,11 @@ def _draw_loss(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(losses, max(len(losses) / 50, 1)), color="tab:blue", label="train/loss")
     val_steps, val_losses = _series(records, "val/loss")
-    axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="val/loss")
+    label = "val/loss"
     if val_losses:
         _, bits = _series(records, "bits_per_byte")
-        axes.annotate(
-            f"{val_losses[-1]:.3f} nats a token, {bits[-1]:.3f} bits a byte",
-            (val_steps[-1], val_losses[-1]),
-            textcoords="offset points",
-            xytext=(-6, 14),
-            ha="right",
-        )
+        label += f": {val_losses[-1]:.3f} nats a token, {bits[-1]:.3f} bits a byte"
+    axes.plot(val_steps, val_losses, "o-", color="tab:orange", label=label)
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)

@@ -46,10 +46,9 @@ def set_up(
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
             fit; nothing has been written.
     """
-    if recipe.run.dir is None:
-        recipe = _with(recipe, "run", dir=str(Path("runs") / "run"))
-    assert recipe.run.dir is not None
-    run_folder = Path(recipe.run.dir)
+    # YAML knows no home folder: without this, ~/runs would be a folder named ~.
+    run_folder = Path(recipe.run.dir or "runs/run").expanduser()
+    recipe = _with(recipe, "run", dir=str(run_folder))
     newest = _newest_checkpoint(run_folder, resume, tell)
     hardware = find_hardware(recipe.run.device)
     dataset = TokenDataset(recipe.data.dir, "train", verify=recipe.data.verify)
