@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from firstlight.cli.output import human_bytes, say_rows, with_json
+
+if TYPE_CHECKING:
+    from firstlight.models import ModelConfig
 
 
 @click.command("info")
@@ -76,13 +79,12 @@ def _model(checkpoint: str) -> dict[str, Any]:
     inference = 4 * count.total + cache * context
     # fp32 weights, gradients and AdamW's two moments; activations come on top.
     training = 16 * count.total
-    dtypes = weight_dtypes(folder)
     result = {
         "folder": str(folder),
         "model_type": config.model_type,
         "parameters": count.total,
         "parameters_by_part": parts,
-        "dtypes": dtypes,
+        "dtypes": weight_dtypes(folder),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None
@@ -99,28 +101,39 @@ def _model(checkpoint: str) -> dict[str, Any]:
         "training_state_bytes": training,
         "trained_on": trained_on(folder),
     }
+    _say_model(result, config)
+    return result
+
+
+def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
+    tokenizer, parts = result["tokenizer"], result["parameters_by_part"]
     shape = (
         f"{config.num_hidden_layers} layers, {config.hidden_size} wide, "
         f"{config.num_attention_heads} heads ({config.num_key_value_heads} for keys and values)"
     )
     say_rows(
         [
-            ("folder", folder),
+            ("folder", result["folder"]),
             ("family", f"{config.model_type}: {shape}"),
-            ("parameters", f"{count.total:,}"),
+            ("parameters", f"{result['parameters']:,}"),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
-            ("weights", ", ".join(dtypes)),
-            ("context", f"{context:,} tokens"),
+            ("weights", ", ".join(result["dtypes"])),
+            ("context", f"{config.max_position_embeddings:,} tokens"),
             ("tied head", "yes" if config.tie_word_embeddings else "no"),
             (
                 "tokenizer",
                 "none"
                 if tokenizer is None
-                else f"{tokenizer.vocab_size:,} tokens, "
-                f"bos {tokenizer.bos_token}, eos {tokenizer.eos_token}",
+                else f"{tokenizer['vocab_size']:,} tokens, bos {tokenizer['bos_token']}, "
+                f"eos {tokenizer['eos_token']}",
             ),
-            ("memory to generate", f"{human_bytes(inference)} in fp32 with a full cache"),
-            ("memory to train", f"{human_bytes(training)} with AdamW, and the activations"),
+            (
+                "memory to generate",
+                f"{human_bytes(result['inference_bytes'])} in fp32 with a full cache",
+            ),
+            (
+                "memory to train",
+                f"{human_bytes(result['training_state_bytes'])} with AdamW, and the activations",
+            ),
         ]
     )
-    return result

@@ -394,7 +394,8 @@ def _encode_in_order(
             yield from zip(done, future.result(), strict=True)
     except BrokenProcessPool as error:
         raise DataError(
-            "a tokenizing process was killed, most likely for want of memory: use fewer --workers"
+            "a tokenizing process was killed, most likely for want of memory: use fewer --workers "
+            "(and call prepare under `if __name__ == '__main__':` in a script)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
