@@ -14,6 +14,7 @@ manifest is no checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         # The library wraps the operating system's refusal in an error of its own.
+        if number := re.search(r"os error (\d+)", str(error)):
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
         raise StorageError(f"{path.name} can't be written: {error}") from error
     path.chmod(mode)
 
@@ -204,7 +208,7 @@ def prune_checkpoints(run_folder: Path, keep_last: int, newest_step: int) -> Non
     newest = checkpoint_folder(run_folder, newest_step)
     checkpoints = list_checkpoints(run_folder)
     kept = checkpoints[: checkpoints.index(newest) + 1][-keep_last:]
-    with storage_errors():
+    with storage_errors(run_folder):
         for folder in checkpoints:
             if folder not in kept:
                 remove_folder(folder)

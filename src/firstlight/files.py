@@ -23,11 +23,17 @@ _TEMPORARY_PREFIX = ".tmp-"
 
 
 @contextlib.contextmanager
-def storage_errors() -> Iterator[None]:
-    """Turn an `OSError` of the operating system into a `StorageError` for people."""
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of the operating system into a `StorageError` for people.
+
+    Args:
+        path: what is being written; named where the error itself names nothing, as when a
+            disk fills up.
+    """
     try:
         yield
     except OSError as error:
+        error.filename = error.filename or str(path)
         raise StorageError(describe_os_error(error)) from error
 
 
@@ -53,7 +59,7 @@ def write_file(path: Path, content: bytes | str) -> None:
         StorageError: the disk is full, read-only or not permitted; the old file stands.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with storage_errors():
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_name(path)
         try:
@@ -84,7 +90,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         StorageError: the disk is full, read-only or not permitted, or `path` is not empty.
     """
-    with storage_errors():
+    with storage_errors(path):
         # A link to a folder stays a link, and what is written is on the disk it leads to.
         path = Path(os.path.realpath(path))
         # Neither can be renamed over: the one not at all, the other not under a shell's feet.
@@ -129,7 +135,7 @@ def _swap(new: Path, path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Delete a folder so that it vanishes at once: renamed aside first, then emptied."""
     aside = _temporary_name(path)
-    with storage_errors():
+    with storage_errors(path):
         os.rename(path, aside)
         shutil.rmtree(aside, ignore_errors=True)
 

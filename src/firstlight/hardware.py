@@ -74,20 +74,20 @@ def find_hardware(device: str = "auto") -> Hardware:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"run.device '{device}' is unknown: use auto, cpu, cuda or mps") from None
+        raise ConfigError(f"device '{device}' is unknown: use auto, cpu, cuda or mps") from None
     if chosen.type == "cuda":
         if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"run.device '{device}' is not present on this machine")
+            raise ConfigError(f"device '{device}' is not present on this machine")
         properties = torch.cuda.get_device_properties(chosen)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return Hardware(chosen, properties.name, properties.total_memory, bf16)
     memory = psutil.virtual_memory().total
     if chosen.type == "mps":
         if not torch.backends.mps.is_available():
-            raise ConfigError("run.device 'mps' is not present on this machine")
+            raise ConfigError("device 'mps' is not present on this machine")
         return Hardware(chosen, "Apple GPU", memory, bf16=False)
     if chosen.type != "cpu":
-        raise ConfigError(f"run.device '{device}' is not supported: use auto, cpu, cuda or mps")
+        raise ConfigError(f"device '{device}' is not supported: use auto, cpu, cuda or mps")
     return Hardware(chosen, _cpu_name(), memory, bf16=bool(_cpu_flags() & _BF16_CPU_FLAGS))
 
 

@@ -363,7 +363,7 @@ def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_storage_errors_says_what_to_do(number: int, words: str) -> None:
-    with pytest.raises(StorageError) as caught, storage_errors():
+    with pytest.raises(StorageError) as caught, storage_errors(Path("somewhere")):
         raise OSError(number, os.strerror(number), "/x")
     assert str(caught.value) == words
     assert isinstance(caught.value, FirstlightError)
@@ -376,6 +376,12 @@ def test_an_os_error_without_a_number_still_says_something() -> None:
 @pytest.mark.parametrize("make", [lambda: InputError("mine"), lambda: ValueError("theirs")])
 def test_storage_errors_lets_other_errors_pass(make: Callable[[], Exception]) -> None:
     error = make()
-    with pytest.raises(type(error)) as caught, storage_errors():
+    with pytest.raises(type(error)) as caught, storage_errors(Path("somewhere")):
         raise error
     assert caught.value is error
+
+
+def test_an_error_that_names_nothing_is_given_the_place() -> None:
+    with pytest.raises(StorageError, match="the disk is full at somewhere: "):  # noqa: SIM117
+        with storage_errors(Path("somewhere")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -76,7 +76,7 @@ def test_auto_is_the_gpu_where_there_is_one() -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_beyond_the_last_is_not_present() -> None:
-    with pytest.raises(ConfigError, match=r"run\.device 'cuda:1' is not present on this machine"):
+    with pytest.raises(ConfigError, match=r"device 'cuda:1' is not present on this machine"):
         find_hardware("cuda:1")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -27,6 +30,8 @@ _ENVIRONMENT = {
     # cores makes every parallel region wait for a time slice: steps 70 times slower were seen.
     "GOMP_SPINCOUNT": "1000",
 }
+
+_OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
 
 
 @click.group(
@@ -52,14 +57,16 @@ for command in (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 done; 1 an error; 2 a recipe or option that can't be meant; 130 interrupted.
+    0 done; 1 an error; 2 a recipe or option that can't be meant; 130 interrupted; 129 or 143
+    terminated by SIGHUP or SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     as_json = "--json" in arguments
     try:
-        firstlight.main(arguments, prog_name="firstlight", standalone_mode=False)
+        with _cleaning_up_when_terminated():
+            firstlight.main(arguments, prog_name="firstlight", standalone_mode=False)
     except FirstlightError as error:
         return _fail(str(error), type(error).__name__, error.exit_code, as_json)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -71,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", "Interrupted", 130, as_json)
+    except _Terminated as signal_:
+        return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); say nothing, also not while closing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,14 +87,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(describe_os_error(error), "StorageError", 1, as_json)
     except MemoryError:
-        return _fail("out of memory: lower batch.micro_batch_size", "MemoryError", 1, as_json)
+        return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     except RuntimeError as error:
         # torch's out-of-memory errors; torch itself may not be imported here.
         words = ("out of memory", "can't allocate memory", "not enough memory")
         if not any(part in str(error).lower() for part in words):
             raise
-        return _fail("out of memory: lower batch.micro_batch_size", "MemoryError", 1, as_json)
+        return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP has come; unwinds everything, so that nothing half-written stays."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """Inside the block, SIGTERM and SIGHUP raise; a signal that is ignored (nohup) stays so."""
+
+    def terminate(number: int, _: object) -> None:
+        raise _Terminated(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, terminate)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:

@@ -103,9 +103,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]
 
 def _unknown_option(argument: str, name: str) -> str:
     from firstlight.errors import nearest
-    from firstlight.training.config import known_keys
+    from firstlight.training.config import key_of_other_name, known_keys
 
-    options = ["resume", "init-from", "json", *known_keys()]
-    same_key = [key for key in known_keys() if key.split(".")[1] == name.replace("-", "_")]
-    hint = f" (did you mean '--{same_key[0]}'?)" if same_key else nearest(name, options)
+    if any(key.startswith(f"{name}.") for key in known_keys()):
+        return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
+    meant = key_of_other_name(name.replace("-", "_"))
+    options = [f"--{option}" for option in ("resume", "init-from", "json", *known_keys())]
+    hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -411,9 +412,18 @@ _worker_state: tuple[Tokenizer, np.dtype[Any]]
 
 def _start_worker(tokenizer_json: str, dtype: np.dtype[Any]) -> None:
     global _worker_state
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Ctrl-C reaches every process of the terminal; the parent alone decides what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_state = (Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_json)), dtype)
+
+
+def _exit_with_parent() -> None:
+    """A parent that is killed outright can't stop its workers: they stop themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> list[TokenArray]:

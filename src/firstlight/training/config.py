@@ -36,7 +36,7 @@ class RunConfig(_Section):
     device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
     """
 
-    dir: str | None = None
+    dir: str | None = Field(None, min_length=1)
     seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
 
@@ -49,7 +49,7 @@ class DataConfig(_Section):
     verify: compare the shards with their sha256 before the first step.
     """
 
-    dir: str
+    dir: str = Field(min_length=1)
     seq_len: int | None = Field(None, gt=0)
     verify: bool = True
 
@@ -255,6 +255,12 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
     if typing.get_origin(annotation) in (Union, types.UnionType, Annotated):
         return [kind for part in typing.get_args(annotation) for kind in _section_types(part)]
     return []
+
+
+def key_of_other_name(name: str) -> str | None:
+    """The `section.key` of what another program calls `name`, or of a key without section."""
+    key = _OTHER_NAMES.get(name, name)
+    return next((full for full in known_keys() if full.split(".")[1] == key), None)
 
 
 def known_keys() -> list[str]:

@@ -74,7 +74,7 @@ class Job:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Take the run folder: lock it, drop what a killed run left, open the logs."""
-        with storage_errors():
+        with storage_errors(self.run_folder):
             self.run_folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.run_folder):
             for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
@@ -231,7 +231,7 @@ def _schedule(recipe: Recipe, dataset: TokenDataset, accumulation: int) -> tuple
 def _lock(folder: Path) -> Iterator[None]:
     """Hold the run folder: two processes writing to one run would ruin it. The lock goes with
     the process, however it ends."""
-    with storage_errors():
+    with storage_errors(folder):
         file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - closed below
     with file:
         try:

@@ -24,7 +24,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with storage_errors():
+        with storage_errors(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class JsonLines:
             StorageError: the disk is full or not writable; the file is as before.
         """
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        with storage_errors():
+        with storage_errors(self._path):
             size = os.fstat(self._file.fileno()).st_size
             try:
                 while line:  # an almost full disk takes a part of it
@@ -45,7 +45,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Force the lines to the disk."""
-        with storage_errors():
+        with storage_errors(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from firstlight.checkpoint import (
@@ -172,6 +173,13 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Re
             "lower the one or raise the other"
         )
     require_row(dataset, seq_len)
+    rows, memory = recipe.batch.micro_batch_size, psutil.virtual_memory().total
+    # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
+    if 16 * rows * seq_len > memory:
+        raise ConfigError(
+            f"batch.micro_batch_size {rows} rows of {seq_len} tokens don't fit into the "
+            f"{memory / 1e9:.0f} GB of this machine: lower it"
+        )
     return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
 
 
