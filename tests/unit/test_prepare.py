@@ -607,7 +607,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, refused: str
 ) -> None:
     monkeypatch.setattr(ShardWriter if refused == "write" else os, refused, full_disk)
-    with pytest.raises(StorageError, match="the disk is full at .*out"):
+    with pytest.raises(StorageError, match=r"the disk is full at .*out"):
         prepare([corpus], TOKENIZER, tmp_path / "new" / "out")
     assert names(tmp_path) == []
 
