@@ -37,7 +37,8 @@ from firstlight.files import (
     storage_errors,
     write_json,
 )
-from firstlight.huggingface import CONFIG_NAME, WEIGHTS_NAME, find_model_folder
+from firstlight.hub import find_model_folder
+from firstlight.huggingface import CONFIG_NAME, WEIGHTS_NAME
 
 CHECKPOINTS = "checkpoints"
 OPTIMIZER_NAME = "optimizer.safetensors"

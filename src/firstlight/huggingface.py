@@ -1,4 +1,4 @@
-"""Model folders in the Hugging Face layout, in and out; downloads happen here and nowhere else."""
+"""Model folders in the Hugging Face layout, in and out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from firstlight.errors import InputError, ModelError, nearest
+from firstlight.errors import InputError, ModelError
 from firstlight.files import read_json
+from firstlight.hub import find_model_folder
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import Tokenizer
 
@@ -22,8 +23,6 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-_DOWNLOADED = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -44,34 +43,6 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     folder: Path
-
-
-def find_model_folder(name: str | Path) -> Path:
-    """The folder of a local model, or of a hub id (`openai-community/gpt2`) after download.
-
-    Raises:
-        ModelError: neither a folder nor something that can be downloaded.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    text = str(name)
-    looks_like_hub_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-    if path.exists() or not looks_like_hub_id:
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = "" if path.exists() else nearest(path.name, siblings)
-        problem = "is a file, not a folder" if path.exists() else "does not exist"
-        raise ModelError(f"model folder {text} {problem}{hint}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(text, allow_patterns=_DOWNLOADED))
-    except Exception as error:
-        # The errors of its HTTP library come through too, and which library that is varies.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"{text} is not a folder here, and it can't be downloaded from the hub: {reason}"
-        ) from error
 
 
 def load_model(folder: str | Path, device: torch.device | str = "cpu") -> LoadedModel:

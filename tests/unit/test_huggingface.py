@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError, TokenizerError
+from firstlight.hub import find_model_folder
 from firstlight.huggingface import (
-    find_model_folder,
     load_model,
     model_files,
     read_config,
@@ -505,8 +505,8 @@ def test_a_hub_id_is_downloaded_without_pickled_files(
     folder = write(LLAMA)
     asked: dict[str, Any] = {}
 
-    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        asked.update(repo_id=repo_id, patterns=allow_patterns)
+    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.update(repo_id=repo_id, patterns=allow_patterns, left_out=ignore_patterns)
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

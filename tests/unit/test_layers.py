@@ -22,19 +22,28 @@ _LAYERS = {
     "hardware": 0,
     "tokenizer": 1,
     "tokenizer_formats": 1,
+    "chat_template": 1,
     "models": 1,
     "optim": 1,
     "data": 1,
     "efficiency": 2,
+    "hub": 2,
+    "weights": 2,
     "huggingface": 2,
     "checkpoint": 2,
     "training": 3,
     "generation": 3,
     "evaluation": 3,
+    "conversion": 3,
+    "bench": 4,
     "cli": 5,
 }
 #: Within layer 1 everything stands alone, but for this.
-_ALLOWED_IN_LAYER_1 = {("data", "tokenizer"), ("tokenizer", "tokenizer_formats")}
+_ALLOWED_IN_LAYER_1 = {
+    ("data", "tokenizer"),
+    ("tokenizer", "tokenizer_formats"),
+    ("tokenizer", "chat_template"),
+}
 
 
 def component(name: str) -> str:

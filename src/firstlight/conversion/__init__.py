@@ -1,0 +1,1 @@
+"""Conversion: models of other programs in, models for other programs out."""
