@@ -14,7 +14,6 @@ manifest is no checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from firstlight.console import say
-from firstlight.errors import CheckpointError, InputError, StorageError
+from firstlight.errors import CheckpointError, InputError
 from firstlight.files import (
     new_folder,
     read_json,
@@ -38,7 +37,8 @@ from firstlight.files import (
     write_json,
 )
 from firstlight.hub import find_model_folder
-from firstlight.huggingface import CONFIG_NAME, WEIGHTS_NAME
+from firstlight.huggingface import CONFIG_NAME
+from firstlight.weights import WEIGHTS_NAME, save_tensors
 
 CHECKPOINTS = "checkpoints"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -84,8 +84,8 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
     with new_folder(folder, replace=True) as temporary:
         for name, content in checkpoint.files.items():
             (temporary / name).write_text(content, encoding="utf-8")
-        _save_tensors(checkpoint.model, temporary / WEIGHTS_NAME)
-        _save_tensors(checkpoint.optimizer, temporary / OPTIMIZER_NAME)
+        save_tensors(checkpoint.model, temporary / WEIGHTS_NAME)
+        save_tensors(checkpoint.optimizer, temporary / OPTIMIZER_NAME)
         state = json.dumps(checkpoint.trainer_state, indent=2, allow_nan=False)
         (temporary / STATE_NAME).write_text(state + "\n", encoding="utf-8")
         entries = {
@@ -95,21 +95,6 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
         manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": entries}
         write_json(temporary / MANIFEST_NAME, manifest)
     return folder
-
-
-def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # Made first for its permissions: the library's files can be read by their owner alone.
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:
-        # The library wraps the operating system's refusal in an error of its own.
-        if number := re.search(r"os error (\d+)", str(error)):
-            code = int(number[1])
-            raise OSError(code, os.strerror(code), str(path)) from error
-        raise StorageError(f"{path.name} can't be written: {error}") from error
-    path.chmod(mode)
 
 
 def checkpoint_bytes(model_parameters: int, state_tensors_per_parameter: int) -> int:

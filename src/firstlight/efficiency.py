@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
@@ -23,6 +23,8 @@ class EfficiencyConfig(BaseModel):
 
     precision: "auto" takes bf16 where the hardware multiplies it, else fp32. "bf16" is
         autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
+    vocab_multiple: the embedding and the head get rows up to a multiple of this (64 suits matrix
+        units); 1 adds none. The rows beyond the vocabulary have no logits and are not exported.
     compile: torch.compile the training step's forward and backward pass. Costs seconds to a
         minute at the start; needs a C++ compiler on CPUs.
     """
@@ -30,6 +32,7 @@ class EfficiencyConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    vocab_multiple: int = Field(1, ge=1)
     compile: bool = False
 
 

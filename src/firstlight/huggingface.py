@@ -7,25 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
 
 from firstlight.errors import InputError, ModelError
 from firstlight.files import read_json
 from firstlight.hub import find_model_folder
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights import LoadingWay, load_weights
 
 CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-#: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,22 @@ class LoadedModel:
     folder: Path
 
 
-def load_model(folder: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
-    """Load weights, config and tokenizer of a Hugging Face model folder or hub id, as fp32.
+def load_model(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    way: LoadingWay = "sequential",
+    vocab_multiple: int = 1,
+) -> LoadedModel:
+    """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
+
+    Args:
+        folder: where it lies.
+        device: where the parameters go.
+        dtype: of the parameters; None is that of the file.
+        way: how they get there, see `firstlight.weights`.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
 
     Raises:
         ModelError: a file is missing or damaged, the family is unknown, or a tensor is
@@ -56,12 +63,10 @@ def load_model(folder: str | Path, device: torch.device | str = "cpu") -> Loaded
     folder = find_model_folder(folder)
     config = read_config(folder)
     with torch.device("meta"):
-        model = build_model(config)
-    _assign(model, _read_weights(folder), folder, device)
-    model.finish_loading()
-    model.to(device).eval()
+        model = build_model(config, vocab_multiple)
+    load_weights(model, folder, device=device, dtype=dtype, way=way)
     tokenizer = tokenizer_of(folder)
-    return LoadedModel(model, tokenizer, _eos_token_ids(folder, tokenizer), folder)
+    return LoadedModel(model.eval(), tokenizer, _eos_token_ids(folder, tokenizer), folder)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
@@ -113,99 +118,6 @@ def _read_model_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """The one file of weights, or the shards of an index."""
-    if (folder / WEIGHTS_NAME).is_file():
-        return [WEIGHTS_NAME]
-    if (folder / INDEX_NAME).is_file():
-        weight_map = _read_model_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise ModelError(f"{folder / INDEX_NAME} has no weight_map of tensors to files")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
-        return names
-    raise ModelError(
-        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
-        "(pickled .bin and .pt files can run code when they are opened)"
-    )
-
-
-def weight_dtypes(folder: Path) -> list[str]:
-    """The number formats of a folder's weights, as safetensors names them (F32, BF16)."""
-    found = set()
-    for name in _weight_files(folder):
-        try:
-            with safetensors.safe_open(folder / name, framework="pt") as file:
-                found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ModelError(f"{folder / name} is damaged or cut short: {error}") from error
-    return sorted(found)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder."""
-    tensors: dict[str, Tensor] = {}
-    for name in _weight_files(folder):
-        try:
-            tensors.update(safetensors.torch.load_file(folder / name))
-        except FileNotFoundError:
-            raise ModelError(f"{folder / name} is missing, though the index names it") from None
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ModelError(f"{folder / name} is damaged or cut short: {error}") from error
-    return tensors
-
-
-def _assign(
-    model: Model, tensors: dict[str, Tensor], folder: Path, device: torch.device | str
-) -> None:
-    """Put the tensors into a meta-device model, refusing any that don't fit, by name."""
-    expected = model.state_dict()
-    if "transformer.wte.weight" in expected and "wte.weight" in tensors:
-        tensors = {
-            name if name.startswith("lm_head.") else f"transformer.{name}": tensor
-            for name, tensor in tensors.items()
-        }
-    tensors = {n: t for n, t in tensors.items() if n in expected or not n.endswith(_BUFFERS)}
-    embedding = next(
-        name for name in expected if name.endswith(("embed_tokens.weight", "wte.weight"))
-    )
-    if model.config.tie_word_embeddings:
-        del expected["lm_head.weight"]
-        head = tensors.pop("lm_head.weight", None)
-        if head is not None and embedding in tensors and not torch.equal(head, tensors[embedding]):
-            raise ModelError(
-                f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
-            )
-    missing = sorted(expected.keys() - tensors.keys())
-    extra = sorted(tensors.keys() - expected.keys())
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, expected {list(expected[name].shape)}"
-        for name in expected
-        if name in tensors and tensors[name].shape != expected[name].shape
-    ]
-    # Quantised weights mean nothing without their scales.
-    integers = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
-    for problem, names in (
-        ("lacks", missing),
-        ("has unknown", extra),
-        ("has misshapen", wrong),
-        ("has integer", integers),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}")
-    # Copies: what was read is the file itself, memory-mapped, and changes when that does.
-    copies = {n: t.to(device, torch.float32, copy=True) for n, t in tensors.items()}
-    copies.setdefault("lm_head.weight", copies[embedding])
-    model.load_state_dict(copies, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-
-
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """What ends a text: generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
@@ -229,14 +141,4 @@ def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
         CONFIG_NAME: json.dumps(content, indent=2) + "\n",
         GENERATION_CONFIG_NAME: json.dumps(generation, indent=2) + "\n",
         **tokenizer.files(),
-    }
-
-
-def weights_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`: on the CPU, contiguous, a tied head left out."""
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
-        if not (tied and name == "lm_head.weight")
     }

@@ -64,8 +64,9 @@ def _model(checkpoint: str) -> dict[str, Any]:
     import torch
 
     from firstlight.checkpoint import resolve_model_folder, trained_on
-    from firstlight.huggingface import read_config, tokenizer_of, weight_dtypes
+    from firstlight.huggingface import read_config, tokenizer_of
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
+    from firstlight.weights import weight_dtypes
 
     folder = resolve_model_folder(checkpoint)
     config = read_config(folder)

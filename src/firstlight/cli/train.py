@@ -39,9 +39,20 @@ class _TrainCommand(click.Command):
 )
 @click.option("--resume", is_flag=True, help="Go on from the run's newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
+@click.option(
+    "--new-rows",
+    metavar="mean|copy:TOKEN",
+    default="mean",
+    show_default=True,
+    help="With --init-from and an extended tokenizer: what new tokens start from.",
+)
 @with_json
 def train_command(
-    arguments: tuple[str, ...], resume: bool, init_from: str | None, as_json: bool
+    arguments: tuple[str, ...],
+    resume: bool,
+    init_from: str | None,
+    new_rows: str,
+    as_json: bool,
 ) -> dict[str, Any]:
     """Train a model as a recipe says.
 
@@ -52,7 +63,13 @@ def train_command(
     from firstlight.training.loop import train
     from firstlight.training.report import REPORT_NAME
 
-    result = train(load_recipe(path, overrides), resume=resume, init_from=init_from, progress=True)
+    result = train(
+        load_recipe(path, overrides),
+        resume=resume,
+        init_from=init_from,
+        new_rows=new_rows,
+        progress=True,
+    )
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
         ("report", result.run_folder / REPORT_NAME),
@@ -108,6 +125,7 @@ def _unknown_option(argument: str, name: str) -> str:
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
-    options = [f"--{option}" for option in ("resume", "init-from", "json", *known_keys())]
+    own = ("resume", "init-from", "new-rows", "json")
+    options = [f"--{option}" for option in (*own, *known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

@@ -141,7 +141,8 @@ def evaluate(
         hardware = find_hardware(str(next(loaded.model.parameters()).device))
     else:
         hardware = find_hardware(device)
-        loaded = load_model(resolve_model_folder(checkpoint), hardware.device)
+        model_folder = resolve_model_folder(checkpoint)
+        loaded = load_model(model_folder, hardware.device, dtype=torch.float32)
     training_data = trained_on(loaded.folder)
     folder = data if data is not None else training_data.get("dir")
     if folder is None:

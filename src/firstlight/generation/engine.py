@@ -10,25 +10,47 @@ from pathlib import Path
 import torch
 
 from firstlight.checkpoint import resolve_model_folder
-from firstlight.errors import ConfigError, ModelError
+from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.sampling import SamplingConfig, sample
 from firstlight.huggingface import LoadedModel, load_model
 from firstlight.models import Model
 from firstlight.tokenizer import TextStream, Tokenizer
+from firstlight.weights import LOADING_WAYS, LoadingWay
+
+#: Names of `load`'s dtypes; None is that of the file.
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
-def load(checkpoint: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
+def load(
+    checkpoint: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: str = "auto",
+    way: LoadingWay = "sequential",
+) -> LoadedModel:
     """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
     Hugging Face model folder, or a hub id.
 
     Args:
         checkpoint: what to load.
         device: where the weights go: "cpu", "cuda", ...
+        dtype: "auto" (that of the file), "float32", "bfloat16" or "float16".
+        way: "sequential" reads each tensor straight into its place; "mmap" maps the file into
+            memory, which must not change meanwhile; "straight" takes twice the memory.
 
     Raises:
+        ConfigError: `dtype` or `way` is unknown.
         ModelError, CheckpointError, TokenizerError: it is missing, damaged or unknown.
     """
-    return load_model(resolve_model_folder(checkpoint), device)
+    for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_WAYS)):
+        if value not in known:
+            raise ConfigError(f"{name} '{value}' is unknown{nearest(value, known)}")
+    return load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
 
 
 @torch.inference_mode()

@@ -8,25 +8,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from firstlight.models import Model, ModelConfig, build_model
+from firstlight.models import GPT2Config, Model, ModelConfig, MoEConfig, build_model
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters; a tied head counts once, under `embedding`."""
+    """Numbers of parameters; a tied head counts once, under `embedding`.
+
+    `active` is how many a token passes through: all but the experts that it doesn't visit.
+    """
 
     embedding: int
     attention: int
     mlp: int
+    experts: int
+    router: int
     norm: int
     head: int
+    active: int
+
+    @property
+    def by_part(self) -> dict[str, int]:
+        """The numbers by what the parameters do."""
+        return {name: getattr(self, name) for name in _PARTS}
 
     @property
     def total(self) -> int:
         """All parameters."""
-        return self.embedding + self.attention + self.mlp + self.norm + self.head
+        return sum(self.by_part.values())
+
+
+_PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
 def meta_model(config: ModelConfig) -> Model:
@@ -35,41 +48,59 @@ def meta_model(config: ModelConfig) -> Model:
         return build_model(config)
 
 
-def count_parameters(model: nn.Module) -> ParameterCount:
+def count_parameters(model: Model) -> ParameterCount:
     """Count a model's parameters by what they do."""
-    counts = dict.fromkeys(("embedding", "attention", "mlp", "norm", "head"), 0)
+    counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if parts[0] == "lm_head":
-            part = "head"
-        elif parts[-2] in ("embed_tokens", "wte", "wpe"):
-            part = "embedding"
-        elif "self_attn" in parts or "attn" in parts:
-            part = "attention"
-        elif "mlp" in parts:
-            part = "mlp"
-        else:
-            part = "norm"
-        counts[part] += parameter.numel()
-    return ParameterCount(**counts)
+        counts[_part_of(name)] += parameter.numel()
+    idle = round(counts["experts"] * (1 - _visited_share(model.config)))
+    return ParameterCount(**counts, active=sum(counts.values()) - idle)
+
+
+def _part_of(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "lm_head":
+        return "head"
+    if parts[-2] in ("embed_tokens", "wte", "wpe"):
+        return "embedding"
+    if "norm" in parts[-2]:
+        return "norm"
+    if "self_attn" in parts or "attn" in parts:
+        return "attention"
+    if "experts" in parts:
+        return "experts"
+    if parts[-2] == "gate":
+        return "router"
+    return "mlp" if "mlp" in parts else "norm"
+
+
+def _visited_share(config: ModelConfig) -> float:
+    """The share of a layer's experts that a token visits."""
+    return config.num_experts_per_tok / config.num_experts if isinstance(config, MoEConfig) else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int) -> float:
     """FLOPs of one token's forward and backward pass (recomputation not counted).
 
-    6 for each weight of a matrix product (2 forward, 4 backward; the head included, also when
-    tied; the embedding look-up costs none), and for attention 6 * layers * heads * head_dim *
-    seq_len: scores and weighted sum, of which causality leaves half (Chowdhery et al. 2022,
-    appendix B, counts the whole).
+    6 for each weight of a matrix product that the token meets (2 forward, 4 backward; the head
+    included, also when tied; the embedding look-up costs none; of the experts, those visited),
+    and for attention 12 * heads * head_dim a layer for each token that it sees: on average half
+    the row, as causality leaves it, or what a sliding window leaves of that (Chowdhery et al.
+    2022, appendix B, counts the whole row).
     """
     config = model.config
-    matrix_weights = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.dim() == 2 and name.split(".")[-2] not in ("embed_tokens", "wte", "wpe")
-    )
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_len
-    return 6.0 * matrix_weights + 6.0 * attention
+    matrix_weights = 0.0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() == 3:
+            matrix_weights += parameter.numel() * _visited_share(config)
+        elif parameter.dim() == 2 and name.split(".")[-2] not in ("embed_tokens", "wte", "wpe"):
+            matrix_weights += parameter.numel()
+    seen = 0.0
+    for layer in range(config.num_hidden_layers):
+        window = None if isinstance(config, GPT2Config) else config.window(layer)
+        width = min(window or seq_len, seq_len)
+        seen += width - width * width / (2 * seq_len)
+    return 6.0 * matrix_weights + 12.0 * config.num_attention_heads * config.head_dim * seen
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

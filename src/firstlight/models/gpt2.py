@@ -35,6 +35,9 @@ _HF_NAMES = {
     "initializer_range": "initializer_range",
 }
 
+#: Hugging Face's names of the activations -> ours
+_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu"}
+
 
 class GPT2Config(BaseModel):
     """Shape of a GPT-2 model. Dropout is off unless asked for, as is usual for pretraining today.
@@ -46,6 +49,7 @@ class GPT2Config(BaseModel):
     num_hidden_layers: depth.
     num_attention_heads: heads, which share hidden_size.
     max_position_embeddings: the context limit in tokens.
+    activation_function: "gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's).
     layer_norm_epsilon: added under the norms' root.
     embd_pdrop: dropout after the embeddings.
     attn_pdrop: dropout of attention weights.
@@ -63,6 +67,7 @@ class GPT2Config(BaseModel):
     num_hidden_layers: int = Field(12, gt=0)
     num_attention_heads: int = Field(12, gt=0)
     max_position_embeddings: int = Field(1024, gt=0)
+    activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
     attn_pdrop: float = Field(0.0, ge=0, lt=1)
@@ -94,10 +99,11 @@ class GPT2Config(BaseModel):
         Raises:
             ModelError: it asks for something that would change the outputs and isn't built.
         """
-        if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in _ACTIVATIONS:
             raise ModelError(
-                f"activation_function '{config['activation_function']}' is not supported: "
-                "only 'gelu_new' is"
+                f"activation_function '{activation}' is not supported: "
+                "only 'gelu_new' and 'gelu' are"
             )
         if not config.get("scale_attn_weights", True) or config.get(
             "scale_attn_by_inverse_layer_idx"
@@ -111,6 +117,7 @@ class GPT2Config(BaseModel):
             if config.get(theirs) is not None
         }
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
+        known["activation_function"] = _ACTIVATIONS[activation]
         return cls(**{**defaults, **known})
 
     def to_hf(self) -> dict[str, Any]:
@@ -120,7 +127,7 @@ class GPT2Config(BaseModel):
             "model_type": "gpt2",
             **{theirs: getattr(self, ours) for ours, theirs in _HF_NAMES.items()},
             "n_ctx": self.max_position_embeddings,
-            "activation_function": "gelu_new",
+            "activation_function": self.activation_function,
             "scale_attn_weights": True,
         }
 
@@ -171,16 +178,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with GELU (tanh form) between."""
+    """Two layers with GELU between."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+        self.approximate = "none" if config.activation_function == "gelu" else "tanh"
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))  # type: ignore[no-any-return]
+        hidden = F.gelu(self.c_fc(x), approximate=self.approximate)
+        return self.dropout(self.c_proj(hidden))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -201,9 +210,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embeddings, layers and final norm: what Hugging Face calls `transformer`."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wte = nn.Embedding(padded_vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
@@ -214,13 +223,20 @@ class GPT2(nn.Module):
     """A GPT-2 language model.
 
     Its parameters are not initialised: call `init_weights()` or load some.
+
+    Args:
+        config: its shape.
+        padded_vocab_size: rows of the embedding and the head, for sizes that matrix units like;
+            None is as many as there are tokens. Rows beyond the vocabulary are zero, and have
+            no logits.
     """
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, padded_vocab_size: int | None = None) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        rows = padded_vocab_size or config.vocab_size
+        self.transformer = Decoder(config, rows)
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.finish_loading()
 
     def finish_loading(self) -> None:
@@ -234,12 +250,16 @@ class GPT2(nn.Module):
         residual stream scaled by 1/sqrt(2 layers), biases zero, norms one."""
         std = self.config.initializer_range
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
+        vocabulary = (self.transformer.wte.weight, self.lm_head.weight)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                is_residual = name.endswith("c_proj.weight")
-                parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)
+                continue
+            is_residual = name.endswith("c_proj.weight")
+            rows = self.config.vocab_size if any(parameter is p for p in vocabulary) else None
+            parameter[:rows].normal_(0.0, residual_std if is_residual else std, generator=generator)
+            if rows is not None:
+                parameter[rows:].zero_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
         """An empty key-value cache on the model's device."""
@@ -279,5 +299,5 @@ class GPT2(nn.Module):
         if cache is not None:
             cache.length += T
         x_BTC = self.transformer.ln_f(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
-        logits_BTV: Tensor = self.lm_head(x_BTC)
+        logits_BTV: Tensor = self.lm_head(x_BTC)[..., : self.config.vocab_size]
         return logits_BTV if labels is None else cross_entropy_sum(logits_BTV, labels)

@@ -100,7 +100,7 @@ def attention(
     """Causal attention [B, H, T, D]: new token t sees all of the first S - T + t + 1 tokens.
 
     Args:
-        mask: bool [B, 1, T, S], true where a query may look; replaces the causal mask.
+        mask: bool [T, S] or [B, 1, T, S], true where a query may look; replaces the causal mask.
     """
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     if mask is None and 1 < new < total:
@@ -114,6 +114,21 @@ def attention(
         is_causal=mask is None and new > 1,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
+
+
+def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
+    """True where the query at a position may look: at itself and the `window` - 1 before it,
+    bool [T, S]; None where that is no restriction.
+
+    Args:
+        positions_T: of the queries.
+        total: tokens there are to look at, from position 0.
+    """
+    if window is None or total <= window:
+        return None
+    keys_S = torch.arange(total, device=positions_T.device)
+    distance_TS = positions_T[:, None] - keys_S
+    return (distance_TS >= 0) & (distance_TS < window)
 
 
 def cross_entropy_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

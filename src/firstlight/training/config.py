@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError, describe_os_error, nearest
-from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
 from firstlight.optim.optimizer import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 
@@ -123,7 +123,9 @@ class Recipe(_Section):
     """A whole run. `model` may be left out when weights are given to start from."""
 
     run: RunConfig = RunConfig()
-    model: Annotated[GPT2Config | LlamaConfig, Field(discriminator="model_type")] | None = None
+    model: (
+        Annotated[GPT2Config | LlamaConfig | MoEConfig, Field(discriminator="model_type")] | None
+    ) = None
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()

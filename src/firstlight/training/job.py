@@ -26,8 +26,8 @@ from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.hardware import Hardware, peak_flops, peak_memory_bytes
 from firstlight.huggingface import LoadedModel
-from firstlight.models import Model
-from firstlight.models.accounting import train_flops_per_token
+from firstlight.models import Llama, Model, MoEConfig
+from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.optimizer import Optimizer
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Job:
         self.evaluation: Evaluation | None = None
         self.dtype = resolve_precision(recipe.efficiency, hardware)
         self.loss_sum: LossFunction = loss_function(model, recipe.efficiency, hardware)
-        self._flops_per_token = train_flops_per_token(model, self.seq_len)
+        self._flops_per_token = train_flops_per_token(meta_model(model.config), self.seq_len)
         self.metrics: JsonLines
         self._samples: JsonLines
         self._loader: TokenLoader
@@ -121,9 +121,11 @@ class Job:
         state.tokens_seen += result.tokens
         state.rows_seen = self._loader.state_dict()["rows_seen"]
         tokens_per_second = result.tokens / seconds
+        router = self._router_metrics(result.tokens)
+        auxiliary = router.get("moe/router_loss", 0.0) * self._router_loss_coefficient
         return {
             "step": state.step,
-            "train/loss": result.loss,
+            "train/loss": result.loss - auxiliary,
             "learning_rate": learning_rate,
             "grad_norm": result.grad_norm,
             "tokens_seen": state.tokens_seen,
@@ -133,7 +135,19 @@ class Job:
             "memory_bytes": peak_memory_bytes(device),
             "seconds": seconds,
             "data_wait_seconds": waited,
+            **router,
         }
+
+    def _router_metrics(self, tokens: int) -> dict[str, float]:
+        """What the routers of a Mixture of Experts did in this step; {} for a dense model."""
+        if isinstance(self.model, Llama) and self.model.router_statistics is not None:
+            return self.model.router_statistics.take(tokens)
+        return {}
+
+    @property
+    def _router_loss_coefficient(self) -> float:
+        config = self.model.config
+        return config.router_aux_loss_coef if isinstance(config, MoEConfig) else 0.0
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""

@@ -42,6 +42,7 @@ def train(
     *,
     resume: bool = False,
     init_from: str | Path | None = None,
+    new_rows: str = "mean",
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = False,
 ) -> TrainResult:
@@ -53,6 +54,8 @@ def train(
             had not stopped; from the start if there is none yet.
         init_from: start from the weights of this model folder, run or hub id; its config
             replaces the recipe's `model`.
+        new_rows: what the tokens that the data's tokenizer has beyond that of `init_from` start
+            from: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
         on_step: called with each step's metrics.
         progress: show a progress bar and messages on stderr.
 
@@ -64,7 +67,7 @@ def train(
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
-    job = set_up(recipe, resume, init_from, say if progress else _ignore)
+    job = set_up(recipe, resume, init_from, new_rows, say if progress else _ignore)
     state, config = job.state, job.recipe
     last: dict[str, Any] = {}
     with job.open(), TrainingProgress(job.max_steps, state.step, shown=progress) as bar:

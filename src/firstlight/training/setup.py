@@ -32,15 +32,20 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import Recipe
 from firstlight.training.job import Job
 from firstlight.training.state import restore
+from firstlight.vocabulary import grow_vocabulary
 
 
 def set_up(
-    recipe: Recipe, resume: bool, init_from: str | Path | None, tell: Callable[[str], None]
+    recipe: Recipe,
+    resume: bool,
+    init_from: str | Path | None,
+    new_rows: str,
+    tell: Callable[[str], None],
 ) -> Job:
     """The run that a recipe describes, ready for its next step.
 
     Args:
-        recipe, resume, init_from: see `train`.
+        recipe, resume, init_from, new_rows: see `train`.
         tell: called with each message for people.
 
     Raises:
@@ -64,12 +69,13 @@ def set_up(
             f"{dataset.folder}: tokenizer.json is not the one the shards were made with"
         )
     torch.manual_seed(recipe.run.seed)
+    multiple = recipe.efficiency.vocab_multiple
     if newest is not None:
-        model: Model = empty_model(_resumed_config(recipe, newest, tell))
+        model: Model = empty_model(_resumed_config(recipe, newest, tell), multiple)
     elif init_from is not None:
-        model = _starting_model(recipe, tokenizer, init_from, tell)
+        model = _starting_model(recipe, tokenizer, init_from, new_rows, tell)
     else:
-        model = empty_model(_new_config(recipe, tokenizer))
+        model = empty_model(_new_config(recipe, tokenizer), multiple)
         model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     recipe = _filled_in(recipe, model.config, dataset)
     _require_fitting_prompts(recipe, tokenizer)
@@ -136,15 +142,46 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
 
 
 def _starting_model(
-    recipe: Recipe, tokenizer: Tokenizer, init_from: str | Path, tell: Callable[[str], None]
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    init_from: str | Path,
+    new_rows: str,
+    tell: Callable[[str], None],
 ) -> Model:
-    """The model of --init-from, which brings its own config."""
-    loaded = load_model(resolve_model_folder(init_from))
-    _require_fitting_start(loaded, tokenizer, init_from)
+    """The model of --init-from, which brings its own config, with room for the tokens that the
+    data's tokenizer has beyond its own."""
+    multiple = recipe.efficiency.vocab_multiple
+    folder = resolve_model_folder(init_from)
+    loaded = load_model(folder, dtype=torch.float32, vocab_multiple=multiple)
+    old = loaded.tokenizer
+    if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
+        before, now = old.vocab_size, tokenizer.vocab_size
+        copied_from = _copied_token(new_rows, old)
+        grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
+        tell(f"{now - before} new tokens: their rows in the embedding and the head are {new_rows}")
+    else:
+        _require_fitting_start(loaded, tokenizer, init_from)
     names = _contradictions(recipe, loaded.model.config)
     if names:
         tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
     return loaded.model
+
+
+def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
+    """The id that `new_rows` ("mean" or "copy:TOKEN") names; None for the mean.
+
+    Raises:
+        ConfigError: it is neither, or there is no such token.
+    """
+    if new_rows == "mean":
+        return None
+    kind, _, token = new_rows.partition(":")
+    token_id = tokenizer.backend.token_to_id(token) if kind == "copy" else None
+    if token_id is None:
+        raise ConfigError(
+            f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
+        )
+    return token_id
 
 
 def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
@@ -202,7 +239,8 @@ def _require_fitting_start(
     if loaded.tokenizer is not None and loaded.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"the data was prepared with another tokenizer than that of {init_from}: "
-            f"prepare it with --tokenizer {loaded.folder}"
+            f"prepare it with --tokenizer {loaded.folder}, or with one that "
+            "`firstlight tokenizer extend` made of it"
         )
     if tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise DataError(

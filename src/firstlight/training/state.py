@@ -10,10 +10,11 @@ from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint
 from firstlight.errors import CheckpointError
-from firstlight.huggingface import model_files, weights_to_save
+from firstlight.huggingface import model_files
 from firstlight.models import Model
 from firstlight.optim.optimizer import Optimizer
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights import file_tensors, weights_to_save
 
 _RNG_PREFIX = "rng."
 
@@ -64,20 +65,19 @@ def restore(checkpoint: Checkpoint, model: Model, optimizer: Optimizer) -> Train
     Raises:
         CheckpointError: it does not fit the model or optimizer, or lacks something.
     """
-    own = weights_to_save(model)
-    for name in sorted(own.keys() ^ checkpoint.model.keys()):
+    places = file_tensors(model)
+    for name in sorted(places.keys() ^ checkpoint.model.keys()):
         raise CheckpointError(
             f"the checkpoint's weights don't fit the model: '{name}' is in only one"
         )
     with torch.no_grad():
-        parameters = model.state_dict()
         for name, tensor in checkpoint.model.items():
-            if tensor.shape != parameters[name].shape:
+            if tensor.shape != places[name].shape:
                 raise CheckpointError(
                     f"the checkpoint's tensor '{name}' is {list(tensor.shape)}, "
-                    f"the model's {list(parameters[name].shape)}"
+                    f"the model's {list(places[name].shape)}"
                 )
-            parameters[name].copy_(tensor)
+            places[name].copy_(tensor)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
     optimizer.load_state_tensors(moments)

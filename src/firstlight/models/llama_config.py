@@ -1,0 +1,392 @@
+"""Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral and
+Qwen3-MoE. They are one architecture; what differs between them stands in this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from firstlight.errors import ModelError
+from firstlight.models.ops import RopeScaling
+
+#: Families whose query, key and value projections have biases and the output's has none.
+_QKV_BIAS = ("qwen2",)
+#: Families that normalise each head's queries and keys.
+_QK_NORM = ("qwen3", "qwen3_moe")
+#: Which keys of ours a family's Hugging Face config has, beyond those that all have.
+_OWN_KEYS = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("sliding_window",),
+    "qwen2": ("sliding_window", "max_window_layers"),
+    "qwen3": ("attention_bias", "sliding_window", "max_window_layers"),
+    "mixtral": ("sliding_window",),
+    "qwen3_moe": ("attention_bias", "sliding_window"),
+}
+_OPTIONAL = ("attention_bias", "mlp_bias", "sliding_window", "max_window_layers")
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+#: What Hugging Face's config classes take for a key that config.json leaves out, where it is not
+#: what a recipe's default is.
+_HF_DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-6,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+    "mixtral": {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    "qwen3_moe": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+}
+
+
+class _DecoderConfig(BaseModel):
+    """What all families of this file share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    #: The family of a config that doesn't name it.
+    default_type: ClassVar[str] = "llama"
+
+    model_type: str
+    vocab_size: int = Field(0, ge=0)
+    hidden_size: int = Field(256, gt=0)
+    intermediate_size: int = Field(0, ge=0)
+    num_hidden_layers: int = Field(4, gt=0)
+    num_attention_heads: int = Field(4, gt=0)
+    num_key_value_heads: int = Field(0, ge=0)
+    head_dim: int = Field(0, ge=0)
+    max_position_embeddings: int = Field(1024, gt=0)
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = Field(None, gt=0)
+    max_window_layers: int = Field(0, ge=0)
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(0.02, gt=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
+        if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
+            values["head_dim"] = values.get("head_dim") or hidden // heads
+            values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
+            values["intermediate_size"] = (
+                values.get("intermediate_size") or math.ceil(hidden * 8 / 3 / 32) * 32
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        needs_whole_heads = self.model_type == "llama" or (
+            self.head_dim == self.hidden_size // self.num_attention_heads
+        )
+        if needs_whole_heads and self.hidden_size % self.num_attention_heads:
+            # For Llama also where head_dim is given: transformers would refuse the saved folder.
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
+        for name in _OPTIONAL:
+            if getattr(self, name) and name not in _OWN_KEYS[self.model_type]:
+                has = ", ".join(kind for kind, keys in _OWN_KEYS.items() if name in keys)
+                raise ValueError(f"{name} is not a key of {self.model_type} models (of {has})")
+        if self.max_window_layers and self.sliding_window is None:
+            raise ValueError("max_window_layers means nothing without sliding_window")
+        return self
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have biases."""
+        return self.attention_bias or self.model_type in _QKV_BIAS
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's queries and keys are normalised before they are rotated."""
+        return self.model_type in _QK_NORM
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens, itself included, a token of this layer sees; None is all before it."""
+        return self.sliding_window if layer >= self.max_window_layers else None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: it asks for something that would change the outputs and isn't built.
+        """
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelError(
+                f"hidden_act '{config['hidden_act']}' is not supported: only 'silu' is"
+            )
+        kind = str(config.get("model_type", cls.default_type))
+        values = {**_HF_DEFAULTS[""], **_HF_DEFAULTS[kind]}
+        names = set(cls.model_fields) - {"rope_theta", "rope_scaling", *_OPTIONAL}
+        given = {ours: ours for ours in names if ours in config} | _other_names(cls, config)
+        for ours, theirs in given.items():
+            if config[theirs] is not None:
+                values[ours] = config[theirs]
+            elif ours in ("num_key_value_heads", "head_dim"):
+                values.pop(ours, None)  # null: worked out from the other sizes
+        own = [name for name in ("attention_bias", "mlp_bias") if name in _OWN_KEYS[kind]]
+        values |= {name: config[name] for name in own if config.get(name) is not None}
+        values |= _windows_from_hf(kind, config, values)
+        return cls(**{**values, **_rope_from_hf(config, values), "model_type": kind})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        kind = self.model_type
+        values = self.model_dump(exclude={"rope_theta", "rope_scaling", *_OPTIONAL})
+        own = {name: getattr(self, name) for name in _OWN_KEYS[kind]}
+        if kind.startswith("qwen"):
+            own["use_sliding_window"] = self.sliding_window is not None
+        if "max_window_layers" in own and self.sliding_window is None:
+            own["max_window_layers"] = self.num_hidden_layers
+        scaling = self.rope_scaling.model_dump() if self.rope_scaling else None
+        return {
+            "architectures": [_ARCHITECTURES[kind]],
+            **values,
+            **own,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            # Both spellings: transformers 5 reads the first, 4 and other programs the rest.
+            "rope_parameters": {
+                "rope_theta": self.rope_theta,
+                **(scaling or {"rope_type": "default"}),
+            },
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+        }
+
+
+def _other_names(cls: type[BaseModel], config: Mapping[str, Any]) -> dict[str, str]:
+    """Mixtral's files, and transformers 5 for all, call the number of experts otherwise."""
+    if "num_experts" in cls.model_fields and "num_local_experts" in config:
+        return {"num_experts": "num_local_experts"}
+    return {}
+
+
+def _windows_from_hf(
+    kind: str, config: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`sliding_window` and `max_window_layers` of a config.json."""
+    if "sliding_window" not in _OWN_KEYS[kind]:
+        return {}
+    if not kind.startswith("qwen"):
+        window = config.get("sliding_window", _HF_DEFAULTS[kind].get("sliding_window"))
+        return {"sliding_window": window}
+    if not config.get("use_sliding_window"):
+        return {}
+    window = config.get("sliding_window", 4096)
+    if "max_window_layers" not in _OWN_KEYS[kind] or window is None:
+        return {"sliding_window": window}
+    layers = values["num_hidden_layers"]
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        first = list(kinds).count("full_attention")
+        if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+            raise ModelError(
+                "layer_types other than full attention first and sliding attention after it "
+                "are not supported"
+            )
+    if first >= layers:
+        return {}
+    return {"sliding_window": window, "max_window_layers": first}
+
+
+def _rope_from_hf(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a config.json."""
+    # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
+    # it reads the two.
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta", defaults.get("rope_theta", 10_000.0)))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(f"rope type '{kind}' is not supported: default, linear, llama3 are")
+    scaling = None if kind == "default" else {"rope_type": kind, **rope}
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+class LlamaConfig(_DecoderConfig):
+    """Shape of a dense model; names and meanings are Hugging Face's.
+
+    model_type: "llama", "mistral", "qwen2" (biases on queries, keys and values) or "qwen3"
+        (queries and keys normalised by head).
+    vocab_size: tokens the model knows; 0 takes the tokenizer's.
+    hidden_size: width of the residual stream.
+    intermediate_size: width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
+    num_hidden_layers: depth.
+    num_attention_heads: query heads.
+    num_key_value_heads: key and value heads; 0 is as many as query heads.
+    head_dim: size of a head, even; 0 is hidden_size / num_attention_heads.
+    max_position_embeddings: the context limit in tokens.
+    rms_norm_eps: added under the norms' root.
+    rope_theta: base of the rotary frequencies.
+    rope_scaling: null, {rope_type: linear, factor} or {rope_type: llama3, factor,
+        low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+    attention_bias: biases on all the attention's projections (llama, qwen3).
+    mlp_bias: biases on the MLP's projections (llama).
+    sliding_window: a token sees so many tokens, itself included; null is all (not llama).
+    max_window_layers: the first so many layers see all tokens all the same (qwen2, qwen3).
+    tie_word_embeddings: the head is the embedding, transposed.
+    initializer_range: standard deviation of the initial weights.
+    """
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+
+
+class MoEConfig(_DecoderConfig):
+    """Shape of a Mixture-of-Experts model: as `LlamaConfig`, the MLPs being experts of which
+    each token visits a few.
+
+    model_type: "mixtral" or "qwen3_moe" (queries and keys normalised by head).
+    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: as a
+        dense model's; intermediate_size is that of the layers without experts.
+    num_key_value_heads, head_dim, max_position_embeddings, rms_norm_eps: as a dense model's.
+    rope_theta, rope_scaling, sliding_window, tie_word_embeddings: as a dense model's.
+    attention_bias: as a dense model's (qwen3_moe).
+    mlp_bias, max_window_layers: not a key of these families.
+    initializer_range: standard deviation of the initial weights.
+    num_experts: experts a layer.
+    num_experts_per_tok: experts that each token visits.
+    moe_intermediate_size: width inside an expert; 0 is intermediate_size.
+    norm_topk_prob: the visited experts' weights are scaled to sum to 1 (always, in mixtral).
+    router_aux_loss_coef: weight of the load-balancing loss in training (Fedus et al. 2021).
+    decoder_sparse_step: every so many layers have experts, counted from 1 (qwen3_moe).
+    mlp_only_layers: layers, counted from 0, without experts (qwen3_moe).
+    """
+
+    default_type: ClassVar[str] = "mixtral"
+
+    model_type: Literal["mixtral", "qwen3_moe"] = "mixtral"
+    num_experts: int = Field(8, gt=0)
+    num_experts_per_tok: int = Field(2, gt=0)
+    moe_intermediate_size: int = Field(0, ge=0)
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = Field(0.01, ge=0)
+    decoder_sparse_step: int = Field(1, gt=0)
+    mlp_only_layers: list[int] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_experts(cls, values: Any) -> Any:
+        # Runs before the base's, which works intermediate_size out the same way.
+        if isinstance(values, dict) and not values.get("moe_intermediate_size"):
+            hidden = values.get("hidden_size", 256)
+            size = values.get("intermediate_size")
+            if isinstance(hidden, int):
+                size = size or math.ceil(hidden * 8 / 3 / 32) * 32
+                return {**values, "moe_intermediate_size": size}
+        return values
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
+                f"num_experts {self.num_experts}"
+            )
+        if self.model_type == "mixtral" and (
+            self.moe_intermediate_size != self.intermediate_size
+            or not self.norm_topk_prob
+            or self.decoder_sparse_step != 1
+            or self.mlp_only_layers
+        ):
+            raise ValueError(
+                "mixtral models have one intermediate_size, normalised weights and experts in "
+                "every layer: model_type qwen3_moe has the choice"
+            )
+        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
+            raise ValueError("no layer has experts: use a dense model_type")
+        return self
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has experts in place of an MLP."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        content = super().to_hf() | {"output_router_logits": False}
+        # transformers 5 writes the number under Mixtral's name for both, 4 reads each its own.
+        content["num_local_experts"] = self.num_experts
+        if self.model_type == "mixtral":
+            for name in (
+                *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
+                *("decoder_sparse_step", "mlp_only_layers"),
+            ):
+                del content[name]
+        return content

@@ -1,0 +1,146 @@
+"""Mixture of experts: a router that picks a few MLPs for each token.
+
+Shape letters: N tokens of a batch, K experts that each token visits, E experts, C hidden size,
+F width inside an expert, M = N * K visits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models.llama_config import MoEConfig
+
+
+class Experts(nn.Module):
+    """All experts' weights of a layer, stacked: [E, 2F, C] (gate, then up) and [E, C, F]."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        E, C, hidden = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * hidden, C))
+        self.down_proj = nn.Parameter(torch.empty(E, C, hidden))
+
+    def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Each token's weighted sum over the experts it visits, [N, C].
+
+        Visits are sorted by expert, so that each expert's are one block of a grouped matrix
+        product. Everything is a permutation or a sum in fixed order: the same bits every time,
+        also on a GPU.
+        """
+        N, K = experts_NK.shape
+        experts_M = experts_NK.flatten()
+        order_M = experts_M.argsort(stable=True)
+        ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
+        x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
+        gate_MF, up_MF = grouped_linear(x_MC, self.gate_up_proj, ends_E).chunk(2, dim=-1)
+        y_MC = grouped_linear(F.silu(gate_MF) * up_MF, self.down_proj, ends_E)
+        y_NKC = y_MC[order_M.argsort()].view(N, K, -1)
+        return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
+
+
+class SparseMLP(nn.Module):
+    """The router and the experts of one layer."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        x_NC = x_BTC.flatten(0, 1)
+        logits_NE = self.gate(x_NC)
+        weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
+        if self.normalise:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return self.experts(x_NC, experts_NK, weights_NK).view_as(x_BTC), logits_NE
+
+
+def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
+    """Row block e of `x` times the transpose of `weight[e]`, [M, F].
+
+    Args:
+        x_MC: rows, those of expert 0 first.
+        weight_EFC: one matrix an expert.
+        ends_E: where each expert's rows end.
+
+    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
+    be used, one product an expert over its own rows.
+    """
+    device = x_MC.device.type
+    dtype = weight_EFC.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    x_MC, weight_EFC = x_MC.to(dtype), weight_EFC.to(dtype)
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
+    has_kernel = dtype == torch.bfloat16 or (device == "cpu" and dtype == torch.float32)
+    if aligned and has_kernel and device in ("cpu", "cuda"):
+        return F.grouped_mm(x_MC, weight_EFC.transpose(1, 2), offs=ends_E.int())
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    blocks = zip(torch.split(x_MC, counts), weight_EFC.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in blocks])
+
+
+class RouterStatistics:
+    """What the routers of a model did over some forward passes.
+
+    Attributes:
+        loss_sum: load-balancing loss times valid labels, summed over the passes.
+        visits_LE: how often each expert of each layer was visited.
+    """
+
+    def __init__(self) -> None:
+        self.loss_sum: Tensor | None = None
+        self.visits_LE: Tensor | None = None
+
+    def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
+        """Count a forward pass."""
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+        self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
+
+    def take(self, tokens: int) -> dict[str, float]:
+        """The metrics of the passes so far, over `tokens` valid labels; then start anew.
+
+        `moe/router_loss` is the mean load-balancing loss. An expert's load is its visits over
+        the mean of its layer's experts: `moe/max_load` and `moe/min_load` are the extremes over
+        all layers (1 is perfect balance), `moe/unused_experts` how many had none.
+        """
+        if self.loss_sum is None or self.visits_LE is None:
+            return {}
+        visits_LE = self.visits_LE.double()
+        load_LE = visits_LE / visits_LE.mean(-1, keepdim=True)
+        metrics = {
+            "moe/router_loss": float(self.loss_sum) / tokens,
+            "moe/max_load": float(load_LE.max()),
+            "moe/min_load": float(load_LE.min()),
+            "moe/unused_experts": int((visits_LE == 0).sum()),
+        }
+        self.loss_sum = self.visits_LE = None
+        return metrics
+
+
+def load_balancing_loss(
+    logits_LNE: list[Tensor], num_experts_per_tok: int
+) -> tuple[Tensor, Tensor]:
+    """The router's auxiliary loss over all layers, and each expert's visits by layer, [L, E].
+
+    E times the sum over experts of (visits a token) x (mean probability): K when all experts
+    are visited alike, higher otherwise (Fedus et al. 2021, eq. 4, as transformers computes it:
+    means over the tokens of all layers together).
+    """
+    probabilities_LNE = torch.stack([logits.float().softmax(-1) for logits in logits_LNE])
+    experts = probabilities_LNE.shape[-1]
+    chosen_LNK = probabilities_LNE.detach().topk(num_experts_per_tok).indices
+    visits_LE = torch.stack([_visits(chosen_NK, experts) for chosen_NK in chosen_LNK])
+    tokens = probabilities_LNE.shape[0] * probabilities_LNE.shape[1]
+    share_E = visits_LE.sum(0).float() / tokens
+    return experts * (share_E * probabilities_LNE.mean((0, 1))).sum(), visits_LE
+
+
+def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
+    """How many tokens visit each expert, int64 [E]."""
+    every_E = torch.arange(num_experts, device=experts_NK.device)
+    return (experts_NK.flatten()[:, None] == every_E).sum(0)
