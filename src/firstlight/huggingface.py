@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from firstlight.weights import LoadingWay, load_weights
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+
+#: The split of the Qwen2 tokenizer: Llama 3's, but for numbers, which are cut into digits.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -90,22 +97,36 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
-    content = _read_model_json(path)
+    return config_from_hf(_read_model_json(path), str(path))
+
+
+def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model config of a config.json object.
+
+    Args:
+        content: the object.
+        where: what messages call it.
+
+    Raises:
+        ModelError: it is damaged, or of a family that firstlight doesn't have.
+    """
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         raise ModelError(
-            f"{path}: model_type '{content.get('model_type')}' is not supported "
+            f"{where}: model_type '{content.get('model_type')}' is not supported "
             f"(supported: {', '.join(FAMILIES)})"
         )
     try:
         return family.config.from_hf(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"{part}: " for part in first["loc"])
+        location = "".join(f"{part}: " for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise ModelError(f"{path}: {where}{message}") from error
+        raise ModelError(f"{where}: {location}{message}") from error
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from error
+        raise ModelError(f"{where}: {error}") from error
 
 
 def _read_model_json(path: Path) -> dict[str, Any]:
@@ -136,9 +157,33 @@ def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """The text files of a Hugging Face model folder: all but the weights, by name."""
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
-    generation = {name: value for name, value in special.items() if value is not None}
     return {
         CONFIG_NAME: json.dumps(content, indent=2) + "\n",
-        GENERATION_CONFIG_NAME: json.dumps(generation, indent=2) + "\n",
+        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer), indent=2) + "\n",
         **tokenizer.files(),
     }
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, int]:
+    """The `generation_config.json` of a model with this tokenizer."""
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {name: value for name, value in special.items() if value is not None}
+
+
+def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """Where transformers reads a model folder otherwise than firstlight: one line each.
+
+    Args:
+        config: its config.json.
+        tokenizer: its tokenizer.
+    """
+    if config.get("model_type") != "qwen2" or tokenizer is None:
+        return []
+    pre_tokenizer = json.loads(tokenizer.backend.to_str())["pre_tokenizer"] or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if any(step.get("pattern", {}).get("Regex") == QWEN2_PATTERN for step in steps):
+        return []
+    return [
+        "transformers 5 reads every tokenizer of a qwen2 model with Qwen2's own split, and gives "
+        "other ids than this one: take model_type qwen3 or llama for it"
+    ]

@@ -4,31 +4,34 @@ Whatever the file, what comes out is one `Tokenizer` around the `tokenizers` lib
 what is saved is always `tokenizer.json` + `tokenizer_config.json`, the layout that
 transformers reads.
 
-Text is always plain text: a document that happens to hold `<|endoftext|>` becomes the
-ordinary tokens of those characters, never the control token.
+Text is plain text unless the caller says otherwise: a document that happens to hold
+`<|endoftext|>` becomes the ordinary tokens of those characters, never the control token.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from firstlight.errors import InputError, TokenizerError
+from firstlight.errors import TokenizerError
 from firstlight.files import write_file
+from firstlight.tokenizer_building import extended_backend, trained_parts
+from firstlight.tokenizer_config import chat_template_of, named_tokens
 from firstlight.tokenizer_formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
+    find_tokenizer_file,
     read_tokenizer_file,
+    require_unicode,
 )
+from firstlight.tokenizer_state import extends, fingerprint, splits_at_newline_after_letter
 
 __all__ = [
     "END_OF_TEXT",
@@ -88,9 +91,11 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer from a folder or a file; its kind is told by its content.
 
-        Accepted: `tokenizer.json`, a folder with one, GPT-2's `vocab.json` + `merges.txt`,
-        a tiktoken rank file (Llama 3's `tokenizer.model`), a sentencepiece BPE model
-        (Llama 2's `tokenizer.model`).
+        Accepted: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (also called
+        `encoder.json` + `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and
+        GPT-2; a sentencepiece BPE model (Llama 2's `tokenizer.model`). In a folder these names
+        come first; without them, the one file that is a tokenizer by its content. The chat
+        template is read from the files beside it.
 
         Raises:
             TokenizerError: nothing readable is there, or what is there is damaged.
@@ -98,15 +103,9 @@ class Tokenizer:
         path = Path(path)
         if not path.exists():
             raise TokenizerError(f"tokenizer {path} does not exist")
-        if path.is_file():
-            return cls(**vars(read_tokenizer_file(path)))
-        for name in ("tokenizer.json", "vocab.json", "tokenizer.model"):
-            if (path / name).is_file():
-                return cls(**vars(read_tokenizer_file(path / name)))
-        raise TokenizerError(
-            f"no tokenizer in {path}: expected tokenizer.json, vocab.json + merges.txt, "
-            "or tokenizer.model (train one with `firstlight tokenizer train`)"
-        )
+        if path.is_dir():
+            path = find_tokenizer_file(path)
+        return cls(**vars(read_tokenizer_file(path)))
 
     @property
     def vocab_size(self) -> int:
@@ -118,10 +117,15 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The control tokens and their ids."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
         """Ids of the control tokens, which decoding leaves out."""
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return frozenset(self.special_tokens.values())
 
     @property
     def separator_id(self) -> int:
@@ -141,26 +145,71 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 over all that decides which ids a text gets; equal for equal tokenizers."""
-        state = json.loads(self.backend.to_str())
-        deciding = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-        canonical = json.dumps([state.get(key) for key in deciding], sort_keys=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return fingerprint(self._state())
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of plain text, without any special token.
+    def _state(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(self.backend.to_str()))
+
+    def extends(self, other: Tokenizer) -> bool:
+        """Whether every text gets the same ids as from `other`, and whatever tokens there are
+        besides those of `other` are special ones with ids from `other.vocab_size` on."""
+        return extends(self._state(), other._state(), other.vocab_size)
+
+    def extended(self, tokens: Sequence[str], chat_template: str | None = None) -> Tokenizer:
+        """This tokenizer with further special tokens, which get the ids from `vocab_size` on.
+
+        Args:
+            tokens: the new tokens, in the order of their ids.
+            chat_template: replaces the tokenizer's own, if given.
+
+        Raises:
+            TokenizerError: a token is empty, given twice or in the vocabulary already, or the
+                template doesn't compile.
+        """
+        backend = extended_backend(self.backend, tokens, self.vocab_size)
+        config = dict(self.config)
+        if chat_template is not None:
+            from firstlight.chat_template import check_template
+
+            check_template(chat_template)
+            config["chat_template"] = chat_template
+        return Tokenizer(
+            backend,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            add_bos=self.add_bos,
+            config=config,
+        )
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """The ids of a text, nothing put before or after it.
+
+        Args:
+            text: any Unicode.
+            special_tokens: whether the names of special tokens in the text stand for these
+                tokens. Otherwise they are plain text, as everything is.
 
         Raises:
             InputError: the text holds half of a surrogate pair, which is no character.
         """
-        _require_unicode(text)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        require_unicode(text)
+        backend = self._parsing_backend if special_tokens else self.backend
+        return backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, special_tokens: bool = False
+    ) -> list[list[int]]:
         """`encode` for many texts at once."""
         for text in texts:
-            _require_unicode(text)
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            require_unicode(text)
+        backend = self._parsing_backend if special_tokens else self.backend
+        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
+
+    @functools.cached_property
+    def _parsing_backend(self) -> tokenizers.Tokenizer:
+        """A second backend, since switching the one would change what other threads get."""
+        return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids a model continues from: bos where the model expects it, then the text.
@@ -186,25 +235,7 @@ class Tokenizer:
         letter to a following newline, and nothing in them looks back. It lets a long document
         be encoded in parts, several times faster and with bounded memory.
         """
-        state = json.loads(self.backend.to_str())
-        if state.get("normalizer") is not None or state["model"].get("type") != "BPE":
-            return False
-        # Added tokens that are not special are looked for in the text, across any newline.
-        if any(not token["special"] for token in state["added_tokens"]):
-            return False
-        stage = state.get("pre_tokenizer") or {}
-        *splits, last = stage.get("pretokenizers") or [stage]
-        if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-            return False
-        if any(
-            step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"]
-            for step in splits
-        ):
-            return False
-        patterns = {step["pattern"].get("Regex") for step in splits}
-        if last.get("use_regex", True):
-            patterns.add(GPT2_PATTERN)
-        return bool(patterns) and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
+        return splits_at_newline_after_letter(self._state())
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
@@ -213,6 +244,68 @@ class Tokenizer:
             return frozenset()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         return frozenset(i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja text that lays out conversations, if there is one.
+
+        Of several, which `tokenizer_config.json` lists by name, it is the one called "default".
+        """
+        return chat_template_of(self.config)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+    ) -> str:
+        """A conversation as one text, as transformers' method of this name makes it.
+
+        Args:
+            messages: objects with `role` and `content`, both texts.
+            add_generation_prompt: end with the beginning of the assistant's next turn.
+
+        Raises:
+            InputError: the messages are something else, or the template refuses them.
+            TokenizerError: there is no template, or it can't be rendered.
+        """
+        from firstlight.chat_template import render_chat
+
+        template, names = self._required_template(), self._named_tokens
+        return render_chat(template, messages, names, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """The ids of `apply_chat_template`'s text; only what the template itself writes becomes
+        special tokens, and whatever the messages hold is plain text.
+
+        Raises:
+            InputError, TokenizerError: as `apply_chat_template`.
+        """
+        from firstlight.chat_template import chat_pieces
+
+        pieces = chat_pieces(
+            self._required_template(),
+            messages,
+            self._named_tokens,
+            list(self.special_tokens),
+            add_generation_prompt=add_generation_prompt,
+        )
+        ids: list[int] = []
+        for piece, is_special in pieces:
+            ids += [self.special_tokens[piece]] if is_special else self.encode(piece)
+        return ids
+
+    def _required_template(self) -> str:
+        if self.chat_template is None:
+            raise TokenizerError(
+                "the tokenizer has no chat template: add one with "
+                "`firstlight tokenizer extend DIR --chat-template chatml --out DIR`"
+            )
+        return self.chat_template
+
+    @property
+    def _named_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` and all other tokens that the config names, by name."""
+        return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
         """The contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
@@ -303,47 +396,4 @@ def train_tokenizer(
         TokenizerError: `vocab_size` is too small, or the texts are empty.
         InputError: a text holds half of a surrogate pair.
     """
-    smallest = 256 + len(special_tokens)
-    if vocab_size < smallest:
-        raise TokenizerError(
-            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
-            f"(256 bytes and {len(special_tokens)} special)"
-        )
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    seen = 0
-
-    def count(pieces: Iterable[str]) -> Iterator[str]:
-        nonlocal seen
-        for piece in pieces:
-            seen += len(piece)
-            _require_unicode(piece)
-            yield piece
-
-    backend.train_from_iterator(count(texts), trainer)
-    if seen == 0:
-        raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
-
-
-def _require_unicode(text: str) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text is not valid Unicode at character {error.start}: "
-            f"{text[max(error.start - 10, 0) : error.start + 1]!a}"
-        ) from None
+    return Tokenizer(**vars(trained_parts(texts, vocab_size, pattern, special_tokens)))

@@ -9,8 +9,6 @@ import base64
 import binascii
 import dataclasses
 import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +16,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from firstlight.errors import InputError, TokenizerError, describe_os_error
-from firstlight.files import read_json
+from firstlight.tokenizer_config import read_chat_template, read_config, token_text
+from firstlight.tokenizer_sentencepiece import sentencepiece_pieces, unsupported_features
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -44,6 +43,25 @@ _LLAMA3_SPECIAL_TOKENS = (
     "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 )
+#: tiktoken's r50k_base, which is GPT-2's vocabulary.
+_NUM_GPT2_RANKS = 50_256
+#: Rank files that would silently get Llama 3's split, by their number of ranks.
+_OTHER_RANKS = {
+    50_280: "p50k_base",
+    100_256: "cl100k_base",
+    151_643: "Qwen",
+    199_998: "o200k_base",
+}
+
+_USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+#: The two names of GPT-2's vocabulary, and of the merges that go with each.
+_MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
+#: Weights and data, which are not opened in the search for a tokenizer.
+_NEVER_TOKENIZERS = frozenset(
+    ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
+    ".tar .zip .zst".split()
+)
+_LARGEST_FILE_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +73,66 @@ class TokenizerParts:
     eos_token: str | None = None
     add_bos: bool = False
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def find_tokenizer_file(folder: Path) -> Path:
+    """The file in `folder` to read: one with a usual name, or else the one that by its content
+    is a tokenizer.
+
+    Raises:
+        TokenizerError: there is none, or several different ones, or the folder can't be read.
+    """
+    for name in _USUAL_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    found: dict[bytes, Path] = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.suffix not in _NEVER_TOKENIZERS and path.name[0] != ".":
+                content = _tokenizer_content(path)
+                if content is not None:
+                    found.setdefault(content, path)
+    except OSError as error:
+        reason = describe_os_error(error)
+        raise TokenizerError(f"tokenizer {folder} can't be read: {reason}") from error
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found.values())
+        raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")
+    if not found:
+        raise TokenizerError(
+            f"no tokenizer in {folder}: expected tokenizer.json, vocab.json + merges.txt, "
+            "or tokenizer.model (train one with `firstlight tokenizer train`)"
+        )
+    return next(iter(found.values()))
+
+
+def _tokenizer_content(path: Path) -> bytes | None:
+    """The content of a file that is a tokenizer; little is read of any other."""
+    if path.stat().st_size > _LARGEST_FILE_BYTES:
+        return None
+    with open(path, "rb") as file:
+        beginning = file.read(4096)
+        is_json = beginning.lstrip()[:1] == b"{"
+        # A sentencepiece model begins with its first piece: field 1, of any length.
+        if not is_json and not _looks_like_tiktoken(beginning) and beginning[:1] != b"\n":
+            return None
+        content = beginning + file.read()
+    try:
+        if is_json:
+            state = json.loads(content)
+            model = state.get("model")
+            known = "vocab" in model if isinstance(model, dict) else _is_vocabulary(path, state)
+        else:
+            known = beginning[:1] != b"\n" or any(True for _ in sentencepiece_pieces(content))
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return content if known else None
+
+
+def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
+    """Whether it is one of GPT-2's pair of files, and the other is there."""
+    numbers = all(type(token_id) is int for token_id in state.values())
+    return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
 
 
 def read_tokenizer_file(path: Path) -> TokenizerParts:
@@ -69,12 +147,17 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
         reason = describe_os_error(error)
         raise TokenizerError(f"tokenizer {path} can't be read: {reason}") from error
     if content.lstrip()[:1] == b"{":
-        return _from_json(path, content)
-    if _looks_like_tiktoken(content):
-        return _from_tiktoken_ranks(path, content)
-    if path.name == "merges.txt":
-        return read_tokenizer_file(path.with_name("vocab.json"))
-    return _from_sentencepiece(path, content)
+        parts = _from_json(path, content)
+    elif _looks_like_tiktoken(content):
+        parts = _from_tiktoken_ranks(path, content)
+    elif path.name in _MERGES_NAMES.values() or content.startswith(b"#version"):
+        vocabulary_path = _other_of_pair(path, {m: v for v, m in _MERGES_NAMES.items()})
+        if vocabulary_path is None:
+            raise TokenizerError(f"{path} needs vocab.json beside it")
+        return read_tokenizer_file(vocabulary_path)
+    else:
+        parts = _from_sentencepiece(path, content)
+    return dataclasses.replace(parts, config=parts.config | read_chat_template(path.parent))
 
 
 def _from_json(path: Path, content: bytes) -> TokenizerParts:
@@ -90,17 +173,11 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:
         raise TokenizerError(f"tokenizer {path} can't be loaded: {error}") from error
-    config_path = path.with_name("tokenizer_config.json")
-    try:
-        config = read_json(config_path) if config_path.is_file() else {}
-    except InputError as error:
-        raise TokenizerError(str(error)) from error
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{config_path} is not a JSON object")
+    config = read_config(path.parent)
     leading = _leading_token(backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    bos = _token_text(config.pop("bos_token", None)) or leading
-    eos = _token_text(config.pop("eos_token", None))
+    bos = token_text(config.pop("bos_token", None)) or leading
+    eos = token_text(config.pop("eos_token", None))
     if eos is None:
         usual = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
         eos = next((token for token in usual if token in vocabulary), None)
@@ -122,17 +199,10 @@ def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
     return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
 
 
-def _token_text(token: Any) -> str | None:
-    """A special token of `tokenizer_config.json`: a string, or an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
 def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerParts:
     """GPT-2's pair of files (openai/gpt-2 `encoder.json`, `vocab.bpe`)."""
-    merges_path = path.with_name("merges.txt")
-    if not merges_path.is_file():
+    merges_path = _other_of_pair(path, _MERGES_NAMES)
+    if merges_path is None:
         raise TokenizerError(f"{path} needs merges.txt beside it")
     try:
         lines = merges_path.read_text(encoding="utf-8").split("\n")
@@ -158,6 +228,14 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
     return TokenizerParts(backend, bos_token=eos, eos_token=eos)
 
 
+def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
+    """The file that belongs to `path`, preferably of the name that goes with its own."""
+    for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
+        if name and path.with_name(name).is_file():
+            return path.with_name(name)
+    return None
+
+
 def _looks_like_tiktoken(content: bytes) -> bool:
     """Whether the first line is `BASE64 RANK`, as in tiktoken's rank files."""
     parts = content[:4096].split(b"\n", 1)[0].split()
@@ -171,8 +249,9 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """A tiktoken rank file with the split and special tokens of Llama 3.
+    """A tiktoken rank file: GPT-2's, or else one with Llama 3's split and special tokens.
 
+    The file holds neither split nor special tokens; the number of ranks tells the known ones.
     tiktoken joins, again and again, the adjacent pair whose joined bytes have the lowest
     rank. The same ids come from BPE merges that list every way to cut a token into two
     tokens, ordered by the token's rank.
@@ -185,6 +264,11 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error) as error:
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: {error}") from error
+    if len(ranks) in _OTHER_RANKS:
+        raise TokenizerError(
+            f"tokenizer {path} holds the ranks of {_OTHER_RANKS[len(ranks)]}, which splits texts "
+            "in a way of its own: convert it to tokenizer.json with transformers"
+        )
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a rank is missing")
     if any(bytes([byte]) not in ranks for byte in range(256)):
@@ -200,13 +284,17 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
     # tiktoken looks a whole piece up before it merges: that is ignore_merges.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    backend.decoder = decoders.ByteLevel()
+    if len(ranks) == _NUM_GPT2_RANKS:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        return TokenizerParts(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in _LLAMA3_SPECIAL_TOKENS]
     )
@@ -233,8 +321,8 @@ def _prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
     """A sentencepiece BPE model with byte fallback, as Llama 2's `tokenizer.model`."""
     try:
-        pieces = list(_sentencepiece_pieces(content))
-        unsupported = _unsupported_sentencepiece(content)
+        pieces = list(sentencepiece_pieces(content))
+        unsupported = unsupported_features(content)
     except (IndexError, ValueError) as error:
         raise TokenizerError(
             f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
@@ -294,70 +382,16 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
 
 
-def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
-    """(piece, score, type) of each entry of a sentencepiece `ModelProto`.
+def require_unicode(text: str) -> None:
+    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments.
 
-    Read from the wire format alone (field 1 = pieces; in each 1 = text, 2 = score, 3 = type),
-    so that no protobuf runtime is needed. Types: 1 normal, 2 unknown, 3 control,
-    4 user-defined, 6 byte.
+    Raises:
+        InputError: the text holds half of a surrogate pair, which is no character.
     """
-    for field, value in _protobuf_fields(content):
-        if field == 1 and isinstance(value, bytes):
-            entry = dict(_protobuf_fields(value))
-            text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
-            if not isinstance(text, bytes) or not isinstance(score, bytes) or kind not in range(7):
-                raise ValueError("not a sentencepiece entry")
-            yield text.decode("utf-8"), struct.unpack("<f", score)[0], cast(int, kind)
-
-
-def _unsupported_sentencepiece(content: bytes) -> list[str]:
-    """What the `ModelProto` asks for that would give other ids here than in sentencepiece.
-
-    Field 2 = trainer: 3 model type (1 unigram, 2 BPE), 24 white space at the end of words;
-    field 3 = normalizer: 2 character map, 3 space before the text, 4 join repeated spaces.
-    An absent field means what sentencepiece's own default is.
-    """
-    parts = dict(_protobuf_fields(content))
-    trainer, normalizer = (
-        dict(_protobuf_fields(part)) if isinstance(part, bytes) else {}
-        for part in (parts.get(2), parts.get(3))
-    )
-    checks = {
-        "a model type other than BPE": trainer.get(3, 1) != 2,
-        "white space at the end of words": trainer.get(24, 0) != 0,
-        "a map of characters": normalizer.get(2, b"") != b"",
-        "no space before the text": normalizer.get(3, 1) != 1,
-        "repeated spaces joined": normalizer.get(4, 1) != 0,
-    }
-    return [what for what, asked in checks.items() if asked]
-
-
-def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) pairs of one protobuf message."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = content[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-            if shift > 63:
-                raise ValueError("varint too long")
-
-    while position < len(content):
-        key = varint()
-        field, wire_type = key >> 3, key & 7
-        if wire_type == 0:
-            yield field, varint()
-            continue
-        sizes = {1: 8, 5: 4}
-        size = varint() if wire_type == 2 else sizes.get(wire_type)
-        if size is None or position + size > len(content):
-            raise ValueError("not a protobuf message")
-        yield field, content[position : position + size]
-        position += size
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text is not valid Unicode at character {error.start}: "
+            f"{text[max(error.start - 10, 0) : error.start + 1]!a}"
+        ) from None

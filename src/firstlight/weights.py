@@ -274,8 +274,7 @@ def load_weights(
         ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
             shape, not floating-point, or a tied head of its own (all named).
     """
-    expected = file_tensors(model)
-    stored, tied_head = _fitting(stored_tensors(folder), expected, model, folder)
+    stored, tied_head = _fitting(model, folder)
     embedding = embedding_name(model)
     dtype = dtype or stored[embedding].dtype
     model.to(dtype)
@@ -283,19 +282,39 @@ def load_weights(
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     if tied_head is not None and not tied_head.equals(file_tensors(model)[embedding].cpu()):
-        raise ModelError(
-            f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
-        )
+        raise _not_tied(folder, embedding)
 
 
-def _fitting(
-    stored: dict[str, StoredTensor], expected: Mapping[str, Tensor], model: Model, folder: Path
-) -> tuple[dict[str, StoredTensor], StoredTensor | None]:
+def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by the names of `file_tensors`.
+
+    Args:
+        model: of that folder's config; on the meta device will do.
+        folder: one safetensors file, or several with an index.
+
+    Raises:
+        ModelError: as `load_weights`.
+    """
+    stored, head = _fitting(model, folder)
+    embedding = embedding_name(model)
+    if head is not None and not head.equals(open_mapped(stored)[embedding]):
+        raise _not_tied(folder, embedding)
+    return stored
+
+
+def _not_tied(folder: Path, embedding: str) -> ModelError:
+    return ModelError(
+        f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
+    )
+
+
+def _fitting(model: Model, folder: Path) -> tuple[dict[str, StoredTensor], StoredTensor | None]:
     """The stored tensors by the model's names, and a tied head that was stored all the same.
 
     Raises:
         ModelError: they are not the model's, by name.
     """
+    expected, stored = file_tensors(model), stored_tensors(folder)
     if "transformer.wte.weight" in expected and "wte.weight" in stored:
         stored = {
             name if name.startswith("lm_head.") else f"transformer.{name}": tensor
@@ -334,7 +353,7 @@ def _load_sequentially(
 
 
 def _load_mapped(model: Model, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
-    mapped = _open_all(stored)
+    mapped = open_mapped(stored)
     parameters = dict(model.named_parameters())
     whole = {
         name: tensor
@@ -357,7 +376,7 @@ def _load_mapped(model: Model, stored: Mapping[str, StoredTensor], device: torch
 
 def _load_straight(model: Model, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
     # Copies, so that all of them are in memory at once and not only mapped there.
-    read = {name: tensor.clone() for name, tensor in _open_all(stored).items()}
+    read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
     _allocate(model, device)
     for name, place in file_tensors(model).items():
         place.copy_(read[name])
@@ -371,6 +390,20 @@ _WAYS: dict[LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.devic
 LOADING_WAYS = tuple(_WAYS)
 
 
+def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Give a model on the meta device memory on the CPU and copies of tensors.
+
+    Args:
+        model: changed in place.
+        tensors: by the names of `file_tensors`.
+        dtype: of the parameters.
+    """
+    model.to(dtype)
+    _allocate(model, torch.device("cpu"))
+    for name, place in file_tensors(model).items():
+        place.copy_(tensors[name])
+
+
 def _allocate(model: Model, device: torch.device) -> None:
     """Memory for a meta-device model; the rows that pad its vocabulary are zero."""
     model.to_empty(device=device)
@@ -380,8 +413,9 @@ def _allocate(model: Model, device: torch.device) -> None:
             parameter.detach()[model.config.vocab_size :].zero_()
 
 
-def _open_all(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by the names given, mapped into memory."""
+def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors by the names given: the files, mapped into memory, which must not change
+    while they are used."""
     by_place: dict[tuple[Path, int], Tensor] = {}
     for path in sorted({tensor.path for tensor in stored.values()}):
         header = read_header(path)

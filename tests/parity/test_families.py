@@ -62,7 +62,8 @@ def losses_with_gradients(own: Model, theirs: Any, seed: int) -> tuple[float, An
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm() / other.norm())
 
 
 def largest_gradient_difference(own: Model, theirs: Any) -> float:

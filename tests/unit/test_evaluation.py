@@ -23,9 +23,10 @@ from firstlight.evaluation.perplexity import (
     evaluate_split,
     evaluation_rows,
 )
-from firstlight.huggingface import LoadedModel, model_files, weights_to_save
+from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.weights import weights_to_save
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")

@@ -17,15 +17,10 @@ from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError, TokenizerError
 from firstlight.hub import find_model_folder
-from firstlight.huggingface import (
-    load_model,
-    model_files,
-    read_config,
-    weight_dtypes,
-    weights_to_save,
-)
+from firstlight.huggingface import load_model, model_files, read_config
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights import weight_dtypes, weights_to_save
 
 LLAMA = LlamaConfig(
     vocab_size=330,
@@ -278,12 +273,12 @@ def test_a_folder_without_config_json_is_no_model(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
 
 
-@pytest.mark.parametrize("family", ["mistral", "LLAMA", None, ["llama"], {}])
+@pytest.mark.parametrize("family", ["mamba", "LLAMA", None, ["llama"], {}])
 def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
-        "(supported: gpt2, llama)"
+        "(supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)"
     )
 
 

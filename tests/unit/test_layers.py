@@ -29,6 +29,7 @@ _LAYERS = {
     "efficiency": 2,
     "hub": 2,
     "weights": 2,
+    "vocabulary": 2,
     "huggingface": 2,
     "checkpoint": 2,
     "training": 3,
@@ -202,6 +203,10 @@ def test_nothing_that_runs_what_it_reads_is_used(path: Path) -> None:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
+        if called == "torch.load" and module_name(path) == "firstlight.conversion.foreign":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert given["weights_only"] == "True", f"{path}:{node.lineno}"
+            continue
         assert called not in ("eval", "exec", "torch.load", "torch.save", "np.load"), (
             f"{path}:{node.lineno} calls {called}"
         )

@@ -122,19 +122,6 @@ def test_gpt2_files_give_the_ids_of_transformers(
     assert ours.decode(ids) == text
 
 
-@pytest.mark.parametrize("name", ["tinyshakespeare.txt", "wikitext2-valid.txt"])
-def test_real_texts_give_the_ids_of_the_real_libraries(
-    shared: Path,
-    real_llama3: tuple[Tokenizer, tiktoken.Encoding],
-    real_llama2: tuple[Tokenizer, sentencepiece.SentencePieceProcessor],
-    name: str,
-) -> None:
-    text = (shared / "data" / name).read_text(encoding="utf-8")[:300_000]
-    assert real_llama3[0].encode(text) == real_llama3[1].encode_ordinary(text)
-    assert real_llama2[0].encode(text) == real_llama2[1].encode(text)
-    assert real_llama3[0].decode(real_llama3[0].encode(text)) == text
-
-
 def test_the_real_special_tokens_have_their_published_ids(
     real_llama3: tuple[Tokenizer, tiktoken.Encoding],
     real_llama2: tuple[Tokenizer, sentencepiece.SentencePieceProcessor],

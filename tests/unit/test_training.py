@@ -23,13 +23,14 @@ from firstlight.errors import (
     StorageError,
     TrainingError,
 )
-from firstlight.huggingface import WEIGHTS_NAME, load_model
+from firstlight.huggingface import load_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.report import draw_report
+from firstlight.weights import WEIGHTS_NAME
 
 _KEYS = {
     "step",

@@ -12,6 +12,7 @@ from firstlight.cli.output import human_bytes, say_rows, with_json
 
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
+    from firstlight.tokenizer import Tokenizer
 
 
 @click.command("info")
@@ -61,49 +62,51 @@ def _machine() -> dict[str, Any]:
 
 
 def _model(checkpoint: str) -> dict[str, Any]:
-    import torch
-
     from firstlight.checkpoint import resolve_model_folder, trained_on
     from firstlight.huggingface import read_config, tokenizer_of
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
-    from firstlight.weights import weight_dtypes
+    from firstlight.weights import fitting_tensors
 
     folder = resolve_model_folder(checkpoint)
     config = read_config(folder)
-    count = count_parameters(meta_model(config))
+    model = meta_model(config)
+    count = count_parameters(model)
+    stored = fitting_tensors(model, folder)
+    dtype = stored[next(iter(stored))].dtype
     tokenizer = tokenizer_of(folder)
-    parts = {
-        name: getattr(count, name) for name in ("embedding", "attention", "mlp", "norm", "head")
-    }
-    cache = cache_bytes_per_token(config, torch.float32)
+    cache = cache_bytes_per_token(config, dtype)
     context = config.max_position_embeddings
-    inference = 4 * count.total + cache * context
-    # fp32 weights, gradients and AdamW's two moments; activations come on top.
-    training = 16 * count.total
     result = {
         "folder": str(folder),
         "model_type": config.model_type,
         "parameters": count.total,
-        "parameters_by_part": parts,
-        "dtypes": weight_dtypes(folder),
+        "active_parameters": count.active,
+        "parameters_by_part": count.by_part,
+        "dtypes": sorted({tensor.kind for tensor in stored.values()}),
         "config": config.model_dump(),
         "max_position_embeddings": context,
-        "tokenizer": None
-        if tokenizer is None
-        else {
-            "vocab_size": tokenizer.vocab_size,
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "chat_template": "chat_template" in tokenizer.config,
-            "sha256": tokenizer.fingerprint,
-        },
+        "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
-        "inference_bytes": inference,
-        "training_state_bytes": training,
+        "inference_bytes": dtype.itemsize * count.total + cache * context,
+        # fp32 weights, gradients and AdamW's two moments; activations come on top.
+        "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }
     _say_model(result, config)
     return result
+
+
+def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "kind": type(tokenizer.backend.model).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "special_tokens": len(tokenizer.special_token_ids),
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "add_bos": tokenizer.add_bos,
+        "chat_template": tokenizer.chat_template,
+        "sha256": tokenizer.fingerprint,
+    }
 
 
 def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
@@ -112,29 +115,43 @@ def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
         f"{config.num_hidden_layers} layers, {config.hidden_size} wide, "
         f"{config.num_attention_heads} heads ({config.num_key_value_heads} for keys and values)"
     )
+    total, active = result["parameters"], result["active_parameters"]
+    dtypes = ", ".join(result["dtypes"])
     say_rows(
         [
             ("folder", result["folder"]),
             ("family", f"{config.model_type}: {shape}"),
-            ("parameters", f"{result['parameters']:,}"),
+            ("parameters", f"{total:,}" + (f", {active:,} a token" if active < total else "")),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
-            ("weights", ", ".join(result["dtypes"])),
+            ("weights", dtypes),
             ("context", f"{config.max_position_embeddings:,} tokens"),
             ("tied head", "yes" if config.tie_word_embeddings else "no"),
-            (
-                "tokenizer",
-                "none"
-                if tokenizer is None
-                else f"{tokenizer['vocab_size']:,} tokens, bos {tokenizer['bos_token']}, "
-                f"eos {tokenizer['eos_token']}",
-            ),
+            *_tokenizer_rows(tokenizer),
             (
                 "memory to generate",
-                f"{human_bytes(result['inference_bytes'])} in fp32 with a full cache",
+                f"{human_bytes(result['inference_bytes'])} in {dtypes}: the weights, and a cache "
+                f"of {human_bytes(result['cache_bytes_per_token'])} a token for the whole context",
             ),
             (
                 "memory to train",
-                f"{human_bytes(result['training_state_bytes'])} with AdamW, and the activations",
+                f"{human_bytes(result['training_state_bytes'])} in fp32: weights, gradients and "
+                "AdamW's moments; the activations come on top",
             ),
         ]
     )
+
+
+def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]]:
+    if tokenizer is None:
+        return [("tokenizer", "none"), ("chat template", "none")]
+    described = (
+        f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens "
+        f"({tokenizer['special_tokens']:,} special), bos {tokenizer['bos_token']}"
+        f"{' before every text' if tokenizer['add_bos'] else ''}, eos {tokenizer['eos_token']}"
+    )
+    template = tokenizer["chat_template"]
+    first = "none" if template is None else " ".join(template.split())
+    return [
+        ("tokenizer", described),
+        ("chat template", first if len(first) <= 70 else f"{first[:70]}..."),
+    ]

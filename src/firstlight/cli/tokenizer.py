@@ -1,4 +1,4 @@
-"""`firstlight tokenizer train`."""
+"""`firstlight tokenizer train`, `firstlight tokenizer extend`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from firstlight.console import say
 
 if TYPE_CHECKING:
     from firstlight.data.sources import Document, Rejected
+    from firstlight.tokenizer import Tokenizer
 
 
 @click.group("tokenizer")
 def tokenizer_group() -> None:
-    """Train a tokenizer."""
+    """Train a tokenizer, or extend one by special tokens and a chat template."""
 
 
 @tokenizer_group.command("train")
@@ -71,3 +72,98 @@ def _count_texts(entries: Iterable[Document | Rejected], counts: dict[str, int])
             yield entry.text
         else:
             counts["rejected"] += 1
+
+
+class _ManyTokens(click.Command):
+    """Lets `--add A B` stand for `--add A --add B`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        adding = False
+        for word, following in zip(args, [*args[1:], None], strict=True):
+            if word == "--add" and (following is None or following.startswith("-")):
+                raise click.UsageError("--add needs a token; one that begins with - as --add=-x")
+            if word.startswith("-"):
+                adding = word.split("=")[0] == "--add"
+            elif adding and spread[-1] != "--add":
+                spread.append("--add")
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+@tokenizer_group.command("extend", cls=_ManyTokens)
+@click.argument("source", type=click.Path(path_type=Path), required=False, metavar="DIR")
+@click.option("--add", multiple=True, metavar="TOKEN...", help="New special tokens.")
+@click.option("--chat-template", metavar="NAME", help="chatml, llama2, llama3 or a .jinja file.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@with_json
+def extend_command(
+    source: Path | None,
+    add: tuple[str, ...],
+    chat_template: str | None,
+    out: Path,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Add special tokens, a chat template or both to a tokenizer and write it into --out.
+
+    DIR is a tokenizer's folder or file, or a model's folder, and stands before --add. The new
+    tokens get the ids after the last one; every text keeps the ids it had. Tokens that a
+    built-in chat template needs are added as well.
+    """
+    from firstlight.files import new_folder, require_free
+    from firstlight.tokenizer import Tokenizer
+
+    if source is None:
+        raise click.UsageError(
+            "DIR is missing: it stands before --add, since every word after --add is a token"
+        )
+    if not add and chat_template is None:
+        raise click.UsageError("nothing to do: give --add TOKEN..., --chat-template or both")
+    require_free(out, "folder", "choose another --out")
+    before = Tokenizer.from_pretrained(source)
+    template, needed = _chat_template(chat_template, before, add)
+    after = before.extended([*add, *needed], template)
+    with new_folder(out) as folder:
+        after.save_pretrained(folder)
+    if needed:
+        say(f"added what the chat template {chat_template} needs: {' '.join(needed)}")
+    added = {token: after.special_tokens[token] for token in [*add, *needed]}
+    say(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
+    if (source / "config.json").is_file():
+        say(
+            "only the tokenizer was written: the model grows when `firstlight train --init-from "
+            f"{source}` runs on data that was prepared with --tokenizer {out}"
+        )
+    return {
+        "out": str(out),
+        "vocab_size": after.vocab_size,
+        "added": added,
+        "chat_template": after.chat_template is not None,
+        "tokenizer_sha256": after.fingerprint,
+    }
+
+
+def _chat_template(
+    name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
+) -> tuple[str | None, list[str]]:
+    """The template that --chat-template means, and the tokens it needs beyond those there are."""
+    if name is None:
+        return None, []
+    from firstlight.chat_template import CHAT_TEMPLATES, required_tokens
+    from firstlight.errors import InputError, describe_os_error
+
+    if name in CHAT_TEMPLATES:
+        there = {*tokenizer.special_tokens, *add}
+        return CHAT_TEMPLATES[name], [t for t in required_tokens(name) if t not in there]
+    try:
+        return Path(name).read_text(encoding="utf-8"), []
+    except FileNotFoundError:
+        raise InputError(
+            f"--chat-template {name} is neither {', '.join(CHAT_TEMPLATES)} nor a file"
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"--chat-template {name} can't be read: {describe_os_error(error)}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--chat-template {name} is not UTF-8: {error}") from error

@@ -16,17 +16,17 @@ from firstlight.models import GPT2Config, Model, ModelConfig, MoEConfig, build_m
 class ParameterCount:
     """Numbers of parameters; a tied head counts once, under `embedding`.
 
-    `active` is how many a token passes through: all but the experts that it doesn't visit.
+    `idle` are those, among the experts', that a token doesn't pass through.
     """
 
     embedding: int
     attention: int
     mlp: int
-    experts: int
-    router: int
     norm: int
     head: int
-    active: int
+    experts: int = 0
+    router: int = 0
+    idle: int = 0
 
     @property
     def by_part(self) -> dict[str, int]:
@@ -37,6 +37,11 @@ class ParameterCount:
     def total(self) -> int:
         """All parameters."""
         return sum(self.by_part.values())
+
+    @property
+    def active(self) -> int:
+        """The parameters that a token passes through."""
+        return self.total - self.idle
 
 
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
@@ -54,7 +59,7 @@ def count_parameters(model: Model) -> ParameterCount:
     for name, parameter in model.named_parameters():
         counts[_part_of(name)] += parameter.numel()
     idle = round(counts["experts"] * (1 - _visited_share(model.config)))
-    return ParameterCount(**counts, active=sum(counts.values()) - idle)
+    return ParameterCount(**counts, idle=idle)
 
 
 def _part_of(name: str) -> str:
@@ -99,7 +104,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
     for layer in range(config.num_hidden_layers):
         window = None if isinstance(config, GPT2Config) else config.window(layer)
         width = min(window or seq_len, seq_len)
-        seen += width - width * width / (2 * seq_len)
+        seen += width - width * width / (2 * max(seq_len, 1))
     return 6.0 * matrix_weights + 12.0 * config.num_attention_heads * config.head_dim * seen
 
 

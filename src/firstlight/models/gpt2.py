@@ -8,6 +8,7 @@ the names that all families share (`hidden_size`); `config.json` has GPT-2's own
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -93,7 +94,7 @@ class GPT2Config(BaseModel):
         return self
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> GPT2Config:
+    def from_hf(cls, config: Mapping[str, Any]) -> GPT2Config:
         """From a Hugging Face `config.json`.
 
         Raises:

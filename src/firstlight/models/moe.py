@@ -6,6 +6,8 @@ F width inside an expert, M = N * K visits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,18 +72,71 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
     be used, one product an expert over its own rows.
     """
-    device = x_MC.device.type
-    dtype = weight_EFC.dtype
+    dtype, device = weight_EFC.dtype, x_MC.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    x_MC, weight_EFC = x_MC.to(dtype), weight_EFC.to(dtype)
-    aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
-    has_kernel = dtype == torch.bfloat16 or (device == "cpu" and dtype == torch.float32)
-    if aligned and has_kernel and device in ("cpu", "cuda"):
-        return F.grouped_mm(x_MC, weight_EFC.transpose(1, 2), offs=ends_E.int())
-    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    blocks = zip(torch.split(x_MC, counts), weight_EFC.unbind(0), strict=True)
+    product: Tensor = _grouped_linear(x_MC.to(dtype), weight_EFC.to(dtype), ends_E.int())
+    return product
+
+
+# An operator of its own, since torch.compile knows the shapes of torch's for bf16 only.
+@torch.library.custom_op("firstlight::grouped_linear", mutates_args=())
+def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
+    if _has_kernel(weight_EFC):
+        return F.grouped_mm(x_MC, weight_EFC.transpose(1, 2), offs=ends_E)
+    blocks = zip(_split(x_MC, ends_E), weight_EFC.unbind(0), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in blocks])
+
+
+@_grouped_linear.register_fake
+def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
+    return x_MC.new_empty(x_MC.shape[0], weight_EFC.shape[1])
+
+
+@torch.library.custom_op("firstlight::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_MF = grad_MF.contiguous()
+    if _has_kernel(weight_EFC):
+        grad_x_MC = F.grouped_mm(grad_MF, weight_EFC, offs=ends_E)
+        return grad_x_MC, F.grouped_mm(grad_MF.transpose(0, 1), x_MC, offs=ends_E)
+    blocks = list(
+        zip(_split(grad_MF, ends_E), _split(x_MC, ends_E), weight_EFC.unbind(0), strict=True)
+    )
+    return (
+        torch.cat([grad @ weight for grad, _, weight in blocks]),
+        torch.stack([grad.T @ rows for grad, rows, _ in blocks]),
+    )
+
+
+@_grouped_linear_backward.register_fake
+def _(grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_MC), torch.empty_like(weight_EFC)
+
+
+def _backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:
+    grad_x_MC, grad_weight_EFC = _grouped_linear_backward(grad_MF, *ctx.saved_tensors)
+    return grad_x_MC, grad_weight_EFC, None
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def _has_kernel(weight_EFC: Tensor) -> bool:
+    dtype, device = weight_EFC.dtype, weight_EFC.device.type
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
+    known = dtype == torch.bfloat16 or (device == "cpu" and dtype == torch.float32)
+    return aligned and known and device in ("cpu", "cuda")
+
+
+def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
+    """Each expert's rows."""
+    return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 
 class RouterStatistics:

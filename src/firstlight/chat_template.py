@@ -1,0 +1,197 @@
+"""Chat templates: a conversation as the one text that a model was, or will be, trained on.
+
+A template is Jinja, in the dialect of Hugging Face's chat templates. Here are those that come
+with firstlight, and what goes into a template; `chat_sandbox` renders it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from firstlight.chat_sandbox import check_template, render
+from firstlight.errors import InputError
+
+__all__ = ["CHAT_TEMPLATES", "chat_pieces", "check_template", "render_chat", "required_tokens"]
+
+#: OpenAI's ChatML: no token before the first turn.
+_CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+#: meta-llama/llama `llama/generation.py`: the system message stands inside the first user turn.
+_LLAMA2 = """\
+{%- set system = '' -%}
+{%- set turns = messages -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' -%}
+    {%- set turns = messages[1:] -%}
+    {%- if not turns -%}
+        {{- raise_exception('a system message needs a user message after it') -}}
+    {%- endif -%}
+{%- endif -%}
+{%- for message in turns -%}
+    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
+        {{- raise_exception('after the system message, if any, user and assistant take turns, '
+                            ~ 'user first') -}}
+    {%- endif -%}
+    {%- if message.role == 'user' -%}
+        {%- set content = ((system if loop.first else '') ~ message.content) | trim -%}
+        {{- bos_token -}}{{- '[INST] ' ~ content ~ ' [/INST]' -}}
+    {%- else -%}
+        {{- ' ' ~ message.content | trim ~ ' ' -}}{{- eos_token -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+#: meta-llama/llama3 `llama/tokenizer.py` (ChatFormat).
+_LLAMA3 = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' -}}
+    {{- message.content | trim ~ '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+
+#: The templates that come with firstlight, by name.
+CHAT_TEMPLATES: dict[str, str] = {"chatml": _CHATML, "llama2": _LLAMA2, "llama3": _LLAMA3}
+
+_REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    # [INST] and <<SYS>> are plain text; the turns end with whatever eos_token is.
+    "llama2": (),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+
+
+def required_tokens(name: str) -> tuple[str, ...]:
+    """The special tokens that the built-in template `name` writes, besides bos and eos."""
+    return _REQUIRED_TOKENS[name]
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of a conversation, the same that transformers' `apply_chat_template` makes.
+
+    Args:
+        template: Jinja.
+        messages: objects with `role` and `content`, both texts; further entries, as plain JSON,
+            are the template's to use.
+        variables: further names that the template may use: `bos_token` and the like.
+        add_generation_prompt: end with the beginning of the assistant's next turn.
+
+    Raises:
+        InputError: the messages are something else, or the template refuses them.
+        TokenizerError: the template doesn't compile, fails or does what it may not.
+    """
+    plain = _plain_messages(messages)
+    return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
+
+
+def chat_pieces(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    special_tokens: Sequence[str],
+    *,
+    add_generation_prompt: bool = False,
+) -> Iterator[tuple[str, bool]]:
+    """The text of `render_chat` cut into (text, whether it is a special token).
+
+    Only what the template writes can be a special token; the same characters in a message are
+    text. Where a template asks whether a message holds a special token's name, it is told so
+    only if it looks for the name within a text (`in`, `split`), not at its ends.
+
+    Raises:
+        InputError, TokenizerError: as `render_chat`.
+    """
+    marked, pattern = _protected(_plain_messages(messages), special_tokens, template)
+    text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
+    position, pending = 0, ""
+    for match in pattern.finditer(text):
+        pending += text[position : match.start()] + (match["text"] or "")
+        position = match.end()
+        if match["special"]:
+            if pending:
+                yield pending, False
+            yield match["special"], True
+            pending = ""
+    if pending or position < len(text):
+        yield pending + text[position:], False
+
+
+def _plain_messages(messages: object) -> list[dict[str, Any]]:
+    """A copy of `messages` as plain JSON data, entries that are None left out."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InputError(
+            "messages must be a list of one or more objects with role and content, "
+            f"not {_described(messages)}"
+        )
+    plain = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InputError(f"messages[{number}] must be an object with role and content")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise InputError(f"messages[{number}].{name} must be a text")
+        try:
+            # What methods an object may have, the template never sees more than its JSON.
+            copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
+            json.dumps(copy, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError(f"messages[{number}] is not valid Unicode") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"messages[{number}] is not JSON: {error}") from error
+        plain.append(copy)
+    return plain
+
+
+def _described(messages: object) -> str:
+    if isinstance(messages, list | tuple):
+        return "an empty list"
+    return f"a {type(messages).__name__}"
+
+
+def _protected(
+    messages: list[dict[str, Any]], tokens: Sequence[str], template: str
+) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
+    """Messages in which the names of special tokens are marked as text.
+
+    Returns:
+        (messages, pattern): `pattern`, searched in what a template makes of these messages,
+        finds special tokens that the template wrote (group "special"), marked text (group
+        "text"), and marks that a template has torn off their text (neither group).
+    """
+    used = set(template).union(json.dumps(messages, ensure_ascii=False))
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+    before, after = next(free), next(free)
+    # Longest first, so that a token wins over those it contains.
+    names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
+    special = re.compile(names)
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            return special.sub(lambda match: f"{before}{match[0]}{after}", value)
+        if isinstance(value, list):
+            return [mark(item) for item in value]
+        if isinstance(value, dict):
+            return {key: mark(item) for key, item in value.items()}
+        return value
+
+    pattern = rf"{before}(?P<text>{names}){after}|(?P<special>{names})|[{before}{after}]"
+    return [mark(message) for message in messages], re.compile(pattern)

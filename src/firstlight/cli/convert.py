@@ -1,0 +1,77 @@
+"""`firstlight convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from firstlight.cli.output import say_rows, with_json
+from firstlight.console import say
+
+
+@click.command("convert")
+@click.argument("source", metavar="SRC")
+@click.option("--to", type=click.Choice(["hf", "gguf"]), default="hf", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="auto keeps the source's; f32, f16, bf16, and for GGUF q8_0.",
+)
+@click.option("--tokenizer", help="A tokenizer's folder or file, in place of the source's.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="JSON with what a .pt or .pth file doesn't say, as in a Hugging Face config.json.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Greatest difference of two logits that passes, as a share of the largest.",
+)
+@with_json
+def convert_command(
+    source: str,
+    to: str,
+    out: Path,
+    dtype: str,
+    tokenizer: str | None,
+    config: Path | None,
+    tolerance: float | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Convert a model and check that the result computes what the source does.
+
+    SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or a file: nanoGPT's
+    ckpt.pt, or a model.pth of LLMs-from-scratch. A result whose logits on a fixed prompt, or
+    whose chat template on a fixed conversation, is not the source's is not written.
+    """
+    from firstlight.conversion.convert import convert
+
+    result = convert(
+        source,
+        out,
+        to=to,  # type: ignore[arg-type]
+        dtype=dtype,
+        tokenizer=tokenizer,
+        config=config,
+        tolerance=tolerance,
+    )
+    for note in result.notes:
+        say(f"note: {note}")
+    difference, largest = result.largest_difference, result.largest_logit
+    say_rows(
+        [
+            ("source", f"{result.program}, {result.model_type}"),
+            ("written", result.file or result.out),
+            ("parameters", f"{result.parameters:,} in {result.dtype}"),
+            ("logits", f"differ by up to {difference:.3g} (the largest is {largest:.3g})"),
+            ("chat template", "renders alike in both" if result.has_chat_template else "none"),
+        ]
+    )
+    values = dataclasses.asdict(result)
+    return {**values, "out": str(result.out), "file": str(result.file) if result.file else None}

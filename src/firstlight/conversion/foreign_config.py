@@ -1,0 +1,259 @@
+"""The config.json of another program's model: what its file says, what the caller does, the rest.
+
+What a file says can't be contradicted; what nobody says is filled in as its program does, and
+noted, or asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from firstlight.errors import ModelError, nearest
+from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.models.ops import rope_frequencies
+
+_AnyConfig = TypeVar("_AnyConfig", GPT2Config, LlamaConfig)
+
+#: In GPT-2's config.json some keys have a second name.
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+_GPT2_KEYS = {
+    *_GPT2_ALIASES.values(),
+    *("n_ctx", "vocab_size", "tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
+    *("embd_pdrop", "attn_pdrop", "resid_pdrop", "scale_attn_weights", "initializer_range"),
+    *("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "task_specific_params"),
+}
+_LLAMA_KEYS = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("rope_parameters", "rope_theta", "rope_scaling", "tie_word_embeddings", "hidden_act"),
+    *("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "pretraining_tp"),
+}
+#: What any config.json may hold beside the model's shape.
+_OTHER_KEYS = {
+    *("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    *("dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+}
+#: The tokenizer's to say: without these, Hugging Face's classes take ids of their own models.
+_NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the tensors say of a model.
+
+    Attributes:
+        sizes: by the letters of foreign_names.
+        layers: how many there are.
+        tied: whether head and embedding are the same.
+    """
+
+    sizes: Mapping[str, int]
+    layers: int
+    tied: bool
+
+
+def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The caller's config, by the keys' first names; null is as good as absent.
+
+    Raises:
+        ModelError: a key means nothing.
+    """
+    is_gpt2 = model_type == "gpt2"
+    known = _OTHER_KEYS | (_GPT2_KEYS | set(_GPT2_ALIASES) if is_gpt2 else _LLAMA_KEYS)
+    given = {}
+    for name, value in config.items():
+        # GPT-2's own config.json has a dozen settings of an old classification head.
+        if name not in known and not name.startswith("summary_"):
+            raise ModelError(
+                f"{path} is a {model_type} model, and a config.json of that kind "
+                f"has no key '{name}'{nearest(name, known)}"
+            )
+        if value is not None:
+            given[_GPT2_ALIASES.get(name, name) if is_gpt2 else name] = value
+    return given
+
+
+def _merged(
+    path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
+) -> dict[str, Any]:
+    """All three, of which `found`, what the file says, may not be contradicted."""
+    for key in found.keys() & given.keys():
+        if given[key] != found[key]:
+            raise ModelError(
+                f"{path} has {key} {found[key]!r}, and the config given says {given[key]!r}"
+            )
+    return {**assumed, **given, **found}
+
+
+def gpt2_config(
+    path: Path,
+    shape: Shape,
+    given: dict[str, Any],
+    model_args: Mapping[str, Any] | None,
+    activation: str,
+) -> tuple[dict[str, Any], list[str]]:
+    """The config.json of a GPT-2, and notes of what was filled in.
+
+    Args:
+        path: the file, for messages.
+        shape: what its tensors say.
+        given: what the caller says.
+        model_args: what nanoGPT's file says beside its tensors; None where it has none.
+        activation: what the program uses, in Hugging Face's words.
+
+    Raises:
+        ModelError: the three contradict each other, or the number of heads is unknown.
+    """
+    sizes, model_args, notes = shape.sizes, model_args or {}, []
+    found: dict[str, Any] = {
+        "model_type": "gpt2",
+        "vocab_size": sizes["V"],
+        "n_positions": sizes["P"],
+        "n_ctx": sizes["P"],
+        "n_embd": sizes["C"],
+        "n_inner": 4 * sizes["C"],
+        "n_layer": shape.layers,
+        "tie_word_embeddings": shape.tied,
+    }
+    for theirs in ("vocab_size", "block_size", "n_embd", "n_layer"):
+        ours = found["n_positions" if theirs == "block_size" else theirs]
+        if model_args.get(theirs, ours) != ours:
+            raise ModelError(
+                f"{path}: its model_args say {theirs} {model_args[theirs]!r}, its tensors {ours}"
+            )
+    if "n_head" in model_args:
+        found["n_head"] = model_args["n_head"]
+    dropout = model_args.get("dropout", 0.0)
+    assumed = {
+        **_NO_SPECIAL_TOKENS,
+        "activation_function": activation,
+        "layer_norm_epsilon": 1e-5,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout),
+    }
+    if "n_head" not in {**given, **found}:
+        assumed["n_head"] = _guess_heads(path, sizes["C"])
+        notes.append(
+            f"The file doesn't say how many heads there are: {assumed['n_head']} of size 64 were "
+            'taken (give "n_head" if that is wrong).'
+        )
+    config = _merged(path, assumed, given, found)
+    _check_heads(path, config["n_head"], "n_head", sizes["C"])
+    return {**config, **_checked(path, GPT2Config.from_hf, config).to_hf()}, notes
+
+
+def _guess_heads(path: Path, width: int) -> int:
+    """Heads of size 64, which all of OpenAI's GPT-2s have."""
+    if width % 64:
+        raise ModelError(
+            f"{path} doesn't say how many heads there are, and its width {width} is no multiple "
+            'of 64, the usual size of a head: give "n_head" in the config (--config FILE.json)'
+        )
+    return width // 64
+
+
+def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or width % heads:
+        raise ModelError(f"{path}: {key} is {heads!r}, expected a divisor of the width {width}")
+
+
+def llama_config(
+    path: Path, shape: Shape, given: dict[str, Any], sines: Tensor | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The config.json of a Llama of LLMs-from-scratch, and notes of what was filled in.
+
+    Args:
+        path: the file, for messages.
+        shape: what its tensors say.
+        given: what the caller says.
+        sines: the rotary table [positions, head size] that older models save in each layer.
+
+    Raises:
+        ModelError: heads, context or rotary base are unknown, or contradict the file.
+    """
+    sizes = shape.sizes
+    found: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": sizes["V"],
+        "hidden_size": sizes["C"],
+        "intermediate_size": sizes["F"],
+        "num_hidden_layers": shape.layers,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tied,
+    }
+    assumed: dict[str, Any] = {**_NO_SPECIAL_TOKENS, "rms_norm_eps": 1e-5}
+    if sines is not None:
+        if sines.dim() != 2 or 0 in sines.shape or sizes["C"] % sines.shape[1]:
+            raise ModelError(f"{path}: its rotary tables are {list(sines.shape)}, which can't be")
+        found["num_attention_heads"] = sizes["C"] // sines.shape[1]
+        assumed["max_position_embeddings"] = sines.shape[0]
+    config = _merged(path, assumed, given, found)
+    _check_llama_is_complete(path, config)
+    heads = config["num_attention_heads"]
+    _check_heads(path, heads, "num_attention_heads", sizes["C"])
+    head_dim = sizes["C"] // heads
+    if sizes["K"] % head_dim:
+        raise ModelError(
+            f"{path}: keys of width {sizes['K']} can't be heads of size {head_dim} "
+            f"(num_attention_heads {heads}): correct num_attention_heads"
+        )
+    found |= {"num_key_value_heads": sizes["K"] // head_dim, "head_dim": head_dim}
+    config = _merged(path, assumed, given, found)
+    checked = _checked(path, LlamaConfig.from_hf, config)
+    if sines is not None and len(sines) > 1:
+        _check_rope(path, checked, sines)
+    notes = []
+    if "rms_norm_eps" not in given:
+        notes.append("The norms' epsilon is taken to be 1e-05, as in LLMs-from-scratch.")
+    return {**config, **checked.to_hf()}, notes
+
+
+def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
+    missing = [k for k in ("num_attention_heads", "max_position_embeddings") if k not in config]
+    rope = config.get("rope_parameters")
+    if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
+        missing.append("rope_parameters (with rope_theta)")
+    if missing:
+        raise ModelError(
+            f"{path} doesn't say its {', '.join(missing)}: give them in the config "
+            '(--config FILE.json), such as {"num_attention_heads": 32, "max_position_embeddings": '
+            '8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}'
+        )
+
+
+def _checked(
+    path: Path, from_hf: Callable[[dict[str, Any]], _AnyConfig], config: dict[str, Any]
+) -> _AnyConfig:
+    try:
+        return from_hf(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ModelError(f"{path}: config: {where}{message}") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path}: config: {error}") from error
+
+
+def _check_rope(path: Path, config: LlamaConfig, sines: Tensor) -> None:
+    """Compare with the tables that older models save in each layer; they may be of bfloat16."""
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    saved = sines[1, : len(frequencies)].float()
+    if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):
+        raise ModelError(
+            f"{path} holds rotary tables that rope_theta {config.rope_theta:g} with the config's "
+            "scaling doesn't give: correct rope_parameters"
+        )

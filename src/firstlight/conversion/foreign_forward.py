@@ -1,0 +1,199 @@
+"""Logits of other programs' models, from their own tensors, as their own code computes them.
+
+One side of a conversion's check. Nothing here knows Hugging Face's names and layout or this
+package's models, so that a tensor that was given the wrong name, put in the wrong order or left
+untransposed shows. What a program's code fixes is fixed here too, whatever a config says. All is
+computed in fp32, each weight cast as it is used, so that few of them are in memory at a time.
+
+Sources: those of foreign_names. Shapes: B batch, T positions, C width, H heads, K heads of keys
+and values, D size of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+#: In the code of all these programs, for norms of either kind.
+_EPSILON = 1e-5
+#: How many rows of a head, which is the largest tensor by far, are cast at a time.
+_HEAD_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a program calls a GPT's modules; those of a block without the block's own name."""
+
+    qkv: tuple[str, ...]
+    tokens: str
+    positions: str
+    block: str
+    norm_1: str
+    attended: str
+    norm_2: str
+    up: str
+    down: str
+    norm: str
+    head: str
+    scale: str = "weight"
+    shift: str = "bias"
+
+
+_NANOGPT = _Names(
+    ("attn.c_attn",),
+    *"transformer.wte transformer.wpe transformer.h.".split(),
+    *"ln_1 attn.c_proj ln_2 mlp.c_fc mlp.c_proj transformer.ln_f lm_head".split(),
+)
+_BOOK_FAST = _Names(
+    ("att.qkv",),
+    *"tok_emb pos_emb trf_blocks.".split(),
+    *"norm1 att.proj norm2 ff.layers.0 ff.layers.2 final_norm out_head".split(),
+)
+_BOOK = replace(
+    _BOOK_FAST,
+    qkv=("att.W_query", "att.W_key", "att.W_value"),
+    attended="att.out_proj",
+    scale="scale",
+    shift="shift",
+)
+
+
+def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, *, tanh_gelu: bool = False) -> Tensor:
+    """Logits [B, T, V], fp32, of nanoGPT's GPT for `ids`, int64 [B, T].
+
+    Args:
+        weights: its state_dict; biases may be missing.
+        heads: how many heads there are.
+        ids: of the vocabulary, and T no more than the positions: else torch's IndexError.
+        tanh_gelu: the tanh form of GELU, nanoGPT's before May 2023; else the exact one.
+    """
+    return _gpt_logits(weights, _NANOGPT, heads, ids, "tanh" if tanh_gelu else "none")
+
+
+def book_gpt_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
+    """Logits of LLMs-from-scratch's GPTModel or GPTModelFast; all as for `nanogpt_logits`."""
+    names = _BOOK_FAST if "trf_blocks.0.att.qkv.weight" in weights else _BOOK
+    return _gpt_logits(weights, names, heads, ids, "tanh")
+
+
+@torch.no_grad()
+def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Logits [B, T, V], fp32, of LLMs-from-scratch's Llama2Model or Llama3Model.
+
+    Args:
+        weights: its state_dict, with the rotary tables that older ones hold: those in fp32 are
+            used, those that were rounded to less are computed again.
+        heads: how many query heads there are.
+        ids: int64 [B, T], below V.
+        rope: `rope_parameters` of a config.json; of the kinds of scaling the book's code knows
+            "llama3" alone, and so do these logits.
+    """
+    x = F.embedding(ids, weights["tok_emb.weight"]).float()
+    size = x.shape[-1] // heads
+    angles = torch.arange(ids.shape[1])[:, None] * _frequencies(size, rope).repeat(2)
+    for block in _blocks(weights, "trf_blocks.", "norm1.weight"):
+        cos = _table(weights, block + "att.cos", angles.cos())
+        sin = _table(weights, block + "att.sin", angles.sin())
+        y = _rms_norm(weights, block + "norm1", x)
+        q, k, v = (
+            _split(_linear(weights, f"{block}att.{name}", y), size)
+            for name in ("W_query", "W_key", "W_value")
+        )
+        y = _attend(_turned(q, cos, sin), _turned(k, cos, sin), v)
+        x = x + _linear(weights, block + "att.out_proj", y)
+        y = _rms_norm(weights, block + "norm2", x)
+        gate = F.silu(_linear(weights, block + "ff.fc1", y))
+        x = x + _linear(weights, block + "ff.fc3", gate * _linear(weights, block + "ff.fc2", y))
+    return _head(weights, "out_head", _rms_norm(weights, "final_norm", x))
+
+
+@torch.no_grad()
+def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: str) -> Tensor:
+    x = F.embedding(ids, weights[f"{names.tokens}.weight"]).float()
+    positions = torch.arange(ids.shape[1])
+    x = x + F.embedding(positions, weights[f"{names.positions}.weight"]).float()
+    for block in _blocks(weights, names.block, f"{names.norm_1}.{names.scale}"):
+        y = _layer_norm(weights, names, block + names.norm_1, x)
+        qkv = torch.cat([_linear(weights, block + name, y) for name in names.qkv], -1)
+        q, k, v = (_split(part, x.shape[-1] // heads) for part in qkv.chunk(3, -1))
+        x = x + _linear(weights, block + names.attended, _attend(q, k, v))
+        y = _layer_norm(weights, names, block + names.norm_2, x)
+        y = F.gelu(_linear(weights, block + names.up, y), approximate=gelu)
+        x = x + _linear(weights, block + names.down, y)
+    return _head(weights, names.head, _layer_norm(weights, names, names.norm, x))
+
+
+def _blocks(weights: Weights, prefix: str, first: str) -> Iterator[str]:
+    """Names of the blocks, such as "trf_blocks.0.", while they have a tensor called `first`."""
+    return takewhile(lambda block: block + first in weights, (f"{prefix}{i}." for i in count()))
+
+
+def _linear(weights: Weights, module: str, x: Tensor) -> Tensor:
+    bias = weights.get(f"{module}.bias")
+    return F.linear(x, weights[f"{module}.weight"].float(), None if bias is None else bias.float())
+
+
+def _head(weights: Weights, module: str, x: Tensor) -> Tensor:
+    parts = torch.split(weights[f"{module}.weight"], _HEAD_ROWS)
+    return torch.cat([F.linear(x, part.float()) for part in parts], -1)
+
+
+def _layer_norm(weights: Weights, names: _Names, module: str, x: Tensor) -> Tensor:
+    scale, shift = weights[f"{module}.{names.scale}"], weights.get(f"{module}.{names.shift}")
+    shift = None if shift is None else shift.float()
+    return F.layer_norm(x, scale.shape, scale.float(), shift, _EPSILON)
+
+
+def _rms_norm(weights: Weights, module: str, x: Tensor) -> Tensor:
+    root = (x.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
+    return x / root * weights[f"{module}.weight"].float()
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """[B, T, H x D] as [B, H, T, D]."""
+    return x.view(*x.shape[:2], -1, size).transpose(1, 2)
+
+
+def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+    """Causal attention, in which H / K neighbouring heads share keys and values; [B, T, C]."""
+    shared = q_BHTD.shape[1] // k_BKTD.shape[1]
+    k_BHTD, v_BHTD = (t.repeat_interleave(shared, dim=1) for t in (k_BKTD, v_BKTD))
+    scores = q_BHTD @ k_BHTD.transpose(2, 3) / math.sqrt(q_BHTD.shape[-1])
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    y_BHTD = scores.masked_fill(later, -math.inf).softmax(-1) @ v_BHTD
+    return y_BHTD.transpose(1, 2).flatten(2)
+
+
+def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
+    """Angle [D/2] by which each pair turns a position, slowed as in Llama 3.1 where rope says."""
+    frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    if rope["rope_type"] != "llama3":
+        return frequencies
+    # By how often a pair turns within the context of before it was stretched.
+    rounds = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((rounds - low) / (high - low)).clamp(0, 1)
+    return frequencies.mul(kept + (1 - kept) / rope["factor"])
+
+
+def _table(weights: Weights, name: str, computed: Tensor) -> Tensor:
+    """The first rows of a table [positions, D] in the file; `computed` if that has no fit one."""
+    saved = weights.get(name, computed)
+    rows = saved[: len(computed)] if saved.dim() == 2 else saved
+    return rows if rows.shape == computed.shape and rows.dtype == computed.dtype else computed
+
+
+def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (i, i + D/2) turned by their angles; the tables are [T, D]."""
+    half = x_BHTD.shape[-1] // 2
+    other = torch.cat((-x_BHTD[..., half:], x_BHTD[..., :half]), -1)
+    return x_BHTD * cos + other * sin

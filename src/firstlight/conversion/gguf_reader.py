@@ -1,0 +1,304 @@
+"""Read a GGUF file back into a Hugging Face config and tensors.
+
+All of llama.cpp's quantised formats can be read, though only four are written: the package
+gguf undoes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.conversion.gguf_file import KEPT, KEPT_KEYS, import_gguf
+from firstlight.conversion.gguf_layout import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    TensorRule,
+    rope_of,
+    shape_of,
+    tensor_rules,
+)
+from firstlight.conversion.gguf_parser import GGUFParser, StoredTensor
+from firstlight.errors import ModelError, describe_os_error
+
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+#: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """What a GGUF file holds.
+
+    Attributes:
+        config: Hugging Face's config.json as an object.
+        tensors: fp32, by their Hugging Face names; a tied head is absent.
+        tokens: every token's text by id; None where the file has no vocabulary.
+        chat_template: the Jinja template of a conversation, if there is one.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    tokens: list[str] | None
+    chat_template: str | None
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Read a model from a GGUF file.
+
+    Raises:
+        ModelError: the file can't be opened, is damaged or cut short, or holds a model of a
+            family or with settings that firstlight doesn't have.
+        MissingDependencyError: the package gguf is not installed.
+    """
+    import_gguf()
+    try:
+        with open(path, "rb") as file:
+            parser = GGUFParser(file, path.stat().st_size)
+            metadata, stored, data_start = parser.parse()
+            factors = None
+            if ROPE_FACTORS in stored:
+                factors = parser.tensor(ROPE_FACTORS, stored[ROPE_FACTORS], data_start)
+            config = _config_of(metadata, stored, factors)
+            shape = shape_of(config, tied=config["tie_word_embeddings"])
+            rules = list(tensor_rules(shape))
+            _check_names(rules, stored)
+            tensors = {}
+            for rule in rules:
+                values = parser.tensor(rule.gguf, stored[rule.gguf], data_start)
+                parts = values.unbind() if rule.stacked else (values,)
+                for source, part in zip(rule.sources, parts, strict=True):
+                    tensors[source] = rule.from_gguf(part).clone()
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: the file is damaged: a text is not UTF-8") from error
+    tokens, template = (
+        metadata.get("tokenizer.ggml.tokens"),
+        metadata.get("tokenizer.chat_template"),
+    )
+    return GGUFModel(
+        config=config,
+        tensors=tensors,
+        tokens=tokens if isinstance(tokens, list) else None,
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _check_names(rules: list[TensorRule], stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that are missing, misshapen, or that would be left out silently."""
+    expected = {rule.gguf: rule.gguf_shape for rule in rules}
+    wrong = [
+        f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - stored.keys())),
+        ("has unknown", sorted(stored.keys() - expected.keys() - {ROPE_FACTORS})),
+        ("has misshapen", wrong),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"the file {problem} tensors: {', '.join(names[:3])}{more}")
+
+
+class _Values:
+    """The metadata of one architecture, checked as it is asked for."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata = metadata
+        self.architecture = architecture
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A count; some files have a list of them, one a layer, which is not supported."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number, with the digits that fp32 keeps."""
+        value = self.get(key, default)
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
+        return float(str(np.float32(value)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it stands."""
+        return self._metadata.get(f"{self.architecture}.{key}", default)
+
+
+def _config_of(
+    metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Tensor | None
+) -> dict[str, Any]:
+    """Hugging Face's config.json of the model that the metadata describes.
+
+    `factors`: the rotary factors of Llama 3, if the file has them.
+    """
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES.values():
+        raise ModelError(
+            f"models of the architecture '{architecture}' are not supported "
+            f"(supported: {', '.join(dict.fromkeys(ARCHITECTURES.values()))})"
+        )
+    values = _Values(metadata, architecture)
+    kept = _kept(metadata, architecture)
+    layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
+    # Before any table of all tensors is made: a damaged count must not make it endless.
+    if embedding is None or layers > len(stored):
+        raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
+    config: dict[str, Any] = {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in stored,
+        **(_gpt2_config(values) if architecture == "gpt2" else _llama_config(values, stored)),
+    }
+    config |= {key: kept[key] for key in KEPT_KEYS if key in kept}
+    for name in ("bos_token_id", "eos_token_id"):
+        if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
+            config[name] = token_id
+    if architecture != "gpt2":
+        config |= _rope_config(values, kept, factors, config["head_dim"])
+        rope_of(config)
+    return {"architectures": [_CLASSES[config["model_type"]]], **config}
+
+
+def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """What firstlight wrote beside GGUF's own keys; empty in files of other programs."""
+    try:
+        kept = json.loads(metadata.get(KEPT, "{}"))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"the file is damaged: {KEPT} is not JSON") from error
+    if not isinstance(kept, dict) or (
+        "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture
+    ):
+        raise ModelError(f"the file is damaged: {KEPT} does not fit the architecture")
+    return kept
+
+
+def _gpt2_config(values: _Values) -> dict[str, Any]:
+    positions = values.whole("context_length")
+    return {
+        "model_type": "gpt2",
+        "n_layer": values.whole("block_count"),
+        "n_embd": values.whole("embedding_length"),
+        "n_inner": values.whole("feed_forward_length"),
+        "n_head": values.whole("attention.head_count"),
+        "n_positions": positions,
+        "n_ctx": positions,
+        "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        "scale_attn_weights": True,
+    }
+
+
+def _llama_config(values: _Values, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Of every family but GPT-2; all but the rotary settings."""
+    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
+    if {values.whole("attention.value_length", head_dim), head_dim} != {
+        values.whole("rope.dimension_count", head_dim)
+    }:
+        raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
+    window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
+    llama = "mixtral" if experts else "mistral" if window else "llama"
+    families = {"llama": llama, "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+    config: dict[str, Any] = {
+        "model_type": families[values.architecture],
+        "hidden_size": hidden,
+        "intermediate_size": values.whole("feed_forward_length"),
+        "num_hidden_layers": values.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": values.whole("context_length"),
+        "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
+        # Said even where there is none: Mistral's default is a window.
+        "sliding_window": window or None,
+    }
+    if values.architecture == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in stored
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
+    if experts:
+        config |= _expert_config(values, stored, experts)
+    return config
+
+
+def _expert_config(
+    values: _Values, stored: Mapping[str, StoredTensor], experts: int
+) -> dict[str, Any]:
+    """What a mixture of experts has beside the rest."""
+    router = stored.get("blk.0.ffn_gate_inp.weight")
+    # Before the table of all tensors is made, as for the number of layers.
+    if router is None or router.shape[0] != experts:
+        raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
+    used = {"num_experts_per_tok": values.whole("expert_used_count")}
+    if values.architecture == "llama":
+        return {"num_local_experts": experts, **used}
+    size = values.whole("expert_feed_forward_length", values.whole("feed_forward_length"))
+    return {
+        "num_experts": experts,
+        **used,
+        "moe_intermediate_size": size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _rope_config(
+    values: _Values, kept: Mapping[str, Any], factors: Tensor | None, head_dim: int
+) -> dict[str, Any]:
+    """The rotary settings, in the spellings of transformers 5 and 4."""
+    theta = values.real("rope.freq_base", 10_000.0)
+    kind = values.get("rope.scaling.type", "none")
+    scaling: dict[str, Any] | None = None
+    if factors is not None:
+        scaling = _llama3_scaling(kept.get("rope_scaling"), theta, factors, head_dim)
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": values.real("rope.scaling.factor")}
+    elif kind != "none":
+        raise ModelError(f"rope scaling {kind!r} is not supported: linear and Llama 3's are")
+    return {
+        "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def _llama3_scaling(known: Any, theta: float, factors: Tensor, head_dim: int) -> dict[str, Any]:
+    """The settings that give these factors: firstlight's own note, or else the published ones."""
+    scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
+    scaling = {**scaling, "rope_type": "llama3"}
+    config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}
+    expected = rope_of(config).factors(head_dim)
+    if expected is None or expected.shape != factors.shape:
+        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
+    if not torch.allclose(expected, factors, rtol=1e-4):
+        raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
+    return scaling

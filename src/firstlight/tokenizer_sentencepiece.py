@@ -1,0 +1,87 @@
+"""What a sentencepiece model file says, read from protobuf's wire format alone.
+
+No protobuf runtime is needed: the few fields that matter (google/sentencepiece
+`sentencepiece_model.proto`) are picked out by number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import cast
+
+__all__ = ["sentencepiece_pieces", "unsupported_features"]
+
+
+def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
+    """(piece, score, type) of each entry of a sentencepiece `ModelProto`.
+
+    Field 1 = pieces; in each 1 = text, 2 = score, 3 = type. Types: 1 normal, 2 unknown,
+    3 control, 4 user-defined, 6 byte.
+
+    Raises:
+        ValueError, IndexError: the bytes are no such message.
+    """
+    for field, value in _protobuf_fields(content):
+        if field == 1 and isinstance(value, bytes):
+            entry = dict(_protobuf_fields(value))
+            text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
+            if not isinstance(text, bytes) or not isinstance(score, bytes) or kind not in range(7):
+                raise ValueError("not a sentencepiece entry")
+            yield text.decode("utf-8"), struct.unpack("<f", score)[0], cast(int, kind)
+
+
+def unsupported_features(content: bytes) -> list[str]:
+    """What the `ModelProto` asks for that would give other ids here than in sentencepiece.
+
+    Field 2 = trainer: 3 model type (1 unigram, 2 BPE), 24 white space at the end of words;
+    field 3 = normalizer: 2 character map, 3 space before the text, 4 join repeated spaces.
+    An absent field means what sentencepiece's own default is.
+
+    Raises:
+        ValueError, IndexError: the bytes are no such message.
+    """
+    parts = dict(_protobuf_fields(content))
+    trainer, normalizer = (
+        dict(_protobuf_fields(part)) if isinstance(part, bytes) else {}
+        for part in (parts.get(2), parts.get(3))
+    )
+    checks = {
+        "a model type other than BPE": trainer.get(3, 1) != 2,
+        "white space at the end of words": trainer.get(24, 0) != 0,
+        "a map of characters": normalizer.get(2, b"") != b"",
+        "no space before the text": normalizer.get(3, 1) != 1,
+        "repeated spaces joined": normalizer.get(4, 1) != 0,
+    }
+    return [what for what, asked in checks.items() if asked]
+
+
+def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) pairs of one protobuf message."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = content[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("varint too long")
+
+    while position < len(content):
+        key = varint()
+        field, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            yield field, varint()
+            continue
+        sizes = {1: 8, 5: 4}
+        size = varint() if wire_type == 2 else sizes.get(wire_type)
+        if size is None or position + size > len(content):
+            raise ValueError("not a protobuf message")
+        yield field, content[position : position + size]
+        position += size

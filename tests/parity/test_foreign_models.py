@@ -1,0 +1,170 @@
+"""Checkpoints of other programs compute the same after they were read.
+
+Three others must agree with the programs' models: the logits that come with what was read, which
+conversions are checked by, and transformers and this package, given the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from foreign_programs import (
+    CONTEXT,
+    HEADS,
+    IDS,
+    SCALED,
+    VOCABULARY,
+    WIDTH,
+    BookGPT,
+    BookLlama,
+    NanoGPT,
+    drawn,
+    in_transformers,
+    nanogpt_checkpoint,
+)
+from torch import nn
+
+from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.huggingface import load_model
+from firstlight.models.ops import Llama3Rope
+
+
+@torch.no_grad()
+def assert_computes_the_same(model: nn.Module, foreign: ForeignModel, folder: Path) -> None:
+    """Its own logits, transformers' and firstlight's with its tensors agree with `model`'s."""
+    expected = model(IDS)
+    assert expected.std() > 0.1
+    own = foreign.logits(IDS)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    theirs = in_transformers(foreign)(IDS).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    (folder / "config.json").write_text(json.dumps(foreign.config))
+    safetensors.torch.save_file(foreign.tensors, folder / "model.safetensors")
+    ours = load_model(folder).model.float()(IDS)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpt_computes_the_same(tmp_path: Path, bias: bool, mask: bool, prefix: str) -> None:
+    model = drawn(NanoGPT(bias, mask))
+    torch.save(nanogpt_checkpoint(model, bias, prefix), tmp_path / "ckpt.pt")
+    foreign = read_foreign(tmp_path / "ckpt.pt")
+    assert foreign.program == "nanoGPT"
+    assert foreign.config["tie_word_embeddings"] is True
+    assert foreign.config["activation_function"] == "gelu"
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+def test_a_nanogpt_of_before_may_2023_computes_the_same(tmp_path: Path) -> None:
+    model = drawn(NanoGPT(gelu="tanh"))
+    torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
+    given = {"activation_function": "gelu_new"}
+    assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
+
+
+def test_a_nanogpt_whose_head_was_untied_keeps_both(tmp_path: Path) -> None:
+    model = NanoGPT()
+    model.lm_head.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
+    torch.save(nanogpt_checkpoint(drawn(model)), tmp_path / "ckpt.pt")
+    foreign = read_foreign(tmp_path / "ckpt.pt")
+    assert any("head and embedding differ" in note for note in foreign.notes)
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+def test_a_file_of_torch_before_1_6_computes_the_same(tmp_path: Path) -> None:
+    model = drawn(NanoGPT())
+    path = tmp_path / "ckpt.pt"
+    torch.save(nanogpt_checkpoint(model), path, _use_new_zipfile_serialization=False)
+    assert_computes_the_same(model, read_foreign(path), tmp_path)
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_books_gpt_computes_the_same(
+    tmp_path: Path, qkv_bias: bool, fast: bool, tied: bool
+) -> None:
+    model = drawn(BookGPT(qkv_bias, fast))
+    if tied:
+        model.out_head.weight = model.tok_emb.weight
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    foreign = read_foreign(tmp_path / "model.pth", config={"n_head": HEADS})
+    assert foreign.program == "LLMs-from-scratch"
+    assert foreign.config["tie_word_embeddings"] is tied
+    assert foreign.config["activation_function"] == "gelu_new"
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+def test_the_books_gpt_with_its_optimizer_computes_the_same(tmp_path: Path) -> None:
+    model = drawn(BookGPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    model(IDS).sum().backward()
+    optimizer.step()
+    both = {
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+    }
+    torch.save(both, tmp_path / "model_and_optimizer.pth")
+    foreign = read_foreign(
+        tmp_path / "model_and_optimizer.pth", config={"num_attention_heads": HEADS}
+    )
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_books_llama_computes_the_same(
+    tmp_path: Path, kv_heads: int, tied: bool, scaled: bool
+) -> None:
+    scaling = Llama3Rope.model_validate(SCALED) if scaled else None
+    model = drawn(BookLlama(kv_heads=kv_heads, scaling=scaling))
+    if tied:
+        model.out_head.weight = model.tok_emb.weight
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    config = {
+        "num_attention_heads": 6,
+        "max_position_embeddings": CONTEXT,
+        "rope_parameters": {"rope_theta": 5000.0, **(SCALED if scaled else {})},
+    }
+    foreign = read_foreign(tmp_path / "model.pth", config=config)
+    assert foreign.config["num_key_value_heads"] == kv_heads
+    assert foreign.config["tie_word_embeddings"] is tied
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+def test_the_books_first_llamas_tell_heads_and_context_by_their_tables(tmp_path: Path) -> None:
+    model = drawn(BookLlama(saves_tables=True))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    foreign = read_foreign(tmp_path / "model.pth", config={"rope_theta": 5000.0})
+    assert foreign.config["num_attention_heads"] == 6
+    assert foreign.config["max_position_embeddings"] == CONTEXT
+    assert_computes_the_same(model, foreign, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["nanoGPT", "GPT", "Llama"])
+def test_bfloat16_weights_stay_bfloat16_and_mean_the_same(tmp_path: Path, kind: str) -> None:
+    model: nn.Module
+    config: dict[str, Any] = {}
+    if kind == "nanoGPT":
+        model = drawn(NanoGPT()).bfloat16()
+        torch.save(nanogpt_checkpoint(model), tmp_path / "model.pth")
+    elif kind == "GPT":
+        model, config = drawn(BookGPT()).bfloat16(), {"n_head": HEADS}
+        torch.save(model.state_dict(), tmp_path / "model.pth")
+    else:
+        # The saved tables become bfloat16 with the model, which computes with its own.
+        model = drawn(BookLlama(saves_tables=True)).bfloat16()
+        config = {"rope_theta": 5000.0}
+        torch.save(model.state_dict(), tmp_path / "model.pth")
+    foreign = read_foreign(tmp_path / "model.pth", config=config)
+    assert {tensor.dtype for tensor in foreign.tensors.values()} == {torch.bfloat16}
+    assert_computes_the_same(model.float(), foreign, tmp_path)

@@ -1,0 +1,310 @@
+"""GGUF files in llama.cpp itself: the same logits, tokens and text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
+from firstlight.conversion.gguf_reader import read_gguf
+from firstlight.conversion.gguf_tokenizer import QWEN2_PATTERN
+from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer, train_tokenizer
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.slow
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+
+#: what each model is called here -> its family and what is special about it
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 96}),
+    "llama": ("llama", {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-3.2": ("llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": _LINEAR}),
+    "llama-wide-heads": ("llama", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", _EXPERTS),
+    "mixtral-llama3": ("mixtral", {**_EXPERTS, "rope_parameters": _LLAMA3}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-linear": ("qwen2", {"rope_parameters": _LINEAR, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_EXPERTS, "head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+}
+
+
+def _random_model(name: str, folder: Path, vocab_size: int) -> Any:
+    """A transformers model of random weights, large enough that logits stand apart."""
+    family, changes = _MODELS[name]
+    common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
+    if family == "gpt2":
+        common |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    else:
+        common |= {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+        }
+    config = transformers.AutoConfig.for_model(family, **{**common, **changes})
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            mean = 0.0 if parameter_name.endswith("bias") else 1.0
+            torch.nn.init.normal_(parameter, mean=mean, std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, context: int = 256) -> Iterator[Any]:
+    """The file in llama.cpp, with an fp32 cache."""
+    llama = llama_cpp.Llama(
+        str(path),
+        n_ctx=context,
+        n_threads=2,
+        logits_all=True,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        verbose=False,
+    )
+    try:
+        yield llama
+    finally:
+        llama.close()
+
+
+def _logits(llama: Any, ids: list[int]) -> Tensor:
+    """llama.cpp's logits after each of `ids`, (len(ids), vocabulary)."""
+    llama.reset()
+    llama.eval(ids)
+    return torch.from_numpy(np.array(llama.scores[: len(ids)]))
+
+
+def _greedy(llama: Any, ids: list[int], count: int) -> list[int]:
+    found = list(ids)
+    llama.reset()
+    llama.eval(ids)
+    while len(found) < len(ids) + count:
+        found.append(int(np.argmax(llama.scores[len(found) - 1])))
+        llama.eval(found[-1:])
+    return found[len(ids) :]
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_f32_files_compute_what_transformers_computes(
+    name: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = _random_model(name, tmp_path, tokenizer.vocab_size)
+    config, tensors = _saved(tmp_path)
+    assert gguf_notes(config, tokenizer) == []
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype="f32", name=name)
+    ids = _some_ids(tokenizer)
+    prompt = torch.tensor([ids[:16]])
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+        generated = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False
+        )[0, 16:].tolist()
+    with _opened(tmp_path / "model.gguf") as llama:
+        # llama.cpp looks GPT-2's GELU up in a table of half precision.
+        tolerance = 5e-3 if name.startswith("gpt2") else 2e-4
+        torch.testing.assert_close(_logits(llama, ids), expected, atol=tolerance, rtol=0)
+        assert _greedy(llama, ids[:16], 48) == generated
+    assert len(set(generated)) > 3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f16", 0.004), ("bf16", 0.05), ("q8_0", 0.2)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_smaller_formats_compute_what_their_weights_say(
+    name: str, dtype: GGUFDtype, tolerance: float, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    _random_model(name, tmp_path, tokenizer.vocab_size)
+    config, tensors = _saved(tmp_path)
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype=dtype)
+    # The model of the rounded weights: llama.cpp rounds what it multiplies them with, too.
+    rounded = read_gguf(tmp_path / "model.gguf").tensors
+    safetensors.torch.save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = _some_ids(tokenizer)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    with _opened(tmp_path / "model.gguf") as llama:
+        difference = (_logits(llama, ids) - expected).abs()
+    # Routers choose other experts where two are almost equal: only the mean stays small.
+    assert difference.mean() < tolerance
+    if "num_local_experts" not in config:
+        assert difference.max() < 8 * tolerance
+
+
+def test_a_sliding_window_is_ignored_as_the_note_says(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _random_model("mistral", tmp_path, tokenizer.vocab_size)
+    config, tensors = _saved(tmp_path)
+    config["sliding_window"] = 32
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype="f32")
+    ids = torch.tensor([_some_ids(tokenizer)])
+    logits = {}
+    for window in (32, None):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, sliding_window=window)
+        with torch.no_grad():
+            logits[window] = model.eval()(ids).logits[0]
+    with _opened(tmp_path / "model.gguf") as llama:
+        found = _logits(llama, ids[0].tolist())
+    torch.testing.assert_close(found, logits[None], atol=2e-4, rtol=0)
+    torch.testing.assert_close(found[:32], logits[32][:32], atol=2e-4, rtol=0)
+    assert (found[32:] - logits[32][32:]).abs().max() > 0.1
+    assert len(gguf_notes(config)) == 1
+
+
+def test_the_exact_gelu_becomes_the_tanh_form_as_the_note_says(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = _random_model("gpt2", tmp_path, tokenizer.vocab_size)
+    config, tensors = _saved(tmp_path)
+    config["activation_function"] = "gelu"
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype="f32")
+    ids = _some_ids(tokenizer)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    with _opened(tmp_path / "model.gguf") as llama:
+        torch.testing.assert_close(_logits(llama, ids), expected, atol=5e-3, rtol=0)
+    assert len(gguf_notes(config)) == 1
+
+
+def test_a_vocabulary_may_be_smaller_than_the_embedding(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = _random_model("llama", tmp_path, tokenizer.vocab_size + 64)
+    config, tensors = _saved(tmp_path)
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype="f32")
+    ids = _some_ids(tokenizer)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    with _opened(tmp_path / "model.gguf") as llama:
+        assert llama.n_vocab() == tokenizer.vocab_size + 64
+        torch.testing.assert_close(_logits(llama, ids), expected, atol=2e-4, rtol=0)
+
+
+def test_a_model_without_tokenizer_can_be_loaded(tmp_path: Path) -> None:
+    model = _random_model("llama", tmp_path, 320)
+    config, tensors = _saved(tmp_path)
+    write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
+    with torch.no_grad():
+        expected = model(torch.arange(1, 60)[None]).logits[0]
+    with _opened(tmp_path / "model.gguf") as llama:
+        found = _logits(llama, list(range(1, 60)))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def _some_ids(tokenizer: Tokenizer) -> list[int]:
+    return random.Random(2).choices(range(1, tokenizer.vocab_size), k=200)
+
+
+#: Pieces on which tokenizers disagree when they are not quite the same.
+_PIECES = (
+    *(" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x85", "\u2028", "\u3000"),
+    *("a", "ab", "the", " the", "The", "'s", "'LL", "’s", "'ſ", "don't", "x_1", "()", "--", "½"),
+    *("0", "12", "345", "6789", "²", "Ⅷ", "٣", "é", "e\u0301", "ß", "ﬁ", "ａ", "ǅ", "日本", "語"),
+    *("🙂", "👨‍👩‍👧", "🇩🇪", "\u200d", "\u200b", "\ufeff", "\ufffd", "\ue000", "▁", "Ġ"),
+    *("<s>", "</s>", "<unk>", "<0x41>", "<|endoftext|>", "<|begin_of_text|>", "<|eot_id|>"),
+    *("=" * 20, "-" * 9, "a" * 7, "once upon", " light", "def f(x):\n    return x"),
+)
+
+
+def _texts() -> list[str]:
+    generator = random.Random(0)
+    mixed = ["".join(generator.choices(_PIECES, k=generator.randint(1, 14))) for _ in range(1500)]
+    return [*_PIECES, *mixed, *(" " * count + "a" for count in range(70))]
+
+
+def _differing(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[str]:
+    """The texts for which llama.cpp has other ids than the tokenizer, with a model around it."""
+    _random_model("llama", folder, tokenizer.vocab_size)
+    config, tensors = _saved(folder)
+    write_gguf(folder / "model.gguf", config, tensors, tokenizer, dtype="f16")
+    with _opened(folder / "model.gguf") as llama:
+        assert llama.token_bos() == tokenizer.separator_id
+        assert llama.token_eos() == tokenizer.eos_token_id
+        special = [tokenizer.bos_token_id] if tokenizer.add_bos else []
+        assert llama.tokenize(b"the", add_bos=True) == [*special, *tokenizer.encode("the")]
+        return [
+            text
+            for text in texts
+            if llama.tokenize(text.encode(), add_bos=False, special=False) != tokenizer.encode(text)
+        ]
+
+
+@pytest.mark.parametrize("pattern", [GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN])
+def test_trained_tokenizers_give_the_same_ids(
+    pattern: str, tmp_path: Path, texts: list[str]
+) -> None:
+    trained = train_tokenizer(texts, 600, pattern=pattern)
+    assert _differing(trained, [*_texts(), *texts], tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"])
+def test_real_tokenizers_give_the_same_ids(name: str, tmp_path: Path, shared: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(shared / "models" / name)
+    plays = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    pieces = [plays[start : start + 3000] for start in range(0, 300_000, 3000)]
+    assert _differing(tokenizer, [*_texts(), *pieces], tmp_path) == []
+
+
+def test_stories_tokenizer_gives_the_same_ids(tmp_path: Path, shared: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(shared / "models" / "stories260K")
+    assert _differing(tokenizer, _texts(), tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "equal"), [("f32", None), ("f16", None), ("bf16", 100), ("q8_0", 100)]
+)
+def test_stories260k_tells_its_published_story(
+    dtype: GGUFDtype, equal: int | None, tmp_path: Path, shared: Path
+) -> None:
+    folder = shared / "models" / "stories260K"
+    published = (folder / "greedy.txt").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    config, tensors = _saved(folder)
+    write_gguf(tmp_path / "stories.gguf", config, tensors, tokenizer, dtype=dtype)
+    with _opened(tmp_path / "stories.gguf", context=512) as llama:
+        ids = _greedy(llama, [1], 256)
+        text = llama.detokenize(ids, prev_tokens=[1]).decode().removeprefix(" ")
+    assert text == tokenizer.decode(ids)
+    # Coarser weights tell it for a while (measured: 429 and 195 characters), then otherwise.
+    assert text[:equal] == published[:equal]

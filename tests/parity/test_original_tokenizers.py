@@ -1,0 +1,142 @@
+"""The same ids as the original libraries: whole texts, random Unicode, every special token."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tiktoken
+
+from firstlight.tokenizer import END_OF_TEXT, GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer
+
+KINDS = ("llama3", "llama2", "gpt2", "gpt2 ranks")
+
+Encode = Callable[[str], list[int]]
+
+
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's `bytes_to_unicode` backwards: printable bytes stand for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def gpt2_ranks(folder: Path) -> dict[bytes, int]:
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    del vocabulary[END_OF_TEXT]
+    byte = byte_of_letter()
+    return {bytes(byte[letter] for letter in token): i for token, i in vocabulary.items()}
+
+
+def llama3_ranks(path: Path) -> dict[bytes, int]:
+    lines = path.read_bytes().splitlines()
+    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+
+
+def tiktoken_encoding(ranks: dict[bytes, int], pattern: str) -> Encode:
+    encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    encode: Encode = encoding.encode_ordinary
+    return encode
+
+
+def pair(models: Path, kind: str, folder: Path) -> tuple[Tokenizer, Encode]:
+    """Ours, and the encoder of the original library over the same file."""
+    if kind == "llama3":
+        path = models / "llama3-tokenizer" / "tokenizer.model"
+        return Tokenizer.from_pretrained(path), tiktoken_encoding(
+            llama3_ranks(path), LLAMA3_PATTERN
+        )
+    if kind == "llama2":
+        path = models / "llama2-tokenizer" / "tokenizer.model"
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        return Tokenizer.from_pretrained(path), processor.encode
+    ranks = gpt2_ranks(models / "gpt2-tokenizer")
+    theirs = tiktoken_encoding(ranks, GPT2_PATTERN)
+    if kind == "gpt2":
+        return Tokenizer.from_pretrained(models / "gpt2-tokenizer"), theirs
+    # As openaipublic's r50k_base.tiktoken.
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+    (folder / "r50k_base.tiktoken").write_bytes(b"".join(lines))
+    return Tokenizer.from_pretrained(folder), theirs
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(
+    request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Encode]:
+    return pair(shared / "models", request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def test_whole_texts_get_the_ids_of_the_original(
+    both: tuple[Tokenizer, Encode], shared: Path
+) -> None:
+    ours, theirs = both
+    for name in ("wikitext2-valid.txt", "tinyshakespeare.txt"):
+        text = (shared / "data" / name).read_text(encoding="utf-8")
+        assert len(text) > 1_000_000
+        ids = theirs(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == text
+
+
+def random_strings(count: int, seed: int) -> list[str]:
+    """Strings of every plane, of neighbouring characters, and of what tokenizers look at."""
+    generator = random.Random(seed)
+    tricky = (
+        " \t\n\r\u00a0\u2028\u3000'’\"sStTdDmMlLrRvVeE0123456789.,-_=()<>|/▁Ġ\u0301\u200d\ufeff"
+    )
+
+    def character() -> str:
+        kind = generator.random()
+        if kind < 0.4:
+            return generator.choice(tricky)
+        if kind < 0.6:
+            return chr(generator.randrange(0x20, 0x250))
+        top = 0x3000 if kind < 0.8 else 0x110000
+        return chr(generator.randrange(top))
+
+    strings = []
+    for _ in range(count):
+        text = "".join(character() for _ in range(generator.randrange(40)))
+        strings.append("".join(c for c in text if unicodedata.category(c) != "Cs"))
+    return strings
+
+
+def test_ten_thousand_random_strings_get_the_ids_of_the_original(
+    both: tuple[Tokenizer, Encode],
+) -> None:
+    ours, theirs = both
+    strings = random_strings(10_000, seed=20_000)
+    got = ours.encode_batch(strings)
+    different = [text for text, ids in zip(strings, got, strict=True) if ids != theirs(text)]
+    assert different == []
+
+
+@pytest.mark.slow
+def test_every_character_gets_the_ids_of_the_original(both: tuple[Tokenizer, Encode]) -> None:
+    """The libraries were built with Unicode tables of different years."""
+    ours, theirs = both
+    characters = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    texts = [f"a{c}b {c}{c}1 '{c}" for c in characters]
+    for start in range(0, len(texts), 50_000):
+        part = texts[start : start + 50_000]
+        assert ours.encode_batch(part) == [theirs(text) for text in part]
+
+
+def test_every_special_token_is_plain_text_unless_asked_for(
+    both: tuple[Tokenizer, Encode],
+) -> None:
+    ours, theirs = both
+    assert len(ours.special_tokens) in (256, 3, 1)
+    for token, token_id in ours.special_tokens.items():
+        assert ours.encode(token) == theirs(token)
+        assert ours.encode(f"a{token} b") == theirs(f"a{token} b")
+        assert ours.encode(token, special_tokens=True) == [token_id]
+        assert ours.decode([token_id]) == ""

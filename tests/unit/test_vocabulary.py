@@ -1,0 +1,162 @@
+"""Room for new tokens: old ones keep their rows and logits, tied stays tied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.data.prepare import prepare
+from firstlight.errors import ConfigError, DataError
+from firstlight.generation.engine import load
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.loop import train
+from firstlight.vocabulary import grow_vocabulary
+from firstlight.weights import embedding_name, file_tensors
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "untied": LlamaConfig(**_LLAMA),
+    "tied": LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+}
+
+
+def some_model(name: str) -> Model:
+    model = empty_model(CONFIGS[name])
+    model.init_weights(torch.Generator().manual_seed(3))
+    return model.eval()
+
+
+def logits(model: Model) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.arange(24).view(2, 12) % 50)
+    return found
+
+
+def rows(model: Model) -> list[Tensor]:
+    """The embedding's weight, and the head's where it has its own."""
+    names = (embedding_name(model), "lm_head.weight")
+    return [t for name, t in file_tensors(model).items() if name in names]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("copied_from", [None, 7])
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_new_rows_are_the_mean_or_a_copy_and_old_logits_stay(
+    name: str, copied_from: int | None, multiple: int
+) -> None:
+    model = some_model(name)
+    before, old_rows = logits(model), [tensor.clone() for tensor in rows(model)]
+    grow_vocabulary(model, 50, 53, copied_from=copied_from, vocab_multiple=multiple)
+    assert model.config.vocab_size == 53
+    assert torch.equal(logits(model)[..., :50], before)
+    for old, grown in zip(old_rows, rows(model), strict=True):
+        assert torch.equal(grown[:50], old)
+        expected = old.double().mean(0).float() if copied_from is None else old[copied_from]
+        assert torch.equal(grown[50:], expected.expand(3, -1))
+    assert model.lm_head.weight.shape[0] == (53 if multiple == 1 else 64)
+    is_tied = model.lm_head.weight is model.get_parameter(embedding_name(model))
+    assert is_tied == model.config.tie_word_embeddings
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_new_token_is_as_likely_as_the_average_old_one() -> None:
+    model = some_model("untied")
+    grow_vocabulary(model, 50, 51)
+    found = logits(model)
+    torch.testing.assert_close(found[..., 50], found[..., :50].mean(-1))
+
+
+def test_rows_that_padded_the_old_vocabulary_become_those_of_new_tokens() -> None:
+    """Some models have more rows than their tokenizer has tokens."""
+    model = some_model("tied")
+    old = rows(model)[0].clone()
+    grow_vocabulary(model, 45, 48)
+    assert model.config.vocab_size == 50
+    (grown,) = rows(model)
+    assert torch.equal(grown[45:48], old[:45].double().mean(0).float().expand(3, -1))
+    assert torch.equal(grown[48:], old[48:])
+    assert torch.equal(grown[:45], old[:45])
+
+
+@pytest.fixture
+def extended(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> tuple[Tokenizer, Path]:
+    """The tokenizer with two more tokens, and the corpus prepared with it."""
+    longer = tokenizer.extended(["<|user|>", "<|end|>"])
+    prepare([corpus], longer, tmp_path / "extended")
+    return longer, tmp_path / "extended"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("new_rows", ["mean", "copy:<|endoftext|>"])
+def test_a_run_from_a_model_takes_the_tokens_of_an_extended_tokenizer(
+    tied: bool,
+    new_rows: str,
+    recipe: dict[str, Any],
+    extended: tuple[Tokenizer, Path],
+    tmp_path: Path,
+) -> None:
+    recipe["model"]["tie_word_embeddings"] = tied
+    recipe["schedule"] = {"max_steps": 2}
+    base = train(recipe).checkpoint
+    longer, data = extended
+    recipe["run"]["dir"] = str(tmp_path / "second")
+    recipe["data"]["dir"] = str(data)
+    # A rate of nearly nothing: what is saved is what the run began with.
+    recipe["optimizer"] = {"learning_rate": 1e-30}
+    result = train(recipe, init_from=base, new_rows=new_rows)
+    old, new = load(base), load(result.checkpoint)
+    assert new.model.config.vocab_size == longer.vocab_size == 322
+    assert new.model.config.tie_word_embeddings == tied
+    assert torch.equal(logits(new.model)[..., :320], logits(old.model))
+    for before, after in zip(rows(old.model), rows(new.model), strict=True):
+        expected = before.double().mean(0).float() if new_rows == "mean" else before[0]
+        assert torch.equal(after[320:], expected.expand(2, -1))
+    assert new.tokenizer is not None
+    assert new.tokenizer.encode("<|user|>", special_tokens=True) == [320]
+
+
+def test_a_resumed_run_keeps_its_new_tokens(
+    recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    recipe["schedule"] = {"max_steps": 2}
+    base = train(recipe).checkpoint
+    recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
+    train(recipe, init_from=base)
+    recipe["schedule"] = {"max_steps": 4}
+    assert load(train(recipe, resume=True).checkpoint).model.config.vocab_size == 322
+
+
+@pytest.mark.parametrize("new_rows", ["median", "copy", "copy:", "copy:<|no such|>"])
+def test_new_rows_that_cannot_be_meant_are_refused(
+    new_rows: str, recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    recipe["schedule"] = {"max_steps": 1}
+    base = train(recipe).checkpoint
+    recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
+    with pytest.raises(ConfigError, match="give mean, or copy:TOKEN"):
+        train(recipe, init_from=base, new_rows=new_rows)
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_tokenizer_that_is_no_extension_is_still_refused(
+    recipe: dict[str, Any], extended: tuple[Tokenizer, Path], data: Path, tmp_path: Path
+) -> None:
+    """The other way round: data of the shorter tokenizer for the model of the longer one."""
+    recipe["schedule"] = {"max_steps": 1}
+    recipe["data"]["dir"] = str(extended[1])
+    base = train(recipe).checkpoint
+    recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(data)
+    with pytest.raises(DataError, match="firstlight tokenizer extend"):
+        train(recipe, init_from=base)

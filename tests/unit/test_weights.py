@@ -1,0 +1,257 @@
+"""Weights into models and out: three ways that must end in the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from firstlight.errors import ModelError
+from firstlight.huggingface import load_model
+from firstlight.models import (
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    MoEConfig,
+    build_model,
+    empty_model,
+)
+from firstlight.weights import (
+    INDEX_NAME,
+    LOADING_WAYS,
+    WEIGHTS_NAME,
+    LoadingWay,
+    embedding_name,
+    file_tensors,
+    save_tensors,
+    save_weights,
+    stored_tensors,
+    weights_to_save,
+)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
+    "llama": LlamaConfig(**_SIZES),
+    "tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "mixtral": MoEConfig(**_SIZES, num_experts=3),
+    "qwen3_moe": MoEConfig(
+        **_SIZES,
+        model_type="qwen3_moe",
+        num_experts=3,
+        moe_intermediate_size=9,
+        mlp_only_layers=[0],
+    ),
+}
+FAMILIES = list(CONFIGS)
+
+
+def some_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
+    model = empty_model(config, vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(7))
+    return model.eval()
+
+
+def write(folder: Path, model: Model, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model.config.to_hf()))
+    save_weights({n: t.to(dtype) for n, t in weights_to_save(model).items()}, folder, **save)
+    return folder
+
+
+def logits(model: Model) -> Tensor:
+    ids = torch.arange(24).view(2, 12) % 37
+    with torch.no_grad():
+        found: Tensor = model(ids)
+    return found
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shard_bytes", [10**9, 2000])
+def test_every_way_gives_the_saved_numbers(
+    name: str, way: LoadingWay, shard_bytes: int, tmp_path: Path
+) -> None:
+    model = some_model(CONFIGS[name])
+    folder = write(tmp_path / "m", model, max_shard_bytes=shard_bytes)
+    assert (folder / INDEX_NAME).is_file() == (shard_bytes == 2000)
+    loaded = load_model(folder, way=way).model
+    assert torch.equal(logits(loaded), logits(model))
+    own, theirs = loaded.state_dict(), model.state_dict()
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[key], theirs[key]) for key in own)
+    assert all(p.requires_grad for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
+def test_numbers_are_cast_on_the_way_as_torch_casts_them(
+    name: str, way: LoadingWay, stored: torch.dtype, asked: torch.dtype | None, tmp_path: Path
+) -> None:
+    model = some_model(CONFIGS[name])
+    folder = write(tmp_path / "m", model, stored)
+    loaded = load_model(folder, dtype=asked, way=way).model
+    assert {p.dtype for p in loaded.parameters()} == {asked or stored}
+    for key, tensor in loaded.state_dict().items():
+        expected = model.state_dict()[key].to(stored).to(asked or stored)
+        assert torch.equal(tensor, expected), key
+    if isinstance(loaded, Llama):
+        # 1/theta**(i/D) has no exact bf16 value: rounding it would turn late positions wrongly.
+        assert loaded.rope_frequencies.dtype == torch.float32
+        exact = empty_model(CONFIGS[name])
+        assert isinstance(exact, Llama)
+        assert torch.equal(loaded.rope_frequencies, exact.rope_frequencies)
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_padded_vocabulary_gives_the_same_logits_and_is_not_saved(
+    name: str, way: LoadingWay, tmp_path: Path
+) -> None:
+    model = some_model(CONFIGS[name])
+    folder = write(tmp_path / "m", model)
+    padded = load_model(folder, way=way, vocab_multiple=64).model
+    embedding = padded.get_parameter(embedding_name(padded))
+    assert embedding.shape[0] == padded.lm_head.weight.shape[0] == 64
+    assert embedding[37:].count_nonzero() == 0
+    assert padded.lm_head.weight[37:].count_nonzero() == 0
+    assert logits(padded).shape[-1] == 37
+    torch.testing.assert_close(logits(padded), logits(model), atol=1e-6, rtol=0)
+    again = write(tmp_path / "again", padded)
+    assert (again / WEIGHTS_NAME).read_bytes() == (folder / WEIGHTS_NAME).read_bytes()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_changes_no_initial_weight_and_no_gradient(name: str) -> None:
+    plain, padded = some_model(CONFIGS[name]), some_model(CONFIGS[name], 64)
+    ids = torch.arange(24).view(2, 12) % 37
+    for model in (plain, padded):
+        (model.train()(ids, ids.roll(-1, 1)) / ids.numel()).backward()
+    gradients = {}
+    for label, model in (("plain", plain), ("padded", padded)):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data = parameter.grad
+        gradients[label] = file_tensors(model)
+        if model is padded:
+            assert model.lm_head.weight[37:].count_nonzero() == 0
+    for key, gradient in gradients["plain"].items():
+        torch.testing.assert_close(gradients["padded"][key], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_the_mapped_way_holds_no_memory_of_its_own(tmp_path: Path) -> None:
+    """Its parameters are the file: what is written there, they show."""
+    folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
+    mapped, copied = load_model(folder, way="mmap").model, load_model(folder).model
+    place = stored_tensors(folder)["model.norm.weight"]
+    with open(place.path, "r+b") as file:
+        file.seek(place.offset)
+        file.write(torch.full((16,), 3.0).numpy().tobytes())
+    assert mapped.state_dict()["model.norm.weight"].tolist() == [3.0] * 16
+    assert copied.state_dict()["model.norm.weight"].tolist() == [1.0] * 16
+
+
+def test_the_names_of_the_ways_are_those_of_the_type() -> None:
+    assert get_args(LoadingWay) == LOADING_WAYS
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_views_of_the_stacked_weights(name: str) -> None:
+    """The table is used both ways: what it names must cover every number exactly once."""
+    model = some_model(CONFIGS[name])
+    tensors = file_tensors(model)
+    assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in model.parameters())
+    for tensor in tensors.values():
+        tensor.fill_(5.0)
+    assert all((p == 5).all() for p in model.parameters())
+
+
+def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
+    model = some_model(CONFIGS["mixtral"])
+    tensors = weights_to_save(model)
+    expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    for change, said in (
+        ({expert: None}, f"lacks tensors: {expert}"),
+        ({"model.extra": torch.ones(2)}, "has unknown tensors: model.extra"),
+        (
+            {expert: torch.ones(3, 4)},
+            f"has misshapen tensors: {expert} is [3, 4], expected [64, 16]",
+        ),
+        ({expert: torch.ones(64, 16, dtype=torch.int8)}, f"has integer tensors: {expert}"),
+    ):
+        folder = write(tmp_path / "m", model)
+        changed = {**tensors, **change}
+        save_tensors({n: t for n, t in changed.items() if t is not None}, folder / WEIGHTS_NAME)
+        with pytest.raises(ModelError) as caught:
+            load_model(folder)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+def test_a_head_that_config_json_ties_wrongly_is_refused(way: LoadingWay, tmp_path: Path) -> None:
+    model = some_model(CONFIGS["tied"])
+    folder = write(tmp_path / "m", model)
+    tensors = weights_to_save(model)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_tensors({**tensors, "lm_head.weight": head}, folder / WEIGHTS_NAME)
+    assert torch.equal(logits(load_model(folder, way=way).model), logits(model))
+    head[36, 15] += 1e-3
+    save_tensors({**tensors, "lm_head.weight": head}, folder / WEIGHTS_NAME)
+    with pytest.raises(ModelError, match=r"ties lm_head\.weight to .*, but the two differ"):
+        load_model(folder, way=way)
+    save_tensors({**tensors, "lm_head.weight": head[:5].clone()}, folder / WEIGHTS_NAME)
+    with pytest.raises(ModelError, match=r"misshapen tensors: lm_head\.weight is \[5, 16\]"):
+        load_model(folder, way=way)
+
+
+def test_large_tensors_are_converted_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.weights._CHUNK_BYTES", 40)
+    model = some_model(CONFIGS["llama"])
+    folder = write(tmp_path / "m", model, torch.bfloat16)
+    loaded = load_model(folder, dtype=torch.float32).model
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key].bfloat16().float()), key
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+def test_a_file_cut_short_is_named(way: LoadingWay, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
+    content = (folder / WEIGHTS_NAME).read_bytes()
+    (folder / WEIGHTS_NAME).write_bytes(content[:-10])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
+        load_model(folder, way=way)
+
+
+def test_shards_are_listed_in_an_index_that_transformers_reads(tmp_path: Path) -> None:
+    model = some_model(CONFIGS["llama"])
+    folder = write(tmp_path / "m", model, max_shard_bytes=3000)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    assert index["weight_map"].keys() == weights_to_save(model).keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights_to_save(model).values())
+    for name, file in index["weight_map"].items():
+        assert name in safetensors.torch.load_file(folder / file)
+    assert not (folder / WEIGHTS_NAME).exists()
+
+
+def test_a_model_on_the_meta_device_needs_no_memory_for_its_names() -> None:
+    with torch.device("meta"):
+        model = build_model(CONFIGS["qwen3_moe"])
+    assert {t.device.type for t in file_tensors(model).values()} == {"meta"}
