@@ -1,6 +1,7 @@
 # make demo   train a small model on the Python standard library and let it speak
 # make test   lint, type check and all tests
-# Both make .venv and install what they need into it; a second call reuses it.
+# make test-slow   what takes minutes, such as exported models in llama.cpp itself
+# Each makes .venv and installs what it needs into it; a second call reuses it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -18,7 +19,7 @@ test: .venv/test-ready
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-test-slow: .venv/test-ready
+test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
 
 # torch first and pinned: asked for by another package, it could come as another build.
@@ -31,6 +32,11 @@ test-slow: .venv/test-ready
 
 .venv/test-ready: .venv/demo-ready
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+# llama.cpp is built from source: some minutes, with a C++ compiler and cmake.
+.venv/slow-ready: .venv/test-ready
+	$(PIP) --editable '.[llama-cpp]'
 	touch $@
 
 clean:

@@ -15,17 +15,11 @@ from firstlight.errors import InputError, ModelError
 from firstlight.files import read_json
 from firstlight.hub import find_model_folder
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
-from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
 from firstlight.weights import LoadingWay, load_weights
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-#: The split of the Qwen2 tokenizer: Llama 3's, but for numbers, which are cut into digits.
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,11 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 
-#: Bytes read at a time where they have to be converted or moved to a GPU.
-_CHUNK_BYTES = 1 << 24
+#: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
+#: to be little memory for several threads.
+_CHUNK_BYTES = 1 << 20
+#: The same where they are moved to a GPU, each time with a wait.
+_GPU_CHUNK_BYTES = 1 << 24
 
 #: Where an expert's gate, up and down weights and the router's stand in a family's files.
 _EXPERT_NAMES = {
@@ -144,7 +147,7 @@ class StoredTensor:
                 self._fill(flat, file)
             return
         start = 0
-        for part in self._parts():
+        for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             flat[start : start + len(part)] = part.to(flat.device)
             start += len(part)
 
@@ -157,10 +160,10 @@ class StoredTensor:
             start += len(part)
         return True
 
-    def _parts(self) -> Iterator[Tensor]:
-        """Its values in order, some megabytes at a time, in a buffer that is used again."""
+    def _parts(self, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Tensor]:
+        """Its values in order, so many bytes at a time, in a buffer that is used again."""
         count = torch.Size(self.shape).numel()
-        size = max(1, min(count, _CHUNK_BYTES // self.dtype.itemsize))
+        size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(size, dtype=self.dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset)

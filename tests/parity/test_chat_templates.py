@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from firstlight.chat_template import CHAT_TEMPLATES, required_tokens
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
 
 _WORDS = (
     *("hello", "the star", "  two spaces", "\n", "\n\n", "\t", " ", "é", "日本", "🙂", "<b>&amp;"),

@@ -18,8 +18,13 @@ from torch import Tensor
 
 from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
 from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.gguf_tokenizer import QWEN2_PATTERN
-from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer, train_tokenizer
+from firstlight.tokenizer import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    QWEN2_PATTERN,
+    Tokenizer,
+    train_tokenizer,
+)
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

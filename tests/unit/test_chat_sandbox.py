@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from firstlight import chat_sandbox
-from firstlight.chat_sandbox import render
-from firstlight.chat_template import CHAT_TEMPLATES
 from firstlight.errors import TokenizerError
+from firstlight.tokenizer import chat_sandbox
+from firstlight.tokenizer.chat_sandbox import render
+from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 
 HI = [{"role": "user", "content": "hi"}]
 

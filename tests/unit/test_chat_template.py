@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import MERGED, RANKED, change_json, piece_file, rank_file, tiny
 
-from firstlight.chat_template import CHAT_TEMPLATES, chat_pieces, render_chat, required_tokens
 from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer import END_OF_TEXT, Tokenizer
+from firstlight.tokenizer.chat_template import (
+    CHAT_TEMPLATES,
+    chat_pieces,
+    render_chat,
+    required_tokens,
+)
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 HI = [{"role": "user", "content": "hi"}]

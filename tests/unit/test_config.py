@@ -215,7 +215,10 @@ def test_no_setting_is_infinite_or_no_number(value: float) -> None:
             {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "factr": 2.0}}},
             "model.rope_scaling.factr (did you mean 'factor'?)",
         ),
-        ({"model": {"model_type": "gpt2", "gpt2": 1}}, "model.gpt2 (known: activation_function, attn_pdrop,"),
+        (
+            {"model": {"model_type": "gpt2", "gpt2": 1}},
+            "model.gpt2 (known: activation_function, attn_pdrop,",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest(values: dict[str, Any], said: str) -> None:
@@ -278,7 +281,11 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ({"evaluation": []}, "evaluation must be a section with keys of its own, not []"),
         ({"model": 3}, "model must be a section with keys of its own, not 3"),
         ({"model": {"model_type": "gpt3"}}, "'gpt3' is unknown (did you mean 'gpt2'?)"),
-        ({"model": {"model_type": 3}}, "model.model_type '3' is unknown (known: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)"),
+        (
+            {"model": {"model_type": 3}},
+            "model.model_type '3' is unknown "
+            "(known: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)",
+        ),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "betas [0.9, 1.0] must each be at least 0"),
         ({"evaluation": {"sample_prompts": "a"}}, "evaluation.sample_prompts: input should be"),
         ({"evaluation": {"sample_prompts": [1]}}, "evaluation.sample_prompts.0: input should"),

@@ -16,7 +16,6 @@ from firstlight.conversion.gguf_tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
-    QWEN2_PATTERN,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -28,6 +27,7 @@ from firstlight.tokenizer import (
     END_OF_TEXT,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
+    QWEN2_PATTERN,
     Tokenizer,
     train_tokenizer,
 )

@@ -21,8 +21,6 @@ _LAYERS = {
     "console": 0,
     "hardware": 0,
     "tokenizer": 1,
-    "tokenizer_formats": 1,
-    "chat_template": 1,
     "models": 1,
     "optim": 1,
     "data": 1,
@@ -40,11 +38,7 @@ _LAYERS = {
     "cli": 5,
 }
 #: Within layer 1 everything stands alone, but for this.
-_ALLOWED_IN_LAYER_1 = {
-    ("data", "tokenizer"),
-    ("tokenizer", "tokenizer_formats"),
-    ("tokenizer", "chat_template"),
-}
+_ALLOWED_IN_LAYER_1 = {("data", "tokenizer")}
 
 
 def component(name: str) -> str:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizer_files import KINDS, TEXTS, tiny, write_gpt2_files
 from tokenizers import AddedToken, models, normalizers
 
-from firstlight.chat_template import CHAT_TEMPLATES
 from firstlight.cli.main import main
 from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer import END_OF_TEXT, Tokenizer
+from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 
 NEW = ("<|user|>", "<two words>", "[é日本]")
 

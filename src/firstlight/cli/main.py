@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from firstlight.cli.bench import bench_group
 from firstlight.cli.convert import convert_command
 from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import generate_command
@@ -51,6 +52,7 @@ for command in (
     eval_command,
     generate_command,
     info_command,
+    bench_group,
     convert_command,
 ):
     firstlight.add_command(command)

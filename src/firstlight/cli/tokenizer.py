@@ -149,8 +149,8 @@ def _chat_template(
     """The template that --chat-template means, and the tokens it needs beyond those there are."""
     if name is None:
         return None, []
-    from firstlight.chat_template import CHAT_TEMPLATES, required_tokens
     from firstlight.errors import InputError, describe_os_error
+    from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
 
     if name in CHAT_TEMPLATES:
         there = {*tokenizer.special_tokens, *add}

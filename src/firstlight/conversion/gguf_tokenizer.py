@@ -15,10 +15,7 @@ from typing import Any
 from tokenizers import models
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer
-
-#: The split of Qwen2's, Qwen2.5's and Qwen3's tokenizer.json.
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, Tokenizer
 
 #: the split's pattern -> (its name in tokenizer.ggml.pre, whether llama.cpp then looks whole
 #: pieces up before it merges)

@@ -1,12 +1,4 @@
-"""Tokenizers: load any of the usual files, train one's own, stream ids back to text.
-
-Whatever the file, what comes out is one `Tokenizer` around the `tokenizers` library, and
-what is saved is always `tokenizer.json` + `tokenizer_config.json`, the layout that
-transformers reads.
-
-Text is plain text unless the caller says otherwise: a document that happens to hold
-`<|endoftext|>` becomes the ordinary tokens of those characters, never the control token.
-"""
+"""The `Tokenizer`: text to ids and back, streaming, training, chat."""
 
 from __future__ import annotations
 
@@ -21,27 +13,16 @@ import tokenizers
 
 from firstlight.errors import TokenizerError
 from firstlight.files import write_file
-from firstlight.tokenizer_building import extended_backend, trained_parts
-from firstlight.tokenizer_config import chat_template_of, named_tokens
-from firstlight.tokenizer_formats import (
+from firstlight.tokenizer.building import extended_backend, trained_parts
+from firstlight.tokenizer.config import chat_template_of, named_tokens
+from firstlight.tokenizer.formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
-    LLAMA3_PATTERN,
     find_tokenizer_file,
     read_tokenizer_file,
     require_unicode,
 )
-from firstlight.tokenizer_state import extends, fingerprint, splits_at_newline_after_letter
-
-__all__ = [
-    "END_OF_TEXT",
-    "GPT2_PATTERN",
-    "LLAMA3_PATTERN",
-    "TextStream",
-    "Tokenizer",
-    "train_tokenizer",
-]
-
+from firstlight.tokenizer.state import extends, fingerprint, splits_at_newline_after_letter
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -169,7 +150,7 @@ class Tokenizer:
         backend = extended_backend(self.backend, tokens, self.vocab_size)
         config = dict(self.config)
         if chat_template is not None:
-            from firstlight.chat_template import check_template
+            from firstlight.tokenizer.chat_template import check_template
 
             check_template(chat_template)
             config["chat_template"] = chat_template
@@ -266,7 +247,7 @@ class Tokenizer:
             InputError: the messages are something else, or the template refuses them.
             TokenizerError: there is no template, or it can't be rendered.
         """
-        from firstlight.chat_template import render_chat
+        from firstlight.tokenizer.chat_template import render_chat
 
         template, names = self._required_template(), self._named_tokens
         return render_chat(template, messages, names, add_generation_prompt=add_generation_prompt)
@@ -280,7 +261,7 @@ class Tokenizer:
         Raises:
             InputError, TokenizerError: as `apply_chat_template`.
         """
-        from firstlight.chat_template import chat_pieces
+        from firstlight.tokenizer.chat_template import chat_pieces
 
         pieces = chat_pieces(
             self._required_template(),

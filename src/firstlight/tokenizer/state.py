@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from firstlight.tokenizer_formats import GPT2_PATTERN, LLAMA3_PATTERN
+from firstlight.tokenizer.formats import GPT2_PATTERN, LLAMA3_PATTERN
 
 __all__ = ["extends", "fingerprint", "splits_at_newline_after_letter"]
 

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer_formats import TokenizerParts, require_unicode
+from firstlight.tokenizer.formats import TokenizerParts, require_unicode
 
 __all__ = ["extended_backend", "trained_parts"]
 

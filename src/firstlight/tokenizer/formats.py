@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from firstlight.errors import InputError, TokenizerError, describe_os_error
-from firstlight.tokenizer_config import read_chat_template, read_config, token_text
-from firstlight.tokenizer_sentencepiece import sentencepiece_pieces, unsupported_features
+from firstlight.tokenizer.config import read_chat_template, read_config, token_text
+from firstlight.tokenizer.sentencepiece import sentencepiece_pieces, unsupported_features
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -29,6 +29,10 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+#: The split of the Qwen2 tokenizer: Llama 3's, with numbers cut into digits.
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+
 _LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

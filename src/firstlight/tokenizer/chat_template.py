@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from firstlight.chat_sandbox import check_template, render
 from firstlight.errors import InputError
+from firstlight.tokenizer.chat_sandbox import check_template, render
 
 __all__ = ["CHAT_TEMPLATES", "chat_pieces", "check_template", "render_chat", "required_tokens"]
 

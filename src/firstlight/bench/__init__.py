@@ -1,0 +1,1 @@
+"""Benchmarks: what a choice buys on the machine at hand."""

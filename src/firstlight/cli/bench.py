@@ -1,0 +1,125 @@
+"""`firstlight bench ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from firstlight.cli.output import human_bytes, with_json
+from firstlight.console import say
+
+
+@click.group("bench")
+def bench_group() -> None:
+    """What a choice buys on this very machine, measured."""
+
+
+@bench_group.command("loading")
+@click.option(
+    "--parameters",
+    metavar="COUNT",
+    default="0.5B",
+    show_default=True,
+    help="About so many parameters (K, M, B).",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Number format of the file.",
+)
+@click.option("--repeats", type=int, default=3, show_default=True, help="Turns of all ways.")
+@click.option(
+    "--ways",
+    metavar="NAME,...",
+    default="",
+    help="Only these rows: sequential, mmap, straight, sharded, cast, transformers, "
+    "transformers-huge-pages, transformers-cast.",
+)
+@click.option("--no-transformers", is_flag=True, help="Leave transformers' rows out.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Make the checkpoint here, keep it and use it again. [a temporary folder]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write loading.json and loading.png into this folder.",
+)
+@with_json
+def loading_command(
+    parameters: str,
+    dtype: str,
+    repeats: int,
+    ways: str,
+    no_transformers: bool,
+    folder: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Memory and time of each way to load a model, beside transformers' from_pretrained.
+
+    A checkpoint with random weights is made and loaded by a fresh process a time, on the CPU,
+    from the page cache. Peak memory is what the process takes above its level after the
+    imports, until the first logits.
+    """
+    from firstlight.bench.checkpoint import parse_count
+    from firstlight.bench.loading import LoadingBench, bench_loading, draw
+    from firstlight.files import write_file, write_json
+
+    bench = LoadingBench(
+        parameters=parse_count(parameters),
+        dtype=dtype,
+        repeats=repeats,
+        ways=[name.strip() for name in ways.split(",") if name.strip()],
+        transformers=not no_transformers,
+        folder=folder,
+    )
+    result = bench_loading(bench)
+    _say_result(result)
+    if out is not None:
+        write_json(out / "loading.json", result)
+        write_file(out / "loading.png", draw(result))
+        say(f"written: {out / 'loading.json'}, {out / 'loading.png'}")
+    return result
+
+
+_HEADER = ("way", "peak", "/ file", "/ model", "import", "load", "first logits", "/ transformers")
+
+
+def _say_result(result: dict[str, Any]) -> None:
+    checkpoint, machine = result["checkpoint"], result["machine"]
+    say(
+        f"{checkpoint['parameters']:,} parameters in {checkpoint['dtype']}, "
+        f"{human_bytes(checkpoint['file_bytes'])}; {machine['name']}, {machine['threads']} "
+        f"threads; medians of {result['repeats']}"
+    )
+    say_table([_HEADER, *(_cells(row) for row in result["rows"])])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    ratio = row["time_to_transformers"]
+    return (
+        row["name"] + (" (default)" if row["default"] else ""),
+        human_bytes(row["peak_bytes"]),
+        f"{row['peak_to_file']:.2f}",
+        f"{row['peak_to_model']:.2f}",
+        f"{row['import_seconds']:.2f} s",
+        f"{row['load_seconds']:.2f} s",
+        f"{row['first_logits_seconds']:.2f} s",
+        "" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def say_table(rows: Sequence[Sequence[str]]) -> None:
+    """Say rows of cells: the first column to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        say("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())

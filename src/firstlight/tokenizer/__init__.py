@@ -1,0 +1,27 @@
+"""Tokenizers: load any of the usual files, train one's own, stream ids back to text.
+
+Whatever the file, what comes out is one `Tokenizer` around the `tokenizers` library, and
+what is saved is always `tokenizer.json` + `tokenizer_config.json`, the layout that
+transformers reads.
+
+Text is plain text unless the caller says otherwise: a document that happens to hold
+`<|endoftext|>` becomes the ordinary tokens of those characters, never the control token.
+"""
+
+from firstlight.tokenizer.formats import (
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    QWEN2_PATTERN,
+)
+from firstlight.tokenizer.tokenizer import TextStream, Tokenizer, train_tokenizer
+
+__all__ = [
+    "END_OF_TEXT",
+    "GPT2_PATTERN",
+    "LLAMA3_PATTERN",
+    "QWEN2_PATTERN",
+    "TextStream",
+    "Tokenizer",
+    "train_tokenizer",
+]
