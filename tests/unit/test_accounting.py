@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from firstlight.huggingface import config_from_hf
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.models.accounting import (
     ParameterCount,
@@ -56,6 +59,51 @@ SMALL_GPT2 = GPT2Config(
 )
 
 
+#: Shapes as their makers' config.json have them (what stands for parameters only), and the totals
+#: that the hub shows.
+WELL_KNOWN: list[tuple[dict[str, Any], int]] = [
+    ({"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
+    ({"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20}, 774_030_080),
+    ({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
+    ({"model_type": "mistral"}, 7_241_732_096),
+    (
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+        494_032_768,
+    ),
+    (
+        {
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        596_049_920,
+    ),
+    ({"model_type": "mixtral"}, 46_702_792_704),
+    (
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_hidden_layers": 48,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+        },
+        30_532_122_624,
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "config, published",
     [
@@ -63,6 +111,7 @@ SMALL_GPT2 = GPT2Config(
         (LLAMA_2_7B, 6_738_415_616),
         (LLAMA_3_8B, 8_030_261_248),
         (LLAMA_3_2_1B, 1_235_814_400),
+        *((config_from_hf(known, "known"), total) for known, total in WELL_KNOWN),
     ],
 )
 def test_totals_of_well_known_models(config: ModelConfig, published: int) -> None:

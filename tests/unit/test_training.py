@@ -747,3 +747,51 @@ def test_a_home_folder_is_expanded(
     recipe["schedule"]["warmup_steps"] = 0
     assert train(recipe).run_folder == tmp_path / "runs" / "one"
     assert not (tmp_path / "~").exists()
+
+
+# --- a padded vocabulary ---------------------------------------------------------------------
+
+
+def test_a_padded_vocabulary_trains_the_same_model_and_is_never_saved(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe["efficiency"] = {"precision": "fp32"}
+    plain = train(recipe)
+    padded = train(
+        changed(
+            recipe,
+            run={"dir": str(tmp_path / "padded")},
+            efficiency={"precision": "fp32", "vocab_multiple": 128},
+        )
+    )
+    assert padded.train_loss == pytest.approx(plain.train_loss, rel=1e-4)
+    own = safetensors.torch.load_file(padded.checkpoint / WEIGHTS_NAME)
+    other = safetensors.torch.load_file(plain.checkpoint / WEIGHTS_NAME)
+    assert {n: t.shape for n, t in own.items()} == {n: t.shape for n, t in other.items()}
+    moments = safetensors.torch.load_file(padded.checkpoint / "optimizer.safetensors")
+    average = moments["model.embed_tokens.weight.exp_avg"]
+    assert average.shape[0] == 384
+    assert average[320:].count_nonzero() == 0
+
+
+def test_a_run_with_a_padded_vocabulary_resumes_to_the_last_bit(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe["efficiency"] = {"vocab_multiple": 128}
+    whole = train(recipe)
+    broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 9)
+    found = train(broken, resume=True)
+    assert weights(found.checkpoint) == weights(whole.checkpoint)
+
+
+def test_a_qwen2_model_with_another_split_is_warned_of(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would read its tokenizer otherwise."""
+    recipe["model"]["model_type"] = "qwen2"
+    recipe["schedule"] = {"max_steps": 1}
+    train(recipe, progress=True)
+    assert (
+        "warning: transformers 5 reads every tokenizer of a qwen2 model" in capsys.readouterr().err
+    )

@@ -21,6 +21,18 @@ from firstlight.console import say
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
 @click.option("--seed", type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", show_default=True)
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="Of the weights: auto is the file's; float32, bfloat16, float16.",
+)
+@click.option(
+    "--loading",
+    default="sequential",
+    show_default=True,
+    help="sequential; mmap: the file itself, which must not change meanwhile; straight.",
+)
 @with_json
 def generate_command(
     checkpoint: str,
@@ -31,6 +43,8 @@ def generate_command(
     top_p: float,
     seed: int | None,
     device: str,
+    dtype: str,
+    loading: str,
     as_json: bool,
 ) -> dict[str, Any]:
     """Continue a text. The prompt and its continuation go to stdout, as they are made.
@@ -42,7 +56,12 @@ def generate_command(
     from firstlight.hardware import find_hardware
 
     config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
-    loaded = load(checkpoint, find_hardware(device).device)
+    loaded = load(
+        checkpoint,
+        find_hardware(device).device,
+        dtype=dtype,
+        way=loading,  # type: ignore[arg-type]
+    )
     stream = GenerationStream(loaded, prompt, config)
     pieces = iter(stream)
     if not as_json:

@@ -25,7 +25,7 @@ from firstlight.data.loader import require_row
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, StorageError
 from firstlight.hardware import find_hardware
-from firstlight.huggingface import LoadedModel, load_model, read_config
+from firstlight.huggingface import LoadedModel, export_notes, load_model, read_config
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def set_up(
         model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     recipe = _filled_in(recipe, model.config, dataset)
     _require_fitting_prompts(recipe, tokenizer)
+    for note in export_notes({"model_type": model.config.model_type}, tokenizer):
+        tell(f"warning: {note}")
     origin = str(init_from) if init_from is not None else None
     job = Job(recipe, hardware, model.to(hardware.device), tokenizer, dataset, validation, origin)
     if newest is not None:
