@@ -38,8 +38,8 @@ def differences(family: str, seed: int) -> tuple[float, float]:
 
 
 def gradient_difference(own: Model, theirs: Any) -> float:
-    """The greatest over all parameters. Gradients that are zero but for rounding (a ten-thousandth of
-    the largest, as the router's where each token visits one expert) are measured against that."""
+    """The greatest over all parameters. Gradients that are zero but for rounding, as the router's
+    where each token visits one expert, are measured against 1/10,000 of the largest one."""
     gradients = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     least = 1e-4 * max(float(gradient.norm()) for gradient in gradients.values())
     found = [0.0]

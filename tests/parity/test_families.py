@@ -67,7 +67,7 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
 
 
 def largest_gradient_difference(own: Model, theirs: Any) -> float:
-    """Over all parameters, each relative to its gradient's norm, or to a ten-thousandth of the largest:
+    """Over all parameters, each relative to its gradient's norm, or to 1/10,000 of the largest:
     some are zero but for rounding, as the router's where each token visits one expert."""
     gradients = {name: p.grad for name, p in own.named_parameters()}
     expected = {name: p.grad for name, p in theirs.named_parameters()}

@@ -63,7 +63,8 @@ def model_config(parameters: int) -> LlamaConfig:
 
 def _proportions(width: int) -> tuple[int, int, int]:
     """(layers, width of the MLP, vocabulary) as in Qwen2.5-0.5B, which has 24, 4864, 151936."""
-    return min(28, round(width / 896 * 24)), width * 38 // 7, min(151_936, 170 * width)
+    intermediate = round(width / 896 * 4864 / 64) * 64
+    return min(28, round(width / 896 * 24)), intermediate, min(151_936, 170 * width)
 
 
 def _size(width: int) -> int:

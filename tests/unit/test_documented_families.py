@@ -1,0 +1,33 @@
+"""docs/model-families.md: every block is a model section, and has the parameters it names."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from firstlight.models import FAMILIES
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.training.config import load_recipe
+
+_PAGE = (Path(__file__).parents[2] / "docs" / "model-families.md").read_text(encoding="utf-8")
+_BLOCKS = re.findall(r"((?:^    .*\n)+)", _PAGE, re.MULTILINE)
+
+
+def test_every_family_has_its_block() -> None:
+    assert len(_BLOCKS) == 10
+    assert {yaml.safe_load(block)["model_type"] for block in _BLOCKS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: str(block).split()[1].strip(":"))
+def test_a_block_is_a_model_of_the_size_it_says(block: str, tmp_path: Path) -> None:
+    said = re.match(r"\s*# [\w.-]+: ([\d,]+) parameters\n", block)
+    assert said is not None
+    text = "data: {dir: d}\nmodel:\n" + textwrap.indent(textwrap.dedent(block), "  ")
+    (tmp_path / "recipe.yaml").write_text(text)
+    config = load_recipe(tmp_path / "recipe.yaml").model
+    assert config is not None
+    assert count_parameters(meta_model(config)).total == int(said[1].replace(",", ""))
