@@ -32,7 +32,7 @@ from torch import Tensor
 
 from firstlight.errors import InputError, ModelError, StorageError, describe_os_error
 from firstlight.files import read_json
-from firstlight.models import Model, MoEConfig
+from firstlight.models import Model, MoEConfig, allocate
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -348,7 +348,7 @@ def _fitting(model: Model, folder: Path) -> tuple[dict[str, StoredTensor], Store
 def _load_sequentially(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
 ) -> None:
-    _allocate(model, device)
+    allocate(model, device)
     places = file_tensors(model)
     # Several at a time: reading releases Python's lock, and one core doesn't fill the memory bus.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -380,7 +380,7 @@ def _load_mapped(model: Model, stored: Mapping[str, StoredTensor], device: torch
 def _load_straight(model: Model, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
     # Copies, so that all of them are in memory at once and not only mapped there.
     read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
-    _allocate(model, device)
+    allocate(model, device)
     for name, place in file_tensors(model).items():
         place.copy_(read[name])
 
@@ -402,18 +402,9 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
         dtype: of the parameters.
     """
     model.to(dtype)
-    _allocate(model, torch.device("cpu"))
+    allocate(model, torch.device("cpu"))
     for name, place in file_tensors(model).items():
         place.copy_(tensors[name])
-
-
-def _allocate(model: Model, device: torch.device) -> None:
-    """Memory for a meta-device model; the rows that pad its vocabulary are zero."""
-    model.to_empty(device=device)
-    model.finish_loading()
-    for name, parameter in model.named_parameters():
-        if name in (embedding_name(model), "lm_head.weight"):
-            parameter.detach()[model.config.vocab_size :].zero_()
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ loss, and the gradient of every parameter."""
 from __future__ import annotations
 
 import copy
+import random
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -133,3 +134,22 @@ def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -
         assert own_error <= 2 * their_error + 2**-8
 
     check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_through_the_cache_are_those_of_transformers_over_the_whole_text(
+    family: str, seed: int
+) -> None:
+    """A prompt, then a few tokens, then one at a time, also beyond a sliding window."""
+    config = draw_config(family, random.Random(seed).choice)
+    if seed == 0 and family not in ("gpt2", "llama"):
+        config = config.model_copy(update={"sliding_window": 7})
+    own, theirs = both(config, seed, torch.float32)
+    ids = some_ids(seed)
+    cache = own.make_cache(len(ids), ids.shape[1], torch.float32)
+    with torch.inference_mode():
+        steps = torch.split(ids, [11, 4, *[1] * (ids.shape[1] - 15)], dim=1)
+        found = torch.cat([own(step, cache=cache) for step in steps], dim=1)
+        expected = theirs(ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

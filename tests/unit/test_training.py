@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 import yaml
 
 from firstlight.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
@@ -24,13 +25,14 @@ from firstlight.errors import (
     TrainingError,
 )
 from firstlight.huggingface import load_model
+from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.report import draw_report
-from firstlight.weights import WEIGHTS_NAME
+from firstlight.weights import WEIGHTS_NAME, embedding_name
 
 _KEYS = {
     "step",
@@ -783,6 +785,26 @@ def test_a_run_with_a_padded_vocabulary_resumes_to_the_last_bit(
     stop_after(broken, 9)
     found = train(broken, resume=True)
     assert weights(found.checkpoint) == weights(whole.checkpoint)
+
+
+def test_the_rows_that_pad_a_vocabulary_are_zero_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory may hold anything, and 0 * NaN would reach the gradients."""
+    real = torch.empty_like
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty_like", filled)
+    for kind in (GPT2Config, LlamaConfig):
+        config = kind(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        model = empty_model(config, 64)
+        head = model.lm_head.weight
+        assert head[:10].isnan().all()
+        assert head.shape[0] == 64
+        assert head[10:].count_nonzero() == 0
+        assert model.state_dict()[embedding_name(model)][10:].count_nonzero() == 0
 
 
 def test_a_qwen2_model_with_another_split_is_warned_of(

@@ -20,6 +20,7 @@ __all__ = [
     "MoEConfig",
     "Model",
     "ModelConfig",
+    "allocate",
     "build_model",
     "empty_model",
     "padded_vocab_size",
@@ -72,6 +73,16 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
     to be initialised or loaded, without paying for torch's default initialisation first."""
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
-    model.to_empty(device="cpu")
-    model.finish_loading()
+    allocate(model, torch.device("cpu"))
     return model
+
+
+@torch.no_grad()
+def allocate(model: Model, device: torch.device) -> None:
+    """Give a model on the meta device memory, without values but for the rows that pad its
+    vocabulary: they are zero, for what they hold would reach the gradients."""
+    model.to_empty(device=device)
+    model.finish_loading()
+    embedding = model.transformer.wte if isinstance(model, GPT2) else model.model.embed_tokens
+    for weight in (embedding.weight, model.lm_head.weight):
+        weight[model.config.vocab_size :].zero_()
