@@ -107,7 +107,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     ratio = row["time_to_transformers"]
     return (
         row["name"] + (" (default)" if row["default"] else ""),
-        human_bytes(row["peak_bytes"]),
+        f"{row['peak_bytes'] / 1e6:,.0f} MB",
         f"{row['peak_to_file']:.2f}",
         f"{row['peak_to_model']:.2f}",
         f"{row['import_seconds']:.2f} s",

@@ -30,7 +30,7 @@ from firstlight.console import say
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=float,
     help="Greatest difference of two logits that passes, as a share of the largest.",
 )
 @with_json
@@ -47,8 +47,9 @@ def convert_command(
     """Convert a model and check that the result computes what the source does.
 
     SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or a file: nanoGPT's
-    ckpt.pt, or a model.pth of LLMs-from-scratch. A result whose logits on a fixed prompt, or
-    whose chat template on a fixed conversation, is not the source's is not written.
+    ckpt.pt, or a model.pth of LLMs-from-scratch. What is written is read back and compared
+    first: its tensors, its logits on a fixed prompt, its chat template on a fixed conversation.
+    Where they are not the source's, nothing is written.
     """
     from firstlight.conversion.convert import convert
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,44 +12,51 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import resolve_model_folder
 from firstlight.conversion.check import (
+    TOLERANCES,
+    check_dtype,
+    is_finite,
     logits_of,
     prompt_ids,
+    require_finite,
     require_same_chat,
     require_same_logits,
+    require_same_tensors,
 )
-from firstlight.conversion.foreign import ForeignModel, read_foreign
-from firstlight.conversion.gguf_file import gguf_notes, write_gguf
+from firstlight.conversion.gguf_file import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.gguf_reader import read_gguf
+from firstlight.conversion.source import Source, read_folder, read_source
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
-from firstlight.files import new_folder, read_json, require_free
+from firstlight.files import new_folder, require_free
 from firstlight.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     config_from_hf,
     export_notes,
     generation_config,
-    read_config,
     tokenizer_of,
 )
-from firstlight.models import build_model
+from firstlight.models import ModelConfig, MoEConfig
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fitting_tensors, open_mapped, save_weights
+from firstlight.weights import save_weights
 
-#: The dtype names of each target -> what the file calls it; "auto" keeps that of the source.
-_DTYPES = {
-    "hf": {"auto": "auto", "f32": "float32", "f16": "float16", "bf16": "bfloat16"},
-    "gguf": {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "q8_0"},
-}
+#: The formats of each target; "auto" keeps that of the source.
+_FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f64": torch.float64,
+}
 
 #: What a tokenizer may consist of; copied as it is where the source is a model folder.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+#: Where transformers keeps the chat templates that are not the default one.
+_MORE_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,10 @@ class Conversion:
         program: whose model the source was: "Hugging Face", "nanoGPT", "LLMs-from-scratch".
         model_type: the family.
         parameters: how many numbers were written.
-        dtype: "f32", "f16", "bf16", "q8_0"; "mixed" where the source has several.
-        largest_difference: of two logits, source and result, on a fixed prompt.
+        dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder as its source also "f64", or
+            "mixed" where there are several.
+        largest_difference: of two logits, source and result, on a fixed prompt; each less the
+            mean of its position, which softmax doesn't see.
         largest_logit: of the source, for comparison.
         has_chat_template: whether there is one, which then renders alike in both.
         notes: what a person should know.
@@ -83,17 +91,13 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A model to convert: `logits` computes its own, `folder` is set for Hugging Face's."""
+class _Result:
+    """What was written, as it is read back; `what` names it in messages."""
 
-    program: str
-    name: str
-    config: dict[str, Any]
+    what: str
+    config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
-    folder: Path | None
-    logits: Callable[[Tensor], Tensor]
-    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -111,7 +115,7 @@ def convert(
     Args:
         source: a Hugging Face model folder, a run, a hub id, or a file: nanoGPT's `ckpt.pt`, an
             LLMs-from-scratch `model.pth`.
-        out: the folder to write; must be missing or empty.
+        out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder) or "gguf" (a file for llama.cpp in the folder).
         dtype: "auto" (that of the source), "f32", "f16", "bf16", and for GGUF "q8_0".
         tokenizer: a tokenizer's folder or file, where the source has none or another is wanted.
@@ -122,137 +126,89 @@ def convert(
 
     Raises:
         ConfigError: an option can't be meant.
-        InputError: `out` holds something.
+        InputError: `out` holds something, or a file is missing.
         ModelError, CheckpointError, TokenizerError: the source can't be read, can't be
-            expressed in the target, or the result's logits or chat template differ.
+            expressed in the target, or the result's tensors, logits or chat template differ.
+        MissingDependencyError: for GGUF, the package gguf is not installed.
         StorageError: the disk refuses. In every case nothing is written.
     """
-    if to not in _DTYPES:
-        raise ConfigError(f"to '{to}' is unknown{nearest(to, _DTYPES)}: hf or gguf")
-    dtype = _LONG_NAMES.get(dtype, dtype)
-    if dtype not in _DTYPES[to]:
-        raise ConfigError(f"dtype '{dtype}' is not one of {to}: {', '.join(_DTYPES[to])}")
+    dtype = _checked_options(to, dtype, tolerance)
     out = Path(out).expanduser()
-    require_free(out, "folder", "choose another --out")
-    model = _read(source, tokenizer, config)
-    expected_config = config_from_hf(model.config, model.name)
-    if model.tokenizer is not None and model.tokenizer.vocab_size > expected_config.vocab_size:
-        raise ModelError(
-            f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
-            f"{expected_config.vocab_size} of {model.name}: they don't belong together"
-        )
+    _require_place(out, source)
+    model = read_source(source, tokenizer, config)
+    own_config = config_from_hf(model.config, model.name)
+    _require_fit(model, own_config)
     kinds = {tensor.dtype for tensor in model.tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
-    ids = prompt_ids(
-        model.tokenizer, expected_config.vocab_size, expected_config.max_position_embeddings
-    )
-    expected = model.logits(ids)
-    notes = list(model.notes)
-    if model.tokenizer is None:
-        notes.append("there is no tokenizer: give one with --tokenizer")
-    file = None
+    if to == "gguf" and chosen not in _FORMATS["gguf"]:
+        chosen = "f32"
+    file = f"{model.name}-{chosen}.gguf" if to == "gguf" else None
     with new_folder(out) as folder:
-        if to == "gguf":
-            chosen = "f32" if chosen == "mixed" else chosen
-            file = f"{model.name}-{chosen}.gguf"
-            notes += gguf_notes(model.config, model.tokenizer)
-            found = _write_gguf(model, folder / file, chosen, ids)
+        if file is not None:
+            notes = gguf_notes(model.config, model.tokenizer)
+            result = _write_gguf(model, folder / file, chosen)
         else:
-            notes += export_notes(model.config, model.tokenizer)
-            found = _write_folder(model, folder, None if dtype == "auto" else dtype, ids)
-        kind = "bf16" if chosen == "mixed" else chosen
-        difference, largest = require_same_logits(
-            expected, found, _DTYPES["hf"].get(kind, kind), tolerance
-        )
-    template = model.tokenizer.chat_template if model.tokenizer is not None else None
+            notes = export_notes(model.config, model.tokenizer)
+            result = _write_folder(model, folder, None if dtype == "auto" else dtype)
+        kind = "f32" if chosen == own else chosen
+        difference, largest, more = _compare(model, own_config, result, kind, tolerance)
+    if model.tokenizer is None:
+        notes = [*notes, "there is no tokenizer: give one with --tokenizer"]
     return Conversion(
         out=out,
-        file=out / file if file is not None else None,
+        file=None if file is None else out / file,
         program=model.program,
-        model_type=expected_config.model_type,
+        model_type=own_config.model_type,
         parameters=sum(tensor.numel() for tensor in model.tensors.values()),
         dtype=chosen,
         largest_difference=difference,
         largest_logit=largest,
-        has_chat_template=template is not None,
-        notes=tuple(notes),
+        has_chat_template=model.tokenizer is not None and model.tokenizer.chat_template is not None,
+        notes=(*model.notes, *notes, *more),
     )
 
 
-def _read(source: str | Path, tokenizer: str | Path | None, config: str | Path | None) -> _Source:
-    """The model to convert, with the tokenizer that it is to have."""
-    given = Tokenizer.from_pretrained(tokenizer) if tokenizer is not None else None
-    path = Path(source).expanduser()
-    if path.is_file():
-        return _read_file(path, given, config)
-    if config is not None:
-        raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
-    folder = resolve_model_folder(source)
-    own_config = read_config(folder)
-    with torch.device("meta"):
-        shape = build_model(own_config)
-    tensors = open_mapped(fitting_tensors(shape, folder))
-    content = read_json(folder / CONFIG_NAME)
-    return _Source(
-        program="Hugging Face",
-        name=path.resolve().name if path.is_dir() else str(source).rpartition("/")[2],
-        config=content,
-        tensors=tensors,
-        tokenizer=given or tokenizer_of(folder),
-        folder=folder if given is None else None,
-        logits=lambda ids: logits_of(content, tensors, ids),
-    )
+def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
+    """The dtype by its short name.
+
+    Raises:
+        ConfigError, MissingDependencyError: an option can't be meant, or not here.
+    """
+    if to not in _FORMATS:
+        raise ConfigError(f"to '{to}' is unknown{nearest(to, _FORMATS)}: hf or gguf")
+    dtype = _LONG_NAMES.get(dtype, dtype)
+    if dtype not in _FORMATS[to]:
+        raise ConfigError(f"dtype '{dtype}' is not one of {to}: {', '.join(_FORMATS[to])}")
+    if tolerance is not None and not tolerance >= 0:
+        raise ConfigError(f"tolerance {tolerance} is not a share: give a number from 0 up")
+    if to == "gguf":
+        import_gguf()
+    return dtype
 
 
-def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> _Source:
-    if path.suffix in (".safetensors", ".gguf", ".json"):
+def _require_place(out: Path, source: str | Path) -> None:
+    """Refuse an `out` that holds something, or that is part of the source."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
-            f"{path} is not a checkpoint of nanoGPT or LLMs-from-scratch: for Hugging Face models "
-            "name their folder"
+            f"folder {out} is the source or inside it, which is left as it is: choose another --out"
         )
-    values = None
-    if config is not None:
-        values = read_json(Path(config))
-        if not isinstance(values, dict):
-            raise ConfigError(f"{config} is not a JSON object")
-    foreign = _without_padding(read_foreign(path, config=values), tokenizer)
-    size = int(foreign.config["vocab_size"])
-    special = {} if tokenizer is None else generation_config(tokenizer)
-    return _Source(
-        program=foreign.program,
-        name=path.stem,
-        config={**foreign.config, **special},
-        tensors=foreign.tensors,
-        tokenizer=tokenizer,
-        folder=None,
-        logits=lambda ids: foreign.logits(ids)[..., :size],
-        notes=foreign.notes,
-    )
+    require_free(out, "folder", "choose another --out")
 
 
-def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """The model without the rows that pad its vocabulary beyond the tokenizer's, which must never
-    be predicted."""
-    size = model.config["vocab_size"]
-    if tokenizer is None or tokenizer.vocab_size >= size:
-        return model
-    names = ("transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight")
-    tensors = {
-        name: tensor[: tokenizer.vocab_size] if name in names else tensor
-        for name, tensor in model.tensors.items()
-    }
-    note = f"{size - tokenizer.vocab_size} rows that padded the vocabulary were left out"
-    return dataclasses.replace(
-        model,
-        config={**model.config, "vocab_size": tokenizer.vocab_size},
-        tensors=tensors,
-        notes=(*model.notes, note),
-    )
+def _require_fit(model: Source, config: ModelConfig) -> None:
+    """Refuse a tokenizer of another model, and weights that are not numbers."""
+    if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
+            f"{config.vocab_size} of {model.name}: they don't belong together"
+        )
+    require_finite(model.tensors, model.name)
 
 
-def _write_gguf(model: _Source, path: Path, dtype: str, ids: Tensor) -> Tensor:
-    """Write the file; return the logits of what is read back from it."""
+def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
+    """Write the file; return what is read back from it."""
     write_gguf(
         path,
         model.config,
@@ -262,49 +218,86 @@ def _write_gguf(model: _Source, path: Path, dtype: str, ids: Tensor) -> Tensor:
         name=model.name,
     )
     result = read_gguf(path)
-    if model.tokenizer is not None:
-        own = model.tokenizer
+    own, rendered = model.tokenizer, None
+    if own is not None:
         config = {k: v for k, v in own.config.items() if k != "chat_template"}
         config |= {"chat_template": result.chat_template} if result.chat_template else {}
         rendered = Tokenizer(
             own.backend, bos_token=own.bos_token, eos_token=own.eos_token, config=config
         )
-        require_same_chat(own, rendered, path.name)
-    return logits_of(result.config, result.tensors, ids)
+    return _Result(path.name, result.config, result.tensors, rendered)
 
 
-def _write_folder(model: _Source, folder: Path, dtype: str | None, ids: Tensor) -> Tensor:
-    """Write a Hugging Face model folder; return the logits of what is read back from it."""
-    tensors = model.tensors
-    config = dict(model.config)
-    if dtype is not None:
-        tensors = {name: tensor.to(_TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
-    kinds = {tensor.dtype for tensor in tensors.values()}
-    if len(kinds) == 1 and (dtype is not None or model.folder is None):
-        name = str(kinds.pop()).removeprefix("torch.")
-        config |= {"dtype": name, "torch_dtype": name}
-    texts: dict[str, str] = {}
-    if model.tokenizer is not None:
-        texts = model.tokenizer.files()
-        texts[GENERATION_CONFIG_NAME] = (
-            json.dumps(generation_config(model.tokenizer), indent=2) + "\n"
-        )
+def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
+    """Write a Hugging Face model folder; return what is read back from it."""
     if model.folder is not None:
-        for name in (*_TOKENIZER_FILES, GENERATION_CONFIG_NAME):
+        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, *_TOKENIZER_FILES):
             if (model.folder / name).is_file():
                 shutil.copyfile(model.folder / name, folder / name)
-    for name, content in texts.items():
-        if not (folder / name).exists():
-            (folder / name).write_text(content, encoding="utf-8")
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(tensors, folder)
-    own_config = read_config(folder)
-    with torch.device("meta"):
-        shape = build_model(own_config)
-    written = open_mapped(fitting_tensors(shape, folder))
+        if (model.folder / _MORE_TEMPLATES).is_dir():
+            shutil.copytree(model.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
+    elif model.tokenizer is not None:
+        special = json.dumps(generation_config(model.tokenizer), indent=2) + "\n"
+        for name, text in {**model.tokenizer.files(), GENERATION_CONFIG_NAME: special}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    if model.folder is None or dtype is not None:
+        config = {**model.config, **_dtype_entries(model.tensors, dtype)}
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(_rounded(model.tensors, dtype), folder)
+    return _Result("the converted folder", *read_folder(folder), tokenizer_of(folder))
+
+
+def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
+    """What config.json says of the tensors' dtype, in the spellings of transformers 5 and 4."""
+    kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
+    names = [str(kind).removeprefix("torch.") for kind in kinds]
+    return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
+
+
+def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
+    """The tensors in another dtype, if one is given.
+
+    Raises:
+        ModelError: a number is too large for it.
+    """
+    if dtype is None:
+        return tensors
+    rounded = {name: tensor.to(_TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
+    for name, tensor in rounded.items():
+        if not is_finite(tensor):
+            raise ModelError(f"{name} holds a number too large for {dtype}: choose another --dtype")
+    return rounded
+
+
+def _compare(
+    model: Source, config: ModelConfig, result: _Result, kind: str, tolerance: float | None
+) -> tuple[float, float, list[str]]:
+    """Refuse a result that is not the source; `kind` is the format that numbers were rounded to.
+
+    Returns:
+        The greatest difference of two logits, the largest logit, and notes.
+    """
     if model.tokenizer is not None:
-        result = tokenizer_of(folder)
-        if result is None or result.fingerprint != model.tokenizer.fingerprint:
-            raise ModelError("the converted folder's tokenizer is not the source's")
-        require_same_chat(model.tokenizer, result, "the converted folder")
-    return logits_of(config, written, ids)
+        found = result.tokenizer
+        if found is None or found.fingerprint != model.tokenizer.fingerprint:
+            raise ModelError(f"the tokenizer of {result.what} is not the source's")
+        require_same_chat(model.tokenizer, found, result.what)
+    require_same_tensors(model.tensors, result.tensors, kind)
+    dtype = check_dtype(config)
+    limit = TOLERANCES[kind]
+    if dtype == torch.bfloat16:
+        limit = max(limit, TOLERANCES["bf16"])
+    limit = limit if tolerance is None else tolerance
+    ids = prompt_ids(model.tokenizer, config.vocab_size, config.max_position_embeddings)
+    is_routed = isinstance(config, MoEConfig) and kind != "f32"
+    difference, largest = require_same_logits(
+        model.logits(ids, dtype),
+        logits_of(result.config, result.tensors, ids, dtype),
+        limit,
+        is_routed=is_routed,
+        hint=model.hint,
+    )
+    if difference <= limit * largest:
+        return difference, largest, []
+    note = "rounding sends some tokens to other experts, and their logits differ by more than usual"
+    return difference, largest, [note]

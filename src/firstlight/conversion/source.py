@@ -1,0 +1,175 @@
+"""The source of a conversion: a model folder, or another program's file, in the same terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.checkpoint import CHECKPOINTS, resolve_model_folder
+from firstlight.conversion.check import logits_of
+from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.files import read_json
+from firstlight.huggingface import CONFIG_NAME, read_config, tokenizer_of
+from firstlight.models.accounting import meta_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights import fitting_tensors, open_mapped
+
+#: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
+_MOST_PADDING = 128
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to convert.
+
+    Attributes:
+        program: whose it is.
+        name: what the result is called; can be part of a file's name.
+        config: config.json, with the special tokens of `tokenizer`.
+        tensors: by their Hugging Face names, mapped into memory.
+        tokenizer: what the result is to have.
+        folder: the Hugging Face folder whose other files go along; None where there is none.
+        logits: of ids, int64 [1, T], those that the source itself computes, in some dtype.
+        notes: what a person should know.
+        hint: what may be wrong when the result is refused, with "; " at its end.
+    """
+
+    program: str
+    name: str
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer | None
+    folder: Path | None
+    logits: Callable[[Tensor, torch.dtype], Tensor]
+    notes: tuple[str, ...] = ()
+    hint: str = ""
+
+
+def read_source(
+    source: str | Path, tokenizer: str | Path | None, config: str | Path | None
+) -> Source:
+    """The model to convert.
+
+    Args:
+        source: a Hugging Face model folder, a run, a hub id, or another program's file.
+        tokenizer: a tokenizer's folder or file, in place of the source's.
+        config: a JSON file with what another program's file doesn't say.
+
+    Raises:
+        ConfigError: `config` is not for this source, or not an object.
+        InputError: a file is missing, or of a kind that isn't read.
+        ModelError, CheckpointError, TokenizerError: the source can't be read.
+    """
+    given = None
+    if tokenizer is not None:
+        given = Tokenizer.from_pretrained(Path(tokenizer).expanduser())
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _read_file(path, given, config)
+    if path.suffix in (".pt", ".pth") and not path.exists():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
+    if config is not None:
+        raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
+    folder = resolve_model_folder(source)
+    content, tensors = read_folder(folder)
+    return Source(
+        program="Hugging Face",
+        name=_name_of(source),
+        config=content if given is None else {**content, **_special_tokens(given)},
+        tensors=tensors,
+        tokenizer=given or tokenizer_of(folder),
+        folder=folder if given is None else None,
+        logits=lambda ids, dtype: logits_of(content, tensors, ids, dtype),
+    )
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json of a model folder, and its tensors, mapped into memory.
+
+    Raises:
+        ModelError: one of them is missing or damaged, or they don't fit each other.
+    """
+    shape = meta_model(read_config(folder))
+    content: dict[str, Any] = read_json(folder / CONFIG_NAME)
+    return content, open_mapped(fitting_tensors(shape, folder))
+
+
+def _name_of(source: str | Path) -> str:
+    """What a model is called by where it lies: its folder, its run, its name on the hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        name = path.stem
+    elif path.is_dir():
+        path = Path(os.path.abspath(path))
+        if path.parent.name == CHECKPOINTS:
+            path = path.parent.parent
+        name = path.name
+    else:
+        name = str(source).partition("@")[0].rpartition("/")[2]
+    # Part of a file's name, which may have 255 bytes: 4 for a character.
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:60] or "model"
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
+    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+
+
+def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
+    if path.suffix.lower() in (".safetensors", ".json"):
+        raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
+    if path.suffix.lower() == ".gguf":
+        raise InputError(f"{path}: GGUF files are written, not converted: name what it was made of")
+    values = None
+    if config is not None:
+        values = read_json(Path(config).expanduser())
+        if not isinstance(values, dict):
+            raise ConfigError(f"{config} is not a JSON object")
+    foreign = _without_padding(read_foreign(path, config=values), tokenizer)
+    size = int(foreign.config["vocab_size"])
+    special = {} if tokenizer is None else _special_tokens(tokenizer)
+    return Source(
+        program=foreign.program,
+        name=_name_of(path),
+        config={**foreign.config, **special},
+        tensors=foreign.tensors,
+        tokenizer=tokenizer,
+        folder=None,
+        logits=lambda ids, _: foreign.logits(ids)[..., :size],
+        notes=foreign.notes,
+        hint="what --config says of the heads, the activation, the norms or rope_theta, or what "
+        "was taken for want of it, may be wrong; ",
+    )
+
+
+def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
+    """The model without the rows that pad its vocabulary beyond the tokenizer's, which must never
+    be predicted. Many rows are no padding, and stay."""
+    size = model.config["vocab_size"]
+    extra = 0 if tokenizer is None else size - tokenizer.vocab_size
+    if tokenizer is None or extra <= 0:
+        return model
+    if extra >= _MOST_PADDING:
+        note = f"{extra} ids of the model stand for no token of the tokenizer: is it the right one?"
+        return dataclasses.replace(model, notes=(*model.notes, note))
+    names = ("transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight")
+    tensors = {
+        name: tensor[: tokenizer.vocab_size] if name in names else tensor
+        for name, tensor in model.tensors.items()
+    }
+    note = f"{extra} rows that padded the vocabulary were left out"
+    return dataclasses.replace(
+        model,
+        config={**model.config, "vocab_size": tokenizer.vocab_size},
+        tensors=tensors,
+        notes=(*model.notes, note),
+    )

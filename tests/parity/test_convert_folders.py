@@ -1,0 +1,115 @@
+"""Folders that `convert` wrote, in transformers: everything finds its place, the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from drawn import NAMES, VOCABULARY, draw, hf_model, load_in_transformers, some_ids
+from torch import Tensor, nn
+
+from firstlight.conversion.convert import convert
+from firstlight.models import MoEConfig
+
+#: What folders of the hub have and firstlight doesn't know.
+_UNKNOWN = {"quantum": {"spin": 0.5}, "auto_map": None, "name": "früh", "big": 10**20}
+
+
+def saved(folder: Path, family: str, seed: int, **options: Any) -> Any:
+    """transformers' model of a seed, and the folder that it saves, with further keys."""
+    model = hf_model(draw(family, seed), seed)
+    model.save_pretrained(folder, **options)
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, **_UNKNOWN}, indent=1), encoding="utf-8")
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {n: t for file in files for n, t in safetensors.torch.load_file(file).items()}
+
+
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@torch.no_grad()
+def assert_equal_models(expected: nn.Module, folder: Path) -> None:
+    ids = some_ids(0)
+    logits = expected(ids).logits
+    assert logits.abs().max() > 0.05, "the comparison would say nothing"
+    found = load_in_transformers(folder)(ids).logits
+    assert torch.equal(found, logits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", NAMES)
+def test_what_transformers_saved_goes_through_unchanged(
+    family: str, seed: int, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "source", family, seed)
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert result.largest_difference == 0.0
+    expected, found = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    for name in ("config.json", "generation_config.json"):
+        assert json_of(tmp_path / "out" / name) == json_of(tmp_path / "source" / name)
+    assert_equal_models(model, tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again")
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_shards_that_transformers_saved_become_one_file(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "source", family, 1, max_shard_size="3KB")
+    assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
+    convert(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert_equal_models(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", NAMES)
+def test_rounded_models_load_in_their_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "source", family, 2)
+    result = convert(tmp_path / "source", tmp_path / "out", dtype=dtype)
+    found = load_in_transformers(tmp_path / "out")
+    kind = getattr(torch, dtype)
+    assert {parameter.dtype for parameter in found.parameters()} == {kind}
+    expected = dict(model.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, expected[name].to(kind)), name
+    content = json_of(tmp_path / "out" / "config.json")
+    named = {"dtype": dtype, "torch_dtype": dtype}
+    assert content == {**json_of(tmp_path / "source" / "config.json"), **named}
+    # And the way back is exact.
+    again = convert(tmp_path / "out", tmp_path / "again", dtype="f32")
+    assert again.largest_difference == 0.0
+    assert result.largest_difference > 0
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_rounding_is_within_what_is_allowed(family: str, dtype: str, tmp_path: Path) -> None:
+    """Of many models, also those whose routers then choose other experts."""
+    noted = 0
+    for seed in range(8):
+        config = draw(family, seed)
+        if getattr(config, "head_dim", 8) < 6:
+            continue
+        saved(tmp_path / f"{seed}", family, seed)
+        result = convert(tmp_path / f"{seed}", tmp_path / f"out-{seed}", dtype=dtype)
+        noted += any("other experts" in note for note in result.notes)
+    assert noted == 0 or isinstance(config, MoEConfig)
+
+
+def test_the_draws_have_the_vocabulary_that_ids_are_of() -> None:
+    assert all(draw(family, 0).vocab_size == VOCABULARY for family in NAMES)
