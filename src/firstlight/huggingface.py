@@ -16,7 +16,7 @@ from firstlight.files import read_json
 from firstlight.hub import find_model_folder
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
-from firstlight.weights import LoadingWay, load_weights
+from firstlight.weights import LoadingWay, MappedFile, load_weights
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -31,12 +31,23 @@ class LoadedModel:
         tokenizer: None where the folder has none.
         eos_token_ids: ids that end a generation.
         folder: where it was read from.
+        mapped: the files that the parameters are, where they were not copied.
     """
 
     model: Model
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     folder: Path
+    mapped: tuple[MappedFile, ...] = ()
+
+    def require_unchanged(self) -> None:
+        """To be called before the weights are used.
+
+        Raises:
+            ModelError: a file that they are was changed in place.
+        """
+        for file in self.mapped:
+            file.require_unchanged()
 
 
 def load_model(
@@ -44,7 +55,7 @@ def load_model(
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype | None = None,
-    way: LoadingWay = "sequential",
+    way: LoadingWay = "auto",
     vocab_multiple: int = 1,
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
@@ -65,9 +76,10 @@ def load_model(
     config = read_config(folder)
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
-    load_weights(model, folder, device=device, dtype=dtype, way=way)
+    mapped = load_weights(model, folder, device=device, dtype=dtype, way=way)
     tokenizer = tokenizer_of(folder)
-    return LoadedModel(model.eval(), tokenizer, _eos_token_ids(folder, tokenizer), folder)
+    eos_token_ids = _eos_token_ids(folder, tokenizer)
+    return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:

@@ -3,11 +3,15 @@
 Three ways lead from a model folder into a model, all by way of a model on the meta device:
 
     sequential  memory for the model is taken once, and each tensor is read from its file straight
-                into its place, on any device and in any dtype; the default
+                into its place, on any device and in any dtype
     mmap        the parameters *are* the file, mapped into memory: nothing is read until it is
                 used, and processes share it. The file must not change while the model lives
     straight    all tensors are read, then copied into the model: twice the memory, as most
                 programs load; here to be compared with
+
+The default, `auto`, maps what can be mapped whole, which is what makes a model on the CPU answer at
+once, and reads the rest sequentially: other devices, other dtypes, stacked experts, padded
+vocabularies. Training, which writes all of its weights, reads sequentially.
 
 What a tensor is called in the file and where it lies in the model is one table, `file_tensors`,
 read for loading and for saving.
@@ -37,7 +41,7 @@ from firstlight.models import Model, MoEConfig, allocate
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-LoadingWay = Literal["sequential", "mmap", "straight"]
+LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -183,6 +187,43 @@ class StoredTensor:
             memory = memory[count:]
 
 
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that a model's parameters are, as it was when it was mapped.
+
+    Attributes:
+        path: where it was.
+        identity: the file itself (device, inode), which a rename over its name does not change.
+        state: size in bytes, time of the last change in nanoseconds.
+    """
+
+    path: Path
+    identity: tuple[int, int]
+    state: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> MappedFile:
+        """The file as it is now."""
+        found = os.stat(path)
+        return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
+
+    def require_unchanged(self) -> None:
+        """Refuse to go on with weights that somebody has written into.
+
+        Raises:
+            ModelError: the file was overwritten or cut short in place.
+        """
+        try:
+            now = MappedFile.of(self.path)
+        except OSError:
+            return  # deleted: it lives on as long as it is mapped
+        if now.identity == self.identity and now.state != self.state:
+            raise ModelError(
+                f"{self.path} was changed in place while the model was in use: load it again "
+                "(way='sequential', --loading sequential, keeps a copy)"
+            )
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a model folder: of its one file of weights, or of all that its index names.
 
@@ -262,9 +303,10 @@ def load_weights(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    way: LoadingWay = "sequential",
-) -> None:
-    """Give a model on the meta device the weights of a model folder.
+    way: LoadingWay = "auto",
+) -> tuple[MappedFile, ...]:
+    """Give a model on the meta device the weights of a model folder; return the files that it
+    goes on using.
 
     Args:
         model: its parameters get memory on `device`.
@@ -281,11 +323,12 @@ def load_weights(
     embedding = embedding_name(model)
     dtype = dtype or stored[embedding].dtype
     model.to(dtype)
-    _WAYS[way](model, stored, torch.device(device))
+    mapped = _WAYS[way](model, stored, torch.device(device))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     if tied_head is not None and not tied_head.equals(file_tensors(model)[embedding].cpu()):
         raise _not_tied(folder, embedding)
+    return mapped
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
@@ -347,15 +390,19 @@ def _fitting(model: Model, folder: Path) -> tuple[dict[str, StoredTensor], Store
 
 def _load_sequentially(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
-) -> None:
+) -> tuple[MappedFile, ...]:
     allocate(model, device)
     places = file_tensors(model)
     # Several at a time: reading releases Python's lock, and one core doesn't fill the memory bus.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: stored[name].read_into(places[name]), stored))
+    return ()
 
 
-def _load_mapped(model: Model, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+def _load_mapped(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[MappedFile, ...]:
+    files = tuple(MappedFile.of(path) for path in {tensor.path for tensor in stored.values()})
     mapped = open_mapped(stored)
     parameters = dict(model.named_parameters())
     whole = {
@@ -375,17 +422,34 @@ def _load_mapped(model: Model, stored: Mapping[str, StoredTensor], device: torch
     for name, place in file_tensors(model).items():
         if place.data_ptr() != mapped[name].data_ptr():
             place.copy_(mapped[name])
+    return files
 
 
-def _load_straight(model: Model, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+def _load_straight(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[MappedFile, ...]:
     # Copies, so that all of them are in memory at once and not only mapped there.
     read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model).items():
         place.copy_(read[name])
+    return ()
 
 
-_WAYS: dict[LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], None]] = {
+def _load_automatically(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[MappedFile, ...]:
+    mappable = device.type == "cpu" and all(
+        name in stored and stored[name].shape == p.shape and stored[name].dtype == p.dtype
+        for name, p in model.named_parameters()
+    )
+    return (_load_mapped if mappable else _load_sequentially)(model, stored, device)
+
+
+_WAYS: dict[
+    LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[MappedFile, ...]]
+] = {
+    "auto": _load_automatically,
     "sequential": _load_sequentially,
     "mmap": _load_mapped,
     "straight": _load_straight,

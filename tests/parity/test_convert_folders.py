@@ -16,7 +16,7 @@ from firstlight.conversion.convert import convert
 from firstlight.models import MoEConfig
 
 #: What folders of the hub have and firstlight doesn't know.
-_UNKNOWN = {"quantum": {"spin": 0.5}, "auto_map": None, "name": "früh", "big": 10**20}
+_UNKNOWN = {"quantum": {"spin": 0.5}, "nothing": None, "name": "früh", "big": 10**20}
 
 
 def saved(folder: Path, family: str, seed: int, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def test_what_transformers_saved_goes_through_unchanged(
 
 @pytest.mark.parametrize("family", NAMES)
 def test_shards_that_transformers_saved_become_one_file(family: str, tmp_path: Path) -> None:
-    model = saved(tmp_path / "source", family, 1, max_shard_size="3KB")
+    model = saved(tmp_path / "source", family, 1, max_shard_size="1KB")
     assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
     convert(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
@@ -102,13 +102,10 @@ def test_rounding_is_within_what_is_allowed(family: str, dtype: str, tmp_path: P
     """Of many models, also those whose routers then choose other experts."""
     noted = 0
     for seed in range(8):
-        config = draw(family, seed)
-        if getattr(config, "head_dim", 8) < 6:
-            continue
         saved(tmp_path / f"{seed}", family, seed)
         result = convert(tmp_path / f"{seed}", tmp_path / f"out-{seed}", dtype=dtype)
         noted += any("other experts" in note for note in result.notes)
-    assert noted == 0 or isinstance(config, MoEConfig)
+    assert noted == 0 or isinstance(draw(family, 0), MoEConfig)
 
 
 def test_the_draws_have_the_vocabulary_that_ids_are_of() -> None:

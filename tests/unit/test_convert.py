@@ -473,6 +473,21 @@ def test_a_writer_that_damages_tensors_is_found_out(
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "f32"])
+def test_where_nothing_is_rounded_no_rounding_is_allowed(
+    dtype: str, tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder(dtype=torch.bfloat16)
+
+    def save_rounded(tensors: dict[str, Tensor], path: Path) -> None:
+        save_weights({**tensors, QUERY: tensors[QUERY] * (1 + 2**-7)}, path)
+
+    monkeypatch.setattr(conversion, "save_weights", save_rounded)
+    with pytest.raises(ModelError, match=f"numbers of {QUERY} differ"):
+        convert(source, tmp_path / "out", dtype=dtype)
+    assert_nothing_written(tmp_path)
+
+
 def test_a_file_that_was_written_wrongly_is_found_out(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

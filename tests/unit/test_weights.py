@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
+from firstlight.files import write_file
 from firstlight.huggingface import load_model
 from firstlight.models import (
     GPT2Config,
@@ -158,13 +160,49 @@ def test_padding_changes_no_initial_weight_and_no_gradient(name: str) -> None:
 def test_the_mapped_way_holds_no_memory_of_its_own(tmp_path: Path) -> None:
     """Its parameters are the file: what is written there, they show."""
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
-    mapped, copied = load_model(folder, way="mmap").model, load_model(folder).model
+    mapped, copied = (load_model(folder, way=way).model for way in ("mmap", "sequential"))
     place = stored_tensors(folder)["model.norm.weight"]
     with open(place.path, "r+b") as file:
         file.seek(place.offset)
         file.write(torch.full((16,), 3.0).numpy().tobytes())
     assert mapped.state_dict()["model.norm.weight"].tolist() == [3.0] * 16
     assert copied.state_dict()["model.norm.weight"].tolist() == [1.0] * 16
+
+
+@pytest.mark.parametrize("way", ["auto", "mmap"])
+def test_a_mapped_file_that_is_written_into_is_noticed(way: LoadingWay, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
+    loaded = load_model(folder, way=way)
+    loaded.require_unchanged()
+    content = (folder / WEIGHTS_NAME).read_bytes()
+    write_file(folder / WEIGHTS_NAME, content)  # under another name, then renamed: harmless
+    loaded.require_unchanged()
+    (folder / WEIGHTS_NAME).unlink()
+    loaded.require_unchanged()
+    (folder / WEIGHTS_NAME).write_bytes(content)
+    again = load_model(folder, way=way)
+    os.truncate(folder / WEIGHTS_NAME, len(content) - 4)
+    with pytest.raises(ModelError, match=r"model\.safetensors was changed in place"):
+        again.require_unchanged()
+
+
+@pytest.mark.parametrize(
+    "name, options, mapped",
+    [
+        ("llama", {}, True),
+        ("tied", {}, True),
+        ("gpt2", {}, True),
+        ("llama", {"dtype": torch.bfloat16}, False),
+        ("llama", {"vocab_multiple": 64}, False),
+        ("llama", {"way": "sequential"}, False),
+        ("mixtral", {}, False),
+    ],
+)
+def test_what_can_be_mapped_whole_is(
+    name: str, options: dict[str, Any], mapped: bool, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m", some_model(CONFIGS[name]))
+    assert [f.path.name for f in load_model(folder, **options).mapped] == [WEIGHTS_NAME] * mapped
 
 
 def test_the_names_of_the_ways_are_those_of_the_type() -> None:

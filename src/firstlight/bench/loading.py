@@ -36,7 +36,7 @@ from firstlight.weights import LOADING_WAYS
 #: The way that `firstlight.load` takes where nobody says which.
 DEFAULT_WAY: str = inspect.signature(load).parameters["way"].default
 
-#: Whether torch takes huge pages for large tensors; the command line sets it (cli/main.py).
+#: Whether torch takes huge pages for large tensors; off unless the person sets it.
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
@@ -50,7 +50,7 @@ class Row:
         way: firstlight's way; None is its default.
         sharded: from several files with an index.
         cast: into the other number format of float32 and bfloat16 than the file's.
-        huge_pages: None is as the command line has it.
+        huge_pages: None is as the person has set it.
     """
 
     name: str
@@ -187,7 +187,7 @@ def measure(row: Row, folder: Path, dtype: str) -> dict[str, float]:
         "dtype": other if row.cast else None,
         "threads": torch.get_num_threads(),
     }
-    pages = os.environ.get(HUGE_PAGES, "1") if row.huge_pages is None else str(int(row.huge_pages))
+    pages = os.environ.get(HUGE_PAGES, "0") if row.huge_pages is None else str(int(row.huge_pages))
     done = subprocess.run(
         # -P: what lies in the current folder is not imported.
         [sys.executable, "-P", "-m", "firstlight.bench.load_once", json.dumps(request)],
@@ -264,7 +264,7 @@ def _machine() -> dict[str, Any]:
         "name": hardware.name,
         "memory_bytes": hardware.memory_bytes,
         "threads": torch.get_num_threads(),
-        "huge_pages": os.environ.get(HUGE_PAGES, "1") == "1",
+        "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",
         **versions,
     }
 

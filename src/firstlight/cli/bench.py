@@ -37,8 +37,8 @@ def bench_group() -> None:
     "--ways",
     metavar="NAME,...",
     default="",
-    help="Only these rows: sequential, mmap, straight, sharded, cast, transformers, "
-    "transformers-huge-pages, transformers-cast.",
+    help="Only these rows: auto, sequential, mmap, straight, sharded, cast, "
+    "transformers, transformers-huge-pages, transformers-cast.",
 )
 @click.option("--no-transformers", is_flag=True, help="Leave transformers' rows out.")
 @click.option(

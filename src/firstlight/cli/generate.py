@@ -29,9 +29,9 @@ from firstlight.console import say
 )
 @click.option(
     "--loading",
-    default="sequential",
+    default="auto",
     show_default=True,
-    help="sequential; mmap: the file itself, which must not change meanwhile; straight.",
+    help="mmap: the file itself, which must not change meanwhile; sequential; straight.",
 )
 @with_json
 def generate_command(

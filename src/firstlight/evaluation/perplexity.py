@@ -143,6 +143,7 @@ def evaluate(
         hardware = find_hardware(device)
         model_folder = resolve_model_folder(checkpoint)
         loaded = load_model(model_folder, hardware.device, dtype=torch.float32)
+    loaded.require_unchanged()
     training_data = trained_on(loaded.folder)
     folder = data if data is not None else training_data.get("dir")
     if folder is None:

@@ -31,7 +31,7 @@ def load(
     device: torch.device | str = "cpu",
     *,
     dtype: str = "auto",
-    way: LoadingWay = "sequential",
+    way: LoadingWay = "auto",
 ) -> LoadedModel:
     """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
     Hugging Face model folder, or a hub id.
@@ -40,8 +40,10 @@ def load(
         checkpoint: what to load.
         device: where the weights go: "cpu", "cuda", ...
         dtype: "auto" (that of the file), "float32", "bfloat16" or "float16".
-        way: "sequential" reads each tensor straight into its place; "mmap" maps the file into
-            memory, which must not change meanwhile; "straight" takes twice the memory.
+        way: "mmap" maps the file into memory: at once, but the file must not be overwritten in
+            place while the model lives; "sequential" reads each tensor straight into its place;
+            "straight" takes twice the memory; "auto" maps on the CPU where nothing is converted,
+            else reads.
 
     Raises:
         ConfigError: `dtype` or `way` is unknown.
@@ -139,6 +141,7 @@ class GenerationStream:
         self._config = replace(config, seed=_seed(config))
 
     def __iter__(self) -> Iterator[str]:
+        self._loaded.require_unchanged()
         tokenizer: Tokenizer = self._tokenizer
         prompt_ids = tokenizer.encode_prompt(self._prompt)
         stream = TextStream(tokenizer, prompt_ids)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import ModelError
 from firstlight.models.cache import KVCache
-from firstlight.models.ops import attention, cross_entropy_sum
+from firstlight.models.ops import Embedding, attention, cross_entropy_sum
 
 #: our name -> the name in Hugging Face's config.json
 _HF_NAMES = {
@@ -213,8 +213,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()
-        self.wte = nn.Embedding(padded_vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.wte = Embedding(padded_vocab_size, config.hidden_size)
+        self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)

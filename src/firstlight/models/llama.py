@@ -20,6 +20,7 @@ from firstlight.models.llama_config import LlamaConfig, MoEConfig
 from firstlight.models.moe import RouterStatistics, SparseMLP, load_balancing_loss
 from firstlight.models.ops import (
     IGNORE_INDEX,
+    Embedding,
     apply_rope,
     attention,
     cross_entropy_sum,
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: AnyLlamaConfig, padded_vocab_size: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(padded_vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

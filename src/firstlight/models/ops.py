@@ -1,4 +1,4 @@
-"""Tensor functions that the model families share. Pure: no parameters, no state.
+"""What the model families share: tensor functions, pure but for the embedding.
 
 Shape letters, here and in the families: B batch, T new tokens, S tokens attended to,
 H query heads, K key-value heads, D head size, C hidden size, V vocabulary.
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 
@@ -114,6 +114,17 @@ def attention(
         is_causal=mask is None and new > 1,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
+
+
+class Embedding(nn.Embedding):
+    """torch's, whose values are not drawn: models here are initialised or loaded as a whole.
+
+    Drawing them on the meta device would also import torch's compiler: a second, and some 50 MB
+    in every process that loads a model.
+    """
+
+    def reset_parameters(self) -> None:
+        """Leaves the values as they are."""
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:

@@ -154,7 +154,7 @@ def _starting_model(
     data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
     folder = resolve_model_folder(init_from)
-    loaded = load_model(folder, dtype=torch.float32, vocab_multiple=multiple)
+    loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
         before, now = old.vocab_size, tokenizer.vocab_size
