@@ -38,7 +38,7 @@ from firstlight.files import (
 )
 from firstlight.hub import find_model_folder
 from firstlight.huggingface import CONFIG_NAME
-from firstlight.weights import WEIGHTS_NAME, save_tensors
+from firstlight.stored import WEIGHTS_NAME, save_tensors
 
 CHECKPOINTS = "checkpoints"
 OPTIMIZER_NAME = "optimizer.safetensors"

@@ -26,7 +26,8 @@ class EfficiencyConfig(BaseModel):
     vocab_multiple: the embedding and the head get rows up to a multiple of this (64 suits matrix
         units); 1 adds none. The rows beyond the vocabulary have no logits and are not exported.
     compile: torch.compile the training step's forward and backward pass. Costs seconds to a
-        minute at the start; needs a C++ compiler on CPUs.
+        minute at the start; needs a C++ compiler on CPUs. Its code may sum in another order each
+        time, so a resumed run equals the uninterrupted one to rounding, not to the last bit.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -15,8 +15,9 @@ from firstlight.errors import InputError, ModelError
 from firstlight.files import read_json
 from firstlight.hub import find_model_folder
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
+from firstlight.stored import FileState
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
-from firstlight.weights import LoadingWay, MappedFile, load_weights
+from firstlight.weights import LoadingWay, load_weights
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -38,7 +39,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     folder: Path
-    mapped: tuple[MappedFile, ...] = ()
+    mapped: tuple[FileState, ...] = ()
 
     def require_unchanged(self) -> None:
         """To be called before the weights are used.
@@ -116,6 +117,11 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ModelError: it is damaged, or of a family that firstlight doesn't have.
     """
+    if content.get("quantization_config"):
+        raise ModelError(
+            f"{where}: quantization_config: quantised weights are not read: take the model that "
+            "was not quantised"
+        )
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         raise ModelError(
@@ -174,6 +180,16 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int]:
     """The `generation_config.json` of a model with this tokenizer."""
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     return {name: value for name, value in special.items() if value is not None}
+
+
+def training_notes(folder: Path) -> list[str]:
+    """What a model folder asks for in training that is not done here: one line each."""
+    content = _read_model_json(folder / CONFIG_NAME)
+    return [
+        f"{folder / CONFIG_NAME} has {name} {content[name]}, which is not applied"
+        for name in ("attention_dropout", "router_jitter_noise")
+        if content.get(name)
+    ]
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:

@@ -20,44 +20,28 @@ read for loading and for saving.
 from __future__ import annotations
 
 import concurrent.futures
-import io
-import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from firstlight.errors import InputError, ModelError, StorageError, describe_os_error
-from firstlight.files import read_json
+from firstlight.errors import ModelError
 from firstlight.models import Model, MoEConfig, allocate
-
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+from firstlight.stored import (
+    FLOAT_FORMATS,
+    FileState,
+    StoredTensor,
+    open_mapped,
+    stored_tensors,
+)
 
 LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-#: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
-#: to be little memory for several threads.
-_CHUNK_BYTES = 1 << 20
-#: The same where they are moved to a GPU, each time with a wait.
-_GPU_CHUNK_BYTES = 1 << 24
 
 #: Where an expert's gate, up and down weights and the router's stand in a family's files.
 _EXPERT_NAMES = {
@@ -117,186 +101,6 @@ def _expert_tensors(name: str, tensor: Tensor, config: MoEConfig) -> dict[str, T
     return {router if inner == "gate.weight" else name: tensor}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        path: the file.
-        kind: its number format, as safetensors names it (F32, BF16).
-        shape: its sizes.
-        offset: where its bytes begin in the file.
-    """
-
-    path: Path
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its number format. Only floating-point formats are known here."""
-        return _DTYPES[self.kind]
-
-    def read_into(self, target: Tensor) -> None:
-        """Copy it into a contiguous tensor of the same shape, of any dtype and on any device.
-
-        Raises:
-            ModelError: the file is shorter than it says.
-        """
-        flat = target.detach().view(-1)
-        if flat.device.type == "cpu" and flat.dtype == self.dtype:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.offset)
-                self._fill(flat, file)
-            return
-        start = 0
-        for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
-            flat[start : start + len(part)] = part.to(flat.device)
-            start += len(part)
-
-    def equals(self, other: Tensor) -> bool:
-        """Whether its values are those of a CPU tensor of the same shape."""
-        flat, start = other.detach().view(-1), 0
-        for part in self._parts():
-            if not torch.equal(part.to(flat.dtype), flat[start : start + len(part)]):
-                return False
-            start += len(part)
-        return True
-
-    def _parts(self, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Tensor]:
-        """Its values in order, so many bytes at a time, in a buffer that is used again."""
-        count = torch.Size(self.shape).numel()
-        size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
-        buffer = torch.empty(size, dtype=self.dtype)
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.offset)
-            for start in range(0, count, size):
-                part = buffer[: min(size, count - start)]
-                self._fill(part, file)
-                yield part
-
-    def _fill(self, flat: Tensor, file: io.FileIO) -> None:
-        if not len(flat):
-            return
-        memory = flat.view(torch.uint8).numpy().data
-        while memory:
-            count = file.readinto(memory)
-            if not count:
-                raise ModelError(f"{self.path} is damaged or cut short")
-            memory = memory[count:]
-
-
-@dataclass(frozen=True)
-class MappedFile:
-    """A file that a model's parameters are, as it was when it was mapped.
-
-    Attributes:
-        path: where it was.
-        identity: the file itself (device, inode), which a rename over its name does not change.
-        state: size in bytes, time of the last change in nanoseconds.
-    """
-
-    path: Path
-    identity: tuple[int, int]
-    state: tuple[int, int]
-
-    @classmethod
-    def of(cls, path: Path) -> MappedFile:
-        """The file as it is now."""
-        found = os.stat(path)
-        return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
-
-    def require_unchanged(self) -> None:
-        """Refuse to go on with weights that somebody has written into.
-
-        Raises:
-            ModelError: the file was overwritten or cut short in place.
-        """
-        try:
-            now = MappedFile.of(self.path)
-        except OSError:
-            return  # deleted: it lives on as long as it is mapped
-        if now.identity == self.identity and now.state != self.state:
-            raise ModelError(
-                f"{self.path} was changed in place while the model was in use: load it again "
-                "(way='sequential', --loading sequential, keeps a copy)"
-            )
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder: of its one file of weights, or of all that its index names.
-
-    Raises:
-        ModelError: there are none, or a file is missing or damaged.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for name in weight_files(folder):
-        tensors |= read_header(folder / name)
-    return tensors
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, without reading it.
-
-    Raises:
-        ModelError: it is missing or damaged.
-    """
-    try:
-        # The library checks all of the header against the file's length; only offsets are not
-        # to be had from it.
-        with safetensors.safe_open(path, framework="pt"), open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing, though the index names it") from None
-    except safetensors.SafetensorError as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from error
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
-    return {
-        name: StoredTensor(
-            path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The one file of weights, or the shards of an index.
-
-    Raises:
-        ModelError: there are none, or the index is damaged.
-    """
-    if (folder / WEIGHTS_NAME).is_file():
-        return [WEIGHTS_NAME]
-    if not (folder / INDEX_NAME).is_file():
-        raise ModelError(
-            f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
-            "(pickled .bin and .pt files can run code when they are opened)"
-        )
-    try:
-        index = read_json(folder / INDEX_NAME)
-    except InputError as error:
-        raise ModelError(str(error)) from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ModelError(f"{folder / INDEX_NAME} has no weight_map of tensors to files")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
-    return names
-
-
-def weight_dtypes(folder: Path) -> list[str]:
-    """The number formats of a folder's weights, as safetensors names them (F32, BF16)."""
-    return sorted({tensor.kind for tensor in stored_tensors(folder).values()})
-
-
 def load_weights(
     model: Model,
     folder: Path,
@@ -304,7 +108,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     way: LoadingWay = "auto",
-) -> tuple[MappedFile, ...]:
+) -> tuple[FileState, ...]:
     """Give a model on the meta device the weights of a model folder; return the files that it
     goes on using.
 
@@ -319,15 +123,12 @@ def load_weights(
         ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
             shape, not floating-point, or a tied head of its own (all named).
     """
-    stored, tied_head = _fitting(model, folder)
-    embedding = embedding_name(model)
-    dtype = dtype or stored[embedding].dtype
+    stored = fitting_tensors(model, folder)
+    dtype = dtype or stored[embedding_name(model)].dtype
     model.to(dtype)
     mapped = _WAYS[way](model, stored, torch.device(device))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    if tied_head is not None and not tied_head.equals(file_tensors(model)[embedding].cpu()):
-        raise _not_tied(folder, embedding)
     return mapped
 
 
@@ -341,25 +142,6 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: as `load_weights`.
     """
-    stored, head = _fitting(model, folder)
-    embedding = embedding_name(model)
-    if head is not None and not head.equals(open_mapped(stored)[embedding]):
-        raise _not_tied(folder, embedding)
-    return stored
-
-
-def _not_tied(folder: Path, embedding: str) -> ModelError:
-    return ModelError(
-        f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
-    )
-
-
-def _fitting(model: Model, folder: Path) -> tuple[dict[str, StoredTensor], StoredTensor | None]:
-    """The stored tensors by the model's names, and a tied head that was stored all the same.
-
-    Raises:
-        ModelError: they are not the model's, by name.
-    """
     expected, stored = file_tensors(model), stored_tensors(folder)
     if "transformer.wte.weight" in expected and "wte.weight" in stored:
         stored = {
@@ -367,42 +149,59 @@ def _fitting(model: Model, folder: Path) -> tuple[dict[str, StoredTensor], Store
             for name, tensor in stored.items()
         }
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(_BUFFERS)}
+    quantised = sorted(
+        f"{name} ({tensor.kind})"
+        for name, tensor in stored.items()
+        if tensor.kind not in FLOAT_FORMATS
+    )
     head = stored.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
     wrong = [
         f"{name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
         for name, tensor in expected.items()
         if name in stored and stored[name].shape != tensor.shape
     ]
-    if head is not None and head.shape != (shape := expected[embedding_name(model)].shape):
+    embedding = embedding_name(model)
+    if head is not None and head.shape != (shape := expected[embedding].shape):
         wrong.append(f"lm_head.weight is {list(head.shape)}, expected {list(shape)}")
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - stored.keys())),
-        ("has unknown", sorted(stored.keys() - expected.keys())),
-        ("has misshapen", wrong),
+    for problem, names, advice in (
+        ("lacks", sorted(expected.keys() - stored.keys()), ""),
+        ("has unknown", sorted(stored.keys() - expected.keys()), ""),
+        ("has misshapen", wrong, ""),
         # Quantised weights mean nothing without their scales.
-        ("has integer", sorted(n for n, t in stored.items() if t.kind not in _DTYPES)),
+        ("has quantised", quantised, ": take the model that was not quantised"),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}")
-    return stored, head
+            raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}{advice}")
+    if head is not None and not head.has_values_of(stored[embedding]):
+        raise ModelError(
+            f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
+        )
+    return stored
 
 
 def _load_sequentially(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
-) -> tuple[MappedFile, ...]:
+) -> tuple[FileState, ...]:
     allocate(model, device)
     places = file_tensors(model)
+    inference = torch.is_inference_mode_enabled()
+
+    def read(tensor: StoredTensor, place: Tensor) -> None:
+        # The mode is a thread's own.
+        with torch.inference_mode(inference):
+            tensor.read_into(place)
+
     # Several at a time: reading releases Python's lock, and one core doesn't fill the memory bus.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda name: stored[name].read_into(places[name]), stored))
+        list(pool.map(lambda name: read(stored[name], places[name]), stored))
     return ()
 
 
 def _load_mapped(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
-) -> tuple[MappedFile, ...]:
-    files = tuple(MappedFile.of(path) for path in {tensor.path for tensor in stored.values()})
+) -> tuple[FileState, ...]:
+    files = tuple({tensor.file for tensor in stored.values()})
     mapped = open_mapped(stored)
     parameters = dict(model.named_parameters())
     whole = {
@@ -427,7 +226,7 @@ def _load_mapped(
 
 def _load_straight(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
-) -> tuple[MappedFile, ...]:
+) -> tuple[FileState, ...]:
     # Copies, so that all of them are in memory at once and not only mapped there.
     read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
     allocate(model, device)
@@ -438,7 +237,7 @@ def _load_straight(
 
 def _load_automatically(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
-) -> tuple[MappedFile, ...]:
+) -> tuple[FileState, ...]:
     mappable = device.type == "cpu" and all(
         name in stored and stored[name].shape == p.shape and stored[name].dtype == p.dtype
         for name, p in model.named_parameters()
@@ -447,7 +246,7 @@ def _load_automatically(
 
 
 _WAYS: dict[
-    LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[MappedFile, ...]]
+    LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[FileState, ...]]
 ] = {
     "auto": _load_automatically,
     "sequential": _load_sequentially,
@@ -471,71 +270,8 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
         place.copy_(tensors[name])
 
 
-def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by the names given: the files, mapped into memory, which must not change
-    while they are used."""
-    by_place: dict[tuple[Path, int], Tensor] = {}
-    for path in sorted({tensor.path for tensor in stored.values()}):
-        header = read_header(path)
-        for name, tensor in safetensors.torch.load_file(path).items():
-            by_place[path, header[name].offset] = tensor
-    return {name: by_place[tensor.path, tensor.offset] for name, tensor in stored.items()}
-
-
 def weights_to_save(model: Model) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`: on the CPU and contiguous."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError, StorageError: the disk refuses.
-    """
-    # Made first for its permissions: the library's files can be read by their owner alone.
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:
-        # The library wraps the operating system's refusal in an error of its own.
-        if number := re.search(r"os error (\d+)", str(error)):
-            code = int(number[1])
-            raise OSError(code, os.strerror(code), str(path)) from error
-        raise StorageError(f"{path.name} can't be written: {error}") from error
-    path.chmod(mode)
-
-
-def save_weights(
-    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write the weights of a model folder: one file, or several with an index where they are
-    larger than `max_shard_bytes`.
-
-    Raises:
-        OSError, StorageError: the disk refuses.
-    """
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_tensors(shards[0], folder / WEIGHTS_NAME)
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(shard, folder / file_name)
-        weight_map |= dict.fromkeys(shard, file_name)
-    index: dict[str, Any] = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": weight_map,
-    }
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

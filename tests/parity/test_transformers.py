@@ -24,11 +24,11 @@ from drawn import (
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
 from firstlight.huggingface import load_model, read_config
-from firstlight.models import GPT2Config, LlamaConfig, ModelConfig
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig
 from firstlight.models.ops import LinearRope
+from firstlight.stored import weight_dtypes
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.weights import weight_dtypes
 
 
 def draw_tied_gpt2(tied: bool) -> ModelConfig:
@@ -85,42 +85,50 @@ def test_loading_and_saving_changes_no_bit_of_what_transformers_wrote(
     assert_same_files(tmp_path / "theirs" / "model.safetensors", folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "divisible",
-    [
-        GPT2Config(vocab_size=99, hidden_size=96, num_hidden_layers=2, num_attention_heads=4),
-        LlamaConfig(
-            vocab_size=99,
-            hidden_size=96,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-3,
-            rope_theta=99.0,
-            rope_scaling=LinearRope(rope_type="linear", factor=2.0),
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=True,
-        ),
-    ],
-    ids=["gpt2", "llama"],
-)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 99.0,
+    "rope_scaling": LinearRope(rope_type="linear", factor=2.0),
+    "tie_word_embeddings": True,
+}
+_WINDOW: dict[str, Any] = {"sliding_window": 77, "max_window_layers": 1}
+_DIVISIBLE: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(vocab_size=99, hidden_size=96, num_hidden_layers=2, num_attention_heads=4),
+    "llama": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
+    "mistral": LlamaConfig(**_SHAPE, model_type="mistral", sliding_window=77),
+    "qwen2": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen2", num_hidden_layers=30),
+    "qwen3": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen3", num_hidden_layers=30),
+    "mixtral": MoEConfig(**_SHAPE, sliding_window=77, num_experts=4),
+    "qwen3_moe": MoEConfig(
+        **_SHAPE, model_type="qwen3_moe", sliding_window=77, num_experts=9, moe_intermediate_size=8
+    ),
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
 def test_a_key_left_out_of_config_json_means_what_it_means_to_transformers(
-    divisible: ModelConfig, tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
     """Its shape stays possible whichever default takes a key's place."""
-    full = divisible.to_hf()
+    full = _DIVISIBLE[family].to_hf()
     path = tmp_path / "config.json"
     for left_out in sorted(full.keys() - {"model_type"}):
         path.write_text(json.dumps({k: v for k, v in full.items() if k != left_out}))
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert read_config(tmp_path) == type(divisible).from_hf(theirs.to_dict()), left_out
+        assert read_config(tmp_path) == type(_DIVISIBLE[family]).from_hf(theirs.to_dict()), left_out
 
 
-def test_an_empty_config_json_is_the_families_own_default_to_both(tmp_path: Path) -> None:
-    for family, config_class in (("gpt2", GPT2Config), ("llama", LlamaConfig)):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert read_config(tmp_path) == config_class.from_hf(theirs.to_dict())
+@pytest.mark.parametrize("family", NAMES)
+def test_an_empty_config_json_is_the_families_own_default_to_both(
+    family: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path) == type(_DIVISIBLE[family]).from_hf(theirs.to_dict())
 
 
 @pytest.mark.parametrize(

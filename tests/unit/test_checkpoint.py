@@ -32,7 +32,7 @@ from firstlight.checkpoint import (
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import write_json
 from firstlight.huggingface import CONFIG_NAME
-from firstlight.weights import WEIGHTS_NAME
+from firstlight.stored import WEIGHTS_NAME
 
 _FILES = [CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME]
 

@@ -19,8 +19,9 @@ from firstlight.errors import FirstlightError, ModelError, TokenizerError
 from firstlight.hub import find_model_folder
 from firstlight.huggingface import load_model, model_files, read_config
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
+from firstlight.stored import weight_dtypes
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weight_dtypes, weights_to_save
+from firstlight.weights import weights_to_save
 
 LLAMA = LlamaConfig(
     vocab_size=330,
@@ -238,7 +239,7 @@ def test_integer_weights_are_refused_not_taken_at_face_value(
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
     save_tensors(folder, tensors)
-    assert "has integer tensors: lm_head.weight" in refusal(folder)
+    assert "has quantised tensors: lm_head.weight" in refusal(folder)
 
 
 def test_many_wrong_tensors_are_counted_not_all_listed(

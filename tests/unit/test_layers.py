@@ -26,6 +26,7 @@ _LAYERS = {
     "data": 1,
     "efficiency": 2,
     "hub": 2,
+    "stored": 2,
     "weights": 2,
     "vocabulary": 2,
     "huggingface": 2,

@@ -27,12 +27,13 @@ from firstlight.errors import (
 from firstlight.huggingface import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
+from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.report import draw_report
-from firstlight.weights import WEIGHTS_NAME, embedding_name
+from firstlight.weights import embedding_name
 
 _KEYS = {
     "step",

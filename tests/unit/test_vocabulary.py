@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, DataError
+from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.generation.engine import load
+from firstlight.huggingface import model_files
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.vocabulary import grow_vocabulary
-from firstlight.weights import embedding_name, file_tensors
+from firstlight.weights import embedding_name, file_tensors, weights_to_save
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 50,
@@ -136,6 +139,69 @@ def test_a_resumed_run_keeps_its_new_tokens(
     train(recipe, init_from=base)
     recipe["schedule"] = {"max_steps": 4}
     assert load(train(recipe, resume=True).checkpoint).model.config.vocab_size == 322
+
+
+def test_a_grown_vocabulary_is_padded_and_goes_on_after_a_stop(
+    recipe: dict[str, Any],
+    extended: tuple[Tokenizer, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe["schedule"] = {"max_steps": 2}
+    base = train(recipe).checkpoint
+    recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
+    recipe["efficiency"] = {"vocab_multiple": 64}
+    seen: list[int] = []
+    real = Job.step
+
+    def step(job: Job) -> dict[str, Any]:
+        seen.append(job.model.lm_head.weight.shape[0])
+        return real(job)
+
+    monkeypatch.setattr(Job, "step", step)
+    train(recipe, init_from=base)
+    recipe["schedule"] = {"max_steps": 4}
+    result = train(recipe, resume=True)
+    assert seen == [384] * 4
+    assert load(result.checkpoint).model.lm_head.weight.shape[0] == 322
+    recipe["efficiency"] = {"vocab_multiple": 100}
+    recipe["schedule"] = {"max_steps": 6}
+    with pytest.raises(CheckpointError, match=r"was made with efficiency\.vocab_multiple 64"):
+        train(recipe, resume=True)
+
+
+def test_tokens_that_the_old_model_had_no_rows_for_are_new_ones_too(
+    recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A tokenizer that was lengthened without its model."""
+    small = empty_model(LlamaConfig(**{**_LLAMA, "vocab_size": 318, "max_position_embeddings": 64}))
+    small.init_weights(torch.Generator().manual_seed(0))
+    base = tmp_path / "base"
+    base.mkdir()
+    for name, content in model_files(small.config, tokenizer).items():
+        (base / name).write_text(content, encoding="utf-8")
+    save_weights(weights_to_save(small), base)
+    del recipe["model"]
+    recipe["data"]["dir"], recipe["schedule"] = str(extended[1]), {"max_steps": 1}
+    recipe["optimizer"] = {"learning_rate": 1e-30}
+    last = tokenizer.backend.id_to_token(319)
+    with pytest.raises(ConfigError, match="has no row for that token"):
+        train(recipe, init_from=base, new_rows=f"copy:{last}")
+    grown = load(train(recipe, init_from=base).checkpoint).model
+    for before, after in zip(rows(small), rows(grown), strict=True):
+        assert torch.equal(after[318:], before.double().mean(0).float().expand(4, -1))
+
+
+@pytest.mark.parametrize("vocab_size, hidden_size", [(257, 64), (512, 64), (2003, 96)])
+def test_old_logits_stay_to_the_rounding_of_another_products_size(
+    vocab_size: int, hidden_size: int
+) -> None:
+    config = LlamaConfig(**{**_LLAMA, "vocab_size": vocab_size, "hidden_size": hidden_size})
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(3))
+    before = logits(model.eval())
+    grow_vocabulary(model, vocab_size, vocab_size + 1)
+    torch.testing.assert_close(logits(model)[..., :vocab_size], before, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("new_rows", ["median", "copy", "copy:", "copy:<|no such|>"])

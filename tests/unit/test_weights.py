@@ -25,16 +25,12 @@ from firstlight.models import (
     build_model,
     empty_model,
 )
+from firstlight.stored import INDEX_NAME, WEIGHTS_NAME, save_tensors, save_weights, stored_tensors
 from firstlight.weights import (
-    INDEX_NAME,
     LOADING_WAYS,
-    WEIGHTS_NAME,
     LoadingWay,
     embedding_name,
     file_tensors,
-    save_tensors,
-    save_weights,
-    stored_tensors,
     weights_to_save,
 )
 
@@ -231,7 +227,7 @@ def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
             {expert: torch.ones(3, 4)},
             f"has misshapen tensors: {expert} is [3, 4], expected [64, 16]",
         ),
-        ({expert: torch.ones(64, 16, dtype=torch.int8)}, f"has integer tensors: {expert}"),
+        ({expert: torch.ones(64, 16, dtype=torch.int8)}, f"has quantised tensors: {expert} (I8)"),
     ):
         folder = write(tmp_path / "m", model)
         changed = {**tensors, **change}
@@ -261,12 +257,88 @@ def test_a_head_that_config_json_ties_wrongly_is_refused(way: LoadingWay, tmp_pa
 def test_large_tensors_are_converted_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.weights._CHUNK_BYTES", 40)
+    monkeypatch.setattr("firstlight.stored._CHUNK_BYTES", 40)
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model, torch.bfloat16)
     loaded = load_model(folder, dtype=torch.float32).model
     for key, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[key].bfloat16().float()), key
+
+
+def test_a_tied_head_of_a_quantised_format_is_named(tmp_path: Path) -> None:
+    model = some_model(CONFIGS["tied"])
+    folder = write(tmp_path / "m", model)
+    head = torch.ones(37, 16, dtype=torch.float8_e4m3fn)
+    save_tensors({**weights_to_save(model), "lm_head.weight": head}, folder / WEIGHTS_NAME)
+    with pytest.raises(ModelError, match=r"quantised tensors: lm_head\.weight \(F8_E4M3\)"):
+        load_model(folder)
+
+
+def test_a_tied_head_is_compared_as_it_is_stored(tmp_path: Path) -> None:
+    """Not after rounding: the model is refused or not, whatever dtype is asked for."""
+    model = some_model(CONFIGS["tied"])
+    folder = write(tmp_path / "m", model)
+    tensors = weights_to_save(model)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[3, 3] *= 1 + 1e-6
+    save_tensors({**tensors, "lm_head.weight": head}, folder / WEIGHTS_NAME)
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(ModelError, match="but the two differ"):
+            load_model(folder, dtype=dtype)
+    rounded = {n: t.bfloat16().float() for n, t in tensors.items()}
+    head = rounded["model.embed_tokens.weight"].bfloat16()
+    save_tensors({**rounded, "lm_head.weight": head}, folder / WEIGHTS_NAME)
+    load_model(folder)
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_models_load_inside_inference_mode_too(
+    way: LoadingWay, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m", some_model(CONFIGS["mixtral"]))
+    expected = load_model(folder, dtype=dtype).model
+    with torch.inference_mode():
+        found = load_model(folder, dtype=dtype, way=way).model
+        assert torch.equal(logits(found), logits(expected))
+
+
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("what", ["other content", "gone"])
+def test_a_file_that_changes_between_header_and_data_is_noticed(
+    way: LoadingWay, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a training run deletes the checkpoint that is being loaded."""
+    model = some_model(CONFIGS["llama"])
+    folder = write(tmp_path / "m", model)
+
+    def then_change(folder: Path) -> Any:
+        found = stored_tensors(folder)
+        (folder / WEIGHTS_NAME).unlink()
+        if what == "other content":
+            save_tensors(dict(sorted(weights_to_save(model).items())[:3]), folder / WEIGHTS_NAME)
+        return found
+
+    monkeypatch.setattr("firstlight.weights.stored_tensors", then_change)
+    with pytest.raises(ModelError, match=r"was changed while it was being read|can't be read"):
+        load_model(folder, way=way)
+
+
+def test_an_index_that_is_not_that_of_its_files_is_refused_by_name(tmp_path: Path) -> None:
+    model = some_model(CONFIGS["llama"])
+    folder = write(tmp_path / "m", model, max_shard_bytes=3000)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    first, *_, last = sorted(set(index["weight_map"].values()))
+    name = next(n for n, file in index["weight_map"].items() if file == first)
+    shard = safetensors.torch.load_file(folder / last)
+    save_tensors({**shard, name: torch.zeros(2)}, folder / last)
+    with pytest.raises(ModelError, match=f"{last} has tensor {name}, which .* puts {first}"):
+        load_model(folder)
+    save_tensors(shard, folder / last)
+    index["weight_map"]["model.lost"] = last
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=rf"{last} lacks tensor model\.lost"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("way", LOADING_WAYS)

@@ -16,7 +16,8 @@ from firstlight.files import new_folder, read_json, storage_errors, write_json
 from firstlight.generation.engine import DTYPES
 from firstlight.huggingface import CONFIG_NAME
 from firstlight.models import LlamaConfig, build_model
-from firstlight.weights import save_weights, weights_to_save
+from firstlight.stored import save_weights
+from firstlight.weights import weights_to_save
 
 #: Parameters that `model_config` reaches.
 SMALLEST, LARGEST = 1_500_000, 30_000_000_000

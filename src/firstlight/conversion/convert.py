@@ -37,8 +37,8 @@ from firstlight.huggingface import (
     tokenizer_of,
 )
 from firstlight.models import ModelConfig, MoEConfig
+from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import save_weights
 
 #: The formats of each target; "auto" keeps that of the source.
 _FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}

@@ -20,8 +20,9 @@ from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_json
 from firstlight.huggingface import CONFIG_NAME, read_config, tokenizer_of
 from firstlight.models.accounting import meta_model
+from firstlight.stored import open_mapped
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fitting_tensors, open_mapped
+from firstlight.weights import fitting_tensors
 
 #: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
 _MOST_PADDING = 128

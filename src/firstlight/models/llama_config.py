@@ -37,6 +37,16 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
+#: What each kind of rotary scaling reads.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+}
+
 #: What Hugging Face's config classes take for a key that config.json leaves out, where it is not
 #: what a recipe's default is.
 _HF_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -187,7 +197,7 @@ class _DecoderConfig(BaseModel):
         Raises:
             ModelError: it asks for something that would change the outputs and isn't built.
         """
-        if config.get("hidden_act", "silu") != "silu":
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(
                 f"hidden_act '{config['hidden_act']}' is not supported: only 'silu' is"
             )
@@ -275,10 +285,20 @@ def _rope_from_hf(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     theta = rope.pop("rope_theta", config.get("rope_theta", defaults.get("rope_theta", 10_000.0)))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in _ROPE_KEYS:
         raise ModelError(f"rope type '{kind}' is not supported: default, linear, llama3 are")
-    scaling = None if kind == "default" else {"rope_type": kind, **rope}
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("rotary positions of a part of the head only are not supported")
+    if kind == "llama3":
+        rope.setdefault(
+            "original_max_position_embeddings", config.get("max_position_embeddings", 2048)
+        )
+    # Others stand there for other kinds, and mean nothing to this one.
+    scaling = {"rope_type": kind, **{key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}}
+    return {
+        "rope_theta": 10_000.0 if theta is None else float(theta),
+        "rope_scaling": scaling if kind != "default" else None,
+    }
 
 
 class LlamaConfig(_DecoderConfig):

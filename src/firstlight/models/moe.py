@@ -130,8 +130,10 @@ _grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
 def _has_kernel(weight_EFC: Tensor) -> bool:
     dtype, device = weight_EFC.dtype, weight_EFC.device.type
     aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
-    known = dtype == torch.bfloat16 or (device == "cpu" and dtype == torch.float32)
-    return aligned and known and device in ("cpu", "cuda")
+    if device == "cuda":
+        modern = torch.cuda.get_device_capability(weight_EFC.device) >= (8, 0)
+        return aligned and modern and dtype == torch.bfloat16
+    return aligned and device == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:

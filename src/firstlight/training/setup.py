@@ -25,8 +25,14 @@ from firstlight.data.loader import require_row
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, StorageError
 from firstlight.hardware import find_hardware
-from firstlight.huggingface import LoadedModel, export_notes, load_model, read_config
-from firstlight.models import Model, ModelConfig, empty_model
+from firstlight.huggingface import (
+    LoadedModel,
+    export_notes,
+    load_model,
+    read_config,
+    training_notes,
+)
+from firstlight.models import Model, ModelConfig, empty_model, padded_vocab_size
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import Recipe
@@ -52,6 +58,10 @@ def set_up(
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
             fit; nothing has been written.
     """
+    if new_rows != "mean" and not new_rows.startswith("copy:"):
+        raise ConfigError(
+            f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
+        )
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     run_folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(run_folder))
@@ -131,7 +141,16 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
 def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
     """The checkpoint's model, which the recipe must not contradict."""
     config = read_config(newest)
-    started_from = load_checkpoint(newest).trainer_state.get("init_from")
+    state = load_checkpoint(newest).trainer_state
+    started_from = state.get("init_from")
+    multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
+    if padded_vocab_size(config.vocab_size, multiple) != padded_vocab_size(
+        config.vocab_size, recipe.efficiency.vocab_multiple
+    ):
+        raise CheckpointError(
+            f"{newest} was made with efficiency.vocab_multiple {multiple}, and its optimizer state "
+            f"does not fit {recipe.efficiency.vocab_multiple}: set it back"
+        )
     names = _contradictions(recipe, config)
     if names and started_from is None:
         raise CheckpointError(
@@ -154,11 +173,19 @@ def _starting_model(
     data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
     folder = resolve_model_folder(init_from)
+    for note in training_notes(folder):
+        tell(f"warning: {note}")
     loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
-        before, now = old.vocab_size, tokenizer.vocab_size
+        now = tokenizer.vocab_size
+        # A tokenizer may have tokens that its model never had rows for.
+        before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
+        if copied_from is not None and copied_from >= before:
+            raise ConfigError(
+                f"new rows '{new_rows}': {init_from} has no row for that token to copy"
+            )
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
         tell(f"{now - before} new tokens: their rows in the embedding and the head are {new_rows}")
     else:

@@ -18,7 +18,8 @@ class StepResult:
     """What one step measured.
 
     Attributes:
-        loss: mean cross-entropy (nats) over the step's valid tokens, before the update.
+        loss: what `loss_sum` gave, over the step's valid tokens, before the update: the mean
+            cross-entropy (nats), and with experts the balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: valid tokens.
     """

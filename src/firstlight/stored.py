@@ -1,0 +1,335 @@
+"""Safetensors files on the disk: what they hold, and their numbers without detours."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from firstlight.errors import InputError, ModelError, StorageError, describe_os_error
+from firstlight.files import read_json
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+#: The formats of weights, by safetensors' names; all others are of quantised models.
+FLOAT_FORMATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+#: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
+#: to be little memory for several threads.
+_CHUNK_BYTES = 1 << 20
+#: The same where they are moved to a GPU, each time with a wait.
+_GPU_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file as it was when it was looked at.
+
+    Attributes:
+        path: where it was.
+        identity: the file itself (device, inode), which a rename over its name does not change.
+        state: size in bytes, time of the last change in nanoseconds.
+    """
+
+    path: Path
+    identity: tuple[int, int]
+    state: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
+        """The file at `path`, or an open one, as it is now."""
+        found = os.stat(path) if file is None else os.fstat(file.fileno())
+        return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
+
+    def require_unchanged(self) -> None:
+        """Refuse to go on with a mapped file that somebody has written into.
+
+        Raises:
+            ModelError: it was overwritten or cut short in place.
+        """
+        try:
+            now = FileState.of(self.path)
+        except OSError:
+            return  # deleted: it lives on as long as it is mapped
+        if now.identity == self.identity and now.state != self.state:
+            raise ModelError(
+                f"{self.path} was changed in place while the model was in use: load it again "
+                "(way='sequential', --loading sequential, keeps a copy)"
+            )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: the file when its header was read.
+        name: of the tensor there.
+        kind: its number format, as safetensors names it (F32, BF16).
+        shape: its sizes.
+        offset: where its bytes begin in the file.
+    """
+
+    file: FileState
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def path(self) -> Path:
+        """The file's path."""
+        return self.file.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its number format, one of `FLOAT_FORMATS`."""
+        return FLOAT_FORMATS[self.kind]
+
+    def read_into(self, target: Tensor) -> None:
+        """Copy it into a contiguous tensor of the same shape, of any dtype and on any device.
+
+        Raises:
+            ModelError: the file can't be read, is shorter than it says, or is another one now.
+        """
+        flat = target.detach().view(-1)
+        if flat.device.type == "cpu" and flat.dtype == self.dtype:
+            with self._open() as file:
+                self._fill(flat, file)
+            return
+        start = 0
+        for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
+            flat[start : start + len(part)] = part.to(flat.device)
+            start += len(part)
+
+    def has_values_of(self, other: StoredTensor) -> bool:
+        """Whether its numbers are those of another tensor of the same shape."""
+        pairs = zip(self._parts(_CHUNK_BYTES), other._parts(_CHUNK_BYTES), strict=True)
+        if self.kind != other.kind:
+            # Parts of the same number of elements, whatever their sizes in bytes.
+            count = _CHUNK_BYTES // 8
+            pairs = zip(
+                self._parts(count * self.dtype.itemsize),
+                other._parts(count * other.dtype.itemsize),
+                strict=True,
+            )
+        return all(
+            torch.equal(one.double().nan_to_num(nan=1e300), two.double().nan_to_num(nan=1e300))
+            for one, two in pairs
+        )
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[io.FileIO]:
+        """The file at the tensor's first byte.
+
+        Raises:
+            ModelError: it can't be read, or is not the one whose header was read.
+        """
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                if FileState.of(self.path, file) != self.file:
+                    raise ModelError(f"{self.path} was changed while it was being read: try again")
+                file.seek(self.offset)
+                yield file
+        except OSError as error:
+            raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
+
+    def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
+        """Its values in order, some at a time, in a buffer that is used again."""
+        count = torch.Size(self.shape).numel()
+        size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
+        buffer = torch.empty(size, dtype=self.dtype, device="cpu")
+        with self._open() as file:
+            for start in range(0, count, size):
+                part = buffer[: min(size, count - start)]
+                self._fill(part, file)
+                yield part
+
+    def _fill(self, flat: Tensor, file: io.FileIO) -> None:
+        if not len(flat):
+            return
+        memory = flat.view(torch.uint8).numpy().data
+        while memory:
+            count = file.readinto(memory)
+            if not count:
+                raise ModelError(f"{self.path} is damaged or cut short")
+            memory = memory[count:]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model folder: of its one file of weights, or of all that its index names.
+
+    Raises:
+        ModelError: there are none, a file is missing or damaged, or the index is not that of its
+            files (named).
+    """
+    if (folder / WEIGHTS_NAME).is_file():
+        return read_header(folder / WEIGHTS_NAME)
+    weight_map = _read_index(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file_name in sorted(set(weight_map.values())):
+        if not (folder / file_name).is_file():
+            raise ModelError(f"{folder / file_name} is missing, though the index names it")
+        for name, tensor in read_header(folder / file_name).items():
+            if weight_map.get(name) != file_name:
+                where = weight_map.get(name, "nowhere")
+                raise ModelError(
+                    f"{folder / file_name} has tensor {name}, which {INDEX_NAME} puts {where}"
+                )
+            tensors[name] = tensor
+    lost = sorted(weight_map.keys() - tensors.keys())
+    if lost:
+        raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {INDEX_NAME}")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds, without reading it.
+
+    Raises:
+        ModelError: it is missing or damaged.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            state = FileState.of(path, file)
+            # The library checks all of the header against the file's length; only offsets are
+            # not to be had from it.
+            with safetensors.safe_open(path, framework="pt"):
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
+    return {
+        name: StoredTensor(
+            state,
+            name,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Which file of the folder each tensor is in.
+
+    Raises:
+        ModelError: there is no index, or it is damaged.
+    """
+    if not (folder / INDEX_NAME).is_file():
+        raise ModelError(
+            f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
+            "(pickled .bin and .pt files can run code when they are opened)"
+        )
+    try:
+        index = read_json(folder / INDEX_NAME)
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ModelError(f"{folder / INDEX_NAME} has no weight_map of tensors to files")
+    outside = sorted(name for name in weight_map.values() if Path(name).name != name)
+    if outside:
+        raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
+    return weight_map
+
+
+def weight_dtypes(folder: Path) -> list[str]:
+    """The number formats of a folder's weights, as safetensors names them (F32, BF16)."""
+    return sorted({tensor.kind for tensor in stored_tensors(folder).values()})
+
+
+def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors by the names given: the files, mapped into memory, which must not change
+    while they are used.
+
+    Raises:
+        ModelError: a file is not the one whose header was read.
+    """
+    files: dict[Path, dict[str, Tensor]] = {}
+    for state in {tensor.file for tensor in stored.values()}:
+        try:
+            files[state.path] = safetensors.torch.load_file(state.path)
+            changed = FileState.of(state.path) != state
+        except (OSError, safetensors.SafetensorError):
+            changed = True
+        if changed:
+            raise ModelError(f"{state.path} was changed while it was being read: try again")
+    return {name: files[tensor.path][tensor.name] for name, tensor in stored.items()}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError, StorageError: the disk refuses.
+    """
+    # Made first for its permissions: the library's files can be read by their owner alone.
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        # The library wraps the operating system's refusal in an error of its own.
+        if number := re.search(r"os error (\d+)", str(error)):
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
+        raise StorageError(f"{path.name} can't be written: {error}") from error
+    path.chmod(mode)
+
+
+def save_weights(
+    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write the weights of a model folder: one file, or several with an index where they are
+    larger than `max_shard_bytes`.
+
+    Raises:
+        OSError, StorageError: the disk refuses.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_tensors(shards[0], folder / WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_tensors(shard, folder / file_name)
+        weight_map |= dict.fromkeys(shard, file_name)
+    index: dict[str, Any] = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
