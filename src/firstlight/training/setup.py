@@ -173,9 +173,9 @@ def _starting_model(
     data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
     folder = resolve_model_folder(init_from)
+    loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
     for note in training_notes(folder):
         tell(f"warning: {note}")
-    loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
         now = tokenizer.vocab_size
