@@ -53,7 +53,14 @@ def find_model_folder(name: str | Path) -> Path:
     if path.exists() or not looks_like_hub_id:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = "" if path.exists() else nearest(path.name, siblings)
-        problem = "is a file, not a folder" if path.exists() else "does not exist"
+        problem = (
+            "is a file, not a folder (`firstlight convert` reads those of nanoGPT and "
+            "LLMs-from-scratch)"
+            if path.exists()
+            else "does not exist"
+        )
+        if not path.exists() and "/" not in text:
+            hint = f"{hint}; a model of the hub is OWNER/NAME, as openai-community/gpt2"
         raise ModelError(f"model folder {text} {problem}{hint}")
     from huggingface_hub import snapshot_download
 
@@ -76,8 +83,11 @@ def _failure(error: Exception, text: str) -> FirstlightError:
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         error.filename = error.filename or constants.HF_HUB_CACHE
         return StorageError(f"{describe_os_error(error)} (HF_HOME moves the hub's cache)")
+    parent = Path(text).expanduser().parent
+    siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+    hint = nearest(Path(text).name, siblings)
     return ModelError(
-        f"{text} is not a folder here, and it can't be downloaded from the hub: "
+        f"{text} is not a folder here{hint}, and it can't be downloaded from the hub: "
         f"{_reason(error, text)}"
     )
 
@@ -100,7 +110,7 @@ def _reason(error: Exception, text: str) -> str:
         if constants.HF_HUB_OFFLINE:
             return f"HF_HUB_OFFLINE is set, and {lack}: unset it to download"
         cause = _first_line(error.__cause__ or error)
-        return f"no use could be made of {constants.ENDPOINT} ({cause}), and {lack}: try later"
+        return f"{constants.ENDPOINT} can't be used ({cause}), and {lack}: try later"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
         return f"the hub refused the token: {log_in} to a valid one"
     return _first_line(error)

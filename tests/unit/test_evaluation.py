@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -330,3 +331,11 @@ def test_a_folder_that_is_no_prepared_corpus_is_refused(
 def test_a_split_that_is_not_there_is_named(loaded: LoadedModel, data: Path) -> None:
     with pytest.raises(DataError, match=r"has no 'test' split \(it has: train, val\)"):
         evaluate(loaded, data, split="test")
+
+
+def test_a_model_of_no_numbers_has_no_loss(loaded: LoadedModel, data: Path, model: Model) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(ModelError, match="its weights are not all finite numbers"):
+        evaluate(replace(loaded, model=broken), data, seq_len=SEQ_LEN)

@@ -444,7 +444,9 @@ def test_a_path_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
 def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
-    assert refusal(path) == f"model folder {path} is a file, not a folder"
+    assert refusal(path).startswith(
+        f"model folder {path} is a file, not a folder (`firstlight convert` reads"
+    )
 
 
 @pytest.mark.parametrize("name", ["nothing", "./nothing", "~/nothing/here", "a/b/c", "/nowhere/x"])

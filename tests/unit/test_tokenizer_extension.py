@@ -324,3 +324,33 @@ def test_a_token_may_begin_with_a_dash(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["tokenizer", "extend", str(source), "--add=--x", "--out", str(out)]) == 0
     assert Tokenizer.from_pretrained(out).special_tokens["--x"] == 320
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ("{% for m in messages %}{{ m.wrong.thing }}{% endfor %}", "UndefinedError"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("", "makes nothing of a conversation"),
+    ],
+)
+def test_a_template_that_renders_no_conversation_is_refused(
+    template: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such mistakes don't show until it is used."""
+    tiny("tokenizer.json").save_pretrained(tmp_path / "t")
+    (tmp_path / "bad.jinja").write_text(template)
+    arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--chat-template", str(tmp_path / "bad.jinja")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_may_refuse_ordinary_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny("tokenizer.json").save_pretrained(tmp_path / "t")
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('a system message, please') }}")
+    arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--chat-template", str(tmp_path / "strict.jinja")]) == 0
+    assert "refuses an ordinary conversation: " in capsys.readouterr().err

@@ -216,6 +216,12 @@ def test_new_rows_that_cannot_be_meant_are_refused(
     assert not (tmp_path / "second").exists()
 
 
+def test_new_rows_without_a_model_to_start_from_are_refused(recipe: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="name the model to start from"):
+        train(recipe, new_rows="copy:the")
+    assert not Path(recipe["run"]["dir"]).exists()
+
+
 def test_a_tokenizer_that_is_no_extension_is_still_refused(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], data: Path, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ def convert_command(
             ("written", result.file or result.out),
             ("parameters", f"{result.parameters:,} in {result.dtype}"),
             ("logits", f"differ by up to {difference:.3g} (the largest is {largest:.3g})"),
-            ("chat template", "renders alike in both" if result.has_chat_template else "none"),
+            ("chat template", "the same in both" if result.has_chat_template else "none"),
         ]
     )
     values = dataclasses.asdict(result)

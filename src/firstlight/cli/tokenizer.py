@@ -123,6 +123,8 @@ def extend_command(
     before = Tokenizer.from_pretrained(source)
     template, needed = _chat_template(chat_template, before, add)
     after = before.extended([*add, *needed], template)
+    if template is not None:
+        _try_out(after)
     with new_folder(out) as folder:
         after.save_pretrained(folder)
     if needed:
@@ -141,6 +143,25 @@ def extend_command(
         "chat_template": after.chat_template is not None,
         "tokenizer_sha256": after.fingerprint,
     }
+
+
+def _try_out(tokenizer: Tokenizer) -> None:
+    """Render an ordinary conversation: many mistakes in a template show only then."""
+    from firstlight.errors import InputError, TokenizerError
+
+    conversation = [
+        {"role": "user", "content": "When does the sun rise?"},
+        {"role": "assistant", "content": "At six."},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(conversation)
+    except InputError as error:  # the template itself refuses it: it may be for other ones
+        say(f"warning: the chat template refuses an ordinary conversation: {error}")
+        return
+    if not text.strip():
+        raise TokenizerError("the chat template makes nothing of a conversation")
+    say("the chat template is set; a question and its answer become:")
+    say(f"  {text!r}")
 
 
 def _chat_template(

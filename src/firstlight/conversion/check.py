@@ -200,8 +200,11 @@ def require_same_logits(
     return difference, largest
 
 
-def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> None:
+def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
     """Compare what the chat templates of source and result make of a conversation.
+
+    Returns:
+        Notes for people: that neither renders it, and why.
 
     Raises:
         ModelError: it is not the same text.
@@ -213,6 +216,13 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
             f"the chat template of {what} renders a conversation as {found!r}, the source's as "
             f"{expected!r}; nothing was written"
         )
+    if source.chat_template is None:
+        return []
+    try:
+        source.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    except FirstlightError as error:
+        return [f"the chat template was taken over, but renders no ordinary conversation: {error}"]
+    return []
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:

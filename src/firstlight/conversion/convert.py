@@ -42,7 +42,13 @@ from firstlight.tokenizer import Tokenizer
 
 #: The formats of each target; "auto" keeps that of the source.
 _FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}
-_LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_LONG_NAMES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "fp32": "f32",
+    "fp16": "f16",
+}
 _TORCH_DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
@@ -74,7 +80,7 @@ class Conversion:
         largest_difference: of two logits, source and result, on a fixed prompt; each less the
             mean of its position, which softmax doesn't see.
         largest_logit: of the source, for comparison.
-        has_chat_template: whether there is one, which then renders alike in both.
+        has_chat_template: whether there is one, which is then the same in both.
         notes: what a person should know.
     """
 
@@ -177,7 +183,7 @@ def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
     """
     if to not in _FORMATS:
         raise ConfigError(f"to '{to}' is unknown{nearest(to, _FORMATS)}: hf or gguf")
-    dtype = _LONG_NAMES.get(dtype, dtype)
+    dtype = _LONG_NAMES.get(dtype.lower(), dtype.lower())
     if dtype not in _FORMATS[to]:
         raise ConfigError(f"dtype '{dtype}' is not one of {to}: {', '.join(_FORMATS[to])}")
     if tolerance is not None and not tolerance >= 0:
@@ -277,11 +283,12 @@ def _compare(
     Returns:
         The greatest difference of two logits, the largest logit, and notes.
     """
+    notes: list[str] = []
     if model.tokenizer is not None:
         found = result.tokenizer
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
             raise ModelError(f"the tokenizer of {result.what} is not the source's")
-        require_same_chat(model.tokenizer, found, result.what)
+        notes = require_same_chat(model.tokenizer, found, result.what)
     require_same_tensors(model.tensors, result.tensors, kind)
     dtype = check_dtype(config)
     limit = TOLERANCES[kind]
@@ -298,6 +305,6 @@ def _compare(
         hint=model.hint,
     )
     if difference <= limit * largest:
-        return difference, largest, []
+        return difference, largest, notes
     note = "rounding sends some tokens to other experts, and their logits differ by more than usual"
-    return difference, largest, [note]
+    return difference, largest, [*notes, note]

@@ -158,7 +158,7 @@ def evaluate(
     require_same_tokenizer(loaded, dataset)
     assert loaded.tokenizer is not None
     loss_sum = loss_function(loaded.model, EfficiencyConfig(precision="fp32"), hardware)
-    return evaluate_split(
+    result = evaluate_split(
         loss_sum,
         dataset,
         seq_len=seq_len,
@@ -167,6 +167,11 @@ def evaluate(
         first_id=loaded.tokenizer.separator_id,
         on_rows=on_rows,
     )
+    if not math.isfinite(result.loss):
+        raise ModelError(
+            f"the loss of {loaded.folder} is {result.loss}: its weights are not all finite numbers"
+        )
+    return result
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:

@@ -23,6 +23,9 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
 }
 
 
@@ -51,7 +54,8 @@ def load(
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_WAYS)):
         if value not in known:
-            raise ConfigError(f"{name} '{value}' is unknown{nearest(value, known)}")
+            hint = nearest(value, known) or f" (known: {', '.join(known)})"
+            raise ConfigError(f"{name} '{value}' is unknown{hint}")
     return load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
 
 

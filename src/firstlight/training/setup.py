@@ -62,6 +62,8 @@ def set_up(
         raise ConfigError(
             f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
         )
+    if new_rows != "mean" and init_from is None and not resume:
+        raise ConfigError("new rows are for --init-from: name the model to start from")
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     run_folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(run_folder))
@@ -187,7 +189,8 @@ def _starting_model(
                 f"new rows '{new_rows}': {init_from} has no row for that token to copy"
             )
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
-        tell(f"{now - before} new tokens: their rows in the embedding and the head are {new_rows}")
+        rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
+        tell(f"{now - before} new tokens start from {rows} in the embedding and the head")
     else:
         _require_fitting_start(loaded, tokenizer, init_from)
     names = _contradictions(recipe, loaded.model.config)
