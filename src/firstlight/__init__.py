@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firstlight.conversion.convert import Conversion, convert
     from firstlight.data.prepare import prepare
     from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversion",
     "Evaluation",
     "FirstlightError",
     "Generation",
@@ -43,6 +45,7 @@ __all__ = [
     "TokenDataset",
     "Tokenizer",
     "TrainResult",
+    "convert",
     "draw_report",
     "evaluate",
     "generate",
@@ -54,6 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Conversion": "conversion.convert",
     "Evaluation": "evaluation.perplexity",
     "FirstlightError": "errors",
     "Generation": "generation.engine",
@@ -65,6 +69,7 @@ _HOMES = {
     "TokenDataset": "data.shards",
     "Tokenizer": "tokenizer",
     "TrainResult": "training.loop",
+    "convert": "conversion.convert",
     "draw_report": "training.report",
     "evaluate": "evaluation.perplexity",
     "generate": "generation.engine",
