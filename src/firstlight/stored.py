@@ -121,15 +121,13 @@ class StoredTensor:
 
     def has_values_of(self, other: StoredTensor) -> bool:
         """Whether its numbers are those of another tensor of the same shape."""
-        pairs = zip(self._parts(_CHUNK_BYTES), other._parts(_CHUNK_BYTES), strict=True)
-        if self.kind != other.kind:
-            # Parts of the same number of elements, whatever their sizes in bytes.
-            count = _CHUNK_BYTES // 8
-            pairs = zip(
-                self._parts(count * self.dtype.itemsize),
-                other._parts(count * other.dtype.itemsize),
-                strict=True,
-            )
+        # Parts of the same number of elements, whatever their sizes in bytes.
+        count = _CHUNK_BYTES // 8
+        pairs = zip(
+            self._parts(count * self.dtype.itemsize),
+            other._parts(count * other.dtype.itemsize),
+            strict=True,
+        )
         return all(
             torch.equal(one.double().nan_to_num(nan=1e300), two.double().nan_to_num(nan=1e300))
             for one, two in pairs
@@ -257,11 +255,6 @@ def _read_index(folder: Path) -> dict[str, str]:
     if outside:
         raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
     return weight_map
-
-
-def weight_dtypes(folder: Path) -> list[str]:
-    """The number formats of a folder's weights, as safetensors names them (F32, BF16)."""
-    return sorted({tensor.kind for tensor in stored_tensors(folder).values()})
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

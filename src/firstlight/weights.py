@@ -41,7 +41,7 @@ from firstlight.stored import (
 LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 #: Where an expert's gate, up and down weights and the router's stand in a family's files.
 _EXPERT_NAMES = {
@@ -148,7 +148,7 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
             name if name.startswith("lm_head.") else f"transformer.{name}": tensor
             for name, tensor in stored.items()
         }
-    stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(_BUFFERS)}
+    stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
     quantised = sorted(
         f"{name} ({tensor.kind})"
         for name, tensor in stored.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from foreign_programs import CONTEXT, VOCABULARY, NanoGPT, drawn, nanogpt_checkpoint
+from in_llama_cpp import opened
 
 from firstlight.cli.main import main
 from firstlight.conversion.foreign import read_foreign
@@ -26,24 +25,6 @@ def converted(source: Path, out: Path, *options: str) -> Path:
     assert main(["convert", str(source), "--to", "gguf", "--out", str(out), *options]) == 0
     (file,) = out.iterdir()
     return file
-
-
-@contextlib.contextmanager
-def opened(path: Path, context: int) -> Iterator[Any]:
-    """The file in llama.cpp, with an fp32 cache."""
-    llama = llama_cpp.Llama(
-        str(path),
-        n_ctx=context,
-        n_threads=2,
-        logits_all=True,
-        type_k=llama_cpp.GGML_TYPE_F32,
-        type_v=llama_cpp.GGML_TYPE_F32,
-        verbose=False,
-    )
-    try:
-        yield llama
-    finally:
-        llama.close()
 
 
 def greedy(llama: Any, ids: list[int], count: int) -> list[int]:
@@ -62,7 +43,7 @@ def test_stories260k_tells_its_published_story(dtype: str, tmp_path: Path, share
     file = converted(folder, tmp_path / "out", "--dtype", dtype)
     assert file.name == f"stories260K-{dtype}.gguf"
     tokenizer = Tokenizer.from_pretrained(folder)
-    with opened(file, 512) as llama:
+    with opened(file, context=512) as llama:
         ids = greedy(llama, [1], 256)
         text = llama.detokenize(ids, prev_tokens=[1]).decode().removeprefix(" ")
     assert text == tokenizer.decode(ids)
@@ -81,7 +62,7 @@ def test_a_model_of_nanogpt_says_the_tokens_that_nanogpt_says(tmp_path: Path) ->
             ids.append(int(source.logits(torch.tensor([ids]))[0, -1].argmax()))
         expected.append(ids[len(prompt) :])
     assert len({token for ids in expected for token in ids}) > 5
-    with opened(converted(tmp_path / "ckpt.pt", tmp_path / "out"), CONTEXT) as llama:
+    with opened(converted(tmp_path / "ckpt.pt", tmp_path / "out"), context=CONTEXT) as llama:
         assert llama.n_vocab() == VOCABULARY
         found = [greedy(llama, ids, CONTEXT - len(ids)) for ids in prompts]
     assert found == expected

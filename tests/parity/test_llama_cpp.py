@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from in_llama_cpp import opened
 from torch import Tensor
 
 from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
@@ -97,24 +96,6 @@ def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors
 
 
-@contextlib.contextmanager
-def _opened(path: Path, *, context: int = 256) -> Iterator[Any]:
-    """The file in llama.cpp, with an fp32 cache."""
-    llama = llama_cpp.Llama(
-        str(path),
-        n_ctx=context,
-        n_threads=2,
-        logits_all=True,
-        type_k=llama_cpp.GGML_TYPE_F32,
-        type_v=llama_cpp.GGML_TYPE_F32,
-        verbose=False,
-    )
-    try:
-        yield llama
-    finally:
-        llama.close()
-
-
 def _logits(llama: Any, ids: list[int]) -> Tensor:
     """llama.cpp's logits after each of `ids`, (len(ids), vocabulary)."""
     llama.reset()
@@ -147,7 +128,7 @@ def test_f32_files_compute_what_transformers_computes(
         generated = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False
         )[0, 16:].tolist()
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         # llama.cpp looks GPT-2's GELU up in a table of half precision.
         tolerance = 5e-3 if name.startswith("gpt2") else 2e-4
         torch.testing.assert_close(_logits(llama, ids), expected, atol=tolerance, rtol=0)
@@ -170,7 +151,7 @@ def test_smaller_formats_compute_what_their_weights_say(
     ids = _some_ids(tokenizer)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         difference = (_logits(llama, ids) - expected).abs()
     # Routers choose other experts where two are almost equal: only the mean stays small.
     assert difference.mean() < tolerance
@@ -189,7 +170,7 @@ def test_a_sliding_window_is_ignored_as_the_note_says(tmp_path: Path, tokenizer:
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, sliding_window=window)
         with torch.no_grad():
             logits[window] = model.eval()(ids).logits[0]
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         found = _logits(llama, ids[0].tolist())
     torch.testing.assert_close(found, logits[None], atol=2e-4, rtol=0)
     torch.testing.assert_close(found[:32], logits[32][:32], atol=2e-4, rtol=0)
@@ -207,7 +188,7 @@ def test_the_exact_gelu_becomes_the_tanh_form_as_the_note_says(
     ids = _some_ids(tokenizer)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         torch.testing.assert_close(_logits(llama, ids), expected, atol=5e-3, rtol=0)
     assert len(gguf_notes(config)) == 1
 
@@ -221,7 +202,7 @@ def test_a_vocabulary_may_be_smaller_than_the_embedding(
     ids = _some_ids(tokenizer)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         assert llama.n_vocab() == tokenizer.vocab_size + 64
         torch.testing.assert_close(_logits(llama, ids), expected, atol=2e-4, rtol=0)
 
@@ -232,7 +213,7 @@ def test_a_model_without_tokenizer_can_be_loaded(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     with torch.no_grad():
         expected = model(torch.arange(1, 60)[None]).logits[0]
-    with _opened(tmp_path / "model.gguf") as llama:
+    with opened(tmp_path / "model.gguf") as llama:
         found = _logits(llama, list(range(1, 60)))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
@@ -263,7 +244,7 @@ def _differing(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[str
     _random_model("llama", folder, tokenizer.vocab_size)
     config, tensors = _saved(folder)
     write_gguf(folder / "model.gguf", config, tensors, tokenizer, dtype="f16")
-    with _opened(folder / "model.gguf") as llama:
+    with opened(folder / "model.gguf") as llama:
         assert llama.token_bos() == tokenizer.separator_id
         assert llama.token_eos() == tokenizer.eos_token_id
         special = [tokenizer.bos_token_id] if tokenizer.add_bos else []
@@ -307,7 +288,7 @@ def test_stories260k_tells_its_published_story(
     tokenizer = Tokenizer.from_pretrained(folder)
     config, tensors = _saved(folder)
     write_gguf(tmp_path / "stories.gguf", config, tensors, tokenizer, dtype=dtype)
-    with _opened(tmp_path / "stories.gguf", context=512) as llama:
+    with opened(tmp_path / "stories.gguf", context=512) as llama:
         ids = _greedy(llama, [1], 256)
         text = llama.detokenize(ids, prev_tokens=[1]).decode().removeprefix(" ")
     assert text == tokenizer.decode(ids)

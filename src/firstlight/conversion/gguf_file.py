@@ -30,6 +30,7 @@ from firstlight.conversion.gguf_layout import (
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights import COMPUTED_BUFFERS
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -56,9 +57,6 @@ _FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 
 #: Numbers that share a scale in q8_0.
 _BLOCK = 32
-
-#: Buffers that old model files carry beside the weights; they are computed, not learned.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def write_gguf(
@@ -198,7 +196,7 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
 def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], tied: bool) -> None:
     """Refuse, by name, tensors that are missing, extra, misshapen, or not finite."""
     expected = {source: rule.shape for rule in rules for source in rule.sources}
-    given = {name for name in tensors if not name.endswith(_BUFFERS)}
+    given = {name for name in tensors if not name.endswith(COMPUTED_BUFFERS)}
     given -= {"lm_head.weight"} if tied else set()
     wrong, broken = [], []
     for name, shape in expected.items():
