@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from firstlight.cli.output import human_bytes, with_json
+from firstlight.cli.output import human_bytes, say_table, with_json
 from firstlight.console import say
 
 
@@ -115,11 +114,3 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['first_logits_seconds']:.2f} s",
         "" if ratio is None else f"{ratio:.2f}",
     )
-
-
-def say_table(rows: Sequence[Sequence[str]]) -> None:
-    """Say rows of cells: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        say("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())

@@ -47,11 +47,20 @@ class DataConfig(_Section):
     dir: a folder that `firstlight prepare` wrote.
     seq_len: tokens a training row; null is the model's max_position_embeddings.
     verify: compare the shards with their sha256 before the first step.
+    document_masking: tokens see only their own document; positions start anew in each.
+    workers: threads that read rows ahead; the order of the rows does not depend on them.
+    prefetch: micro-batches that are read ahead.
+    pin_memory: page-locked batches, from which a GPU copies while it computes; null is where
+        there is a CUDA GPU.
     """
 
     dir: str = Field(min_length=1)
     seq_len: int | None = Field(None, gt=0)
     verify: bool = True
+    document_masking: bool = False
+    workers: int = Field(1, ge=1, le=64)
+    prefetch: int = Field(2, ge=1, le=1024)
+    pin_memory: bool | None = None
 
 
 class BatchConfig(_Section):

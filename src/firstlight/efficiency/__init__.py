@@ -6,35 +6,24 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 
+__all__ = [
+    "EfficiencyConfig",
+    "LossFunction",
+    "autocast",
+    "compiled",
+    "loss_function",
+    "resolve_precision",
+]
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-class EfficiencyConfig(BaseModel):
-    """The `efficiency` section of a recipe.
-
-    precision: "auto" takes bf16 where the hardware multiplies it, else fp32. "bf16" is
-        autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
-    vocab_multiple: the embedding and the head get rows up to a multiple of this (64 suits matrix
-        units); 1 adds none. The rows beyond the vocabulary have no logits and are not exported.
-    compile: torch.compile the training step's forward and backward pass. Costs seconds to a
-        minute at the start; needs a C++ compiler on CPUs. Its code may sum in another order each
-        time, so a resumed run equals the uninterrupted one to rounding, not to the last bit.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    vocab_multiple: int = Field(1, ge=1)
-    compile: bool = False
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
