@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from firstlight.errors import ModelError
 from firstlight.models.cache import KVCache
-from firstlight.models.ops import Embedding, attention, cross_entropy_sum
+from firstlight.models.ops import (
+    AttentionFunction,
+    Embedding,
+    HeadLoss,
+    MaskFunction,
+    attention,
+    dense_mask,
+    document_positions,
+    head_loss,
+)
 
 #: our name -> the name in Hugging Face's config.json
 _HF_NAMES = {
@@ -157,7 +166,13 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention."""
+    """Multi-head causal self-attention.
+
+    Attributes:
+        attend: how; replaced from outside to choose another way.
+    """
+
+    attend: AttentionFunction
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -166,14 +181,16 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(C, 3 * C)
         self.c_proj = Conv1D(C, C)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.attend = attention
 
-    def forward(self, x_BTC: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
         B, T, C = x_BTC.shape
         qkv = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
-        y_BHTD = attention(q_BHTD, k_BHSD, v_BHSD, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=dropout, mask=mask)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
         return self.resid_dropout(y_BTC)  # type: ignore[no-any-return]
 
@@ -203,8 +220,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, cache: KVCache | None) -> Tensor:
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), cache)
+    def forward(self, x_BTC: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
         return x_BTC + self.mlp(self.ln_2(x_BTC))  # type: ignore[no-any-return]
 
 
@@ -230,7 +247,14 @@ class GPT2(nn.Module):
         padded_vocab_size: rows of the embedding and the head, for sizes that matrix units like;
             None is as many as there are tokens. Rows beyond the vocabulary are zero, and have
             no logits.
+
+    Attributes:
+        head_loss: how the loss is computed from the last hidden states; replaced from outside.
+        make_mask: what makes the mask for the layers' `attend`; replaced with it.
     """
+
+    head_loss: HeadLoss
+    make_mask: MaskFunction
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int | None = None) -> None:
         super().__init__()
@@ -238,6 +262,7 @@ class GPT2(nn.Module):
         rows = padded_vocab_size or config.vocab_size
         self.transformer = Decoder(config, rows)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.head_loss, self.make_mask = head_loss, dense_mask
         self.finish_loading()
 
     def finish_loading(self) -> None:
@@ -279,6 +304,7 @@ class GPT2(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
@@ -287,18 +313,24 @@ class GPT2(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: the token after each input token, or -100 to leave it out of the loss.
+            document_ids: int [B, T], equal for tokens next to each other of one document: tokens
+                see their own document only, and positions start anew in each. Not with a cache.
             cache: keys and values of the tokens before these; the new ones are added.
             logits_to_keep: only the last so many positions' logits; 0 for all.
         """
         start = cache.length if cache is not None else 0
         T = input_ids.shape[1]
         positions_T = torch.arange(start, start + T, device=input_ids.device)
-        x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions_T)
+        mask = self.make_mask(positions_T, start + T, None, document_ids)
+        positions = positions_T if document_ids is None else document_positions(document_ids)
+        x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
         x_BTC = self.transformer.drop(x_BTC)
         for layer in self.transformer.h:
-            x_BTC = layer(x_BTC, cache)
+            x_BTC = layer(x_BTC, mask, cache)
         if cache is not None:
             cache.length += T
         x_BTC = self.transformer.ln_f(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
-        logits_BTV: Tensor = self.lm_head(x_BTC)[..., : self.config.vocab_size]
-        return logits_BTV if labels is None else cross_entropy_sum(logits_BTV, labels)
+        vocab_size = self.config.vocab_size
+        if labels is not None:
+            return self.head_loss(x_BTC, self.lm_head, vocab_size, labels)
+        return self.lm_head(x_BTC)[..., :vocab_size]  # type: ignore[no-any-return]

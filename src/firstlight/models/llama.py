@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,17 @@ from firstlight.models.llama_config import LlamaConfig, MoEConfig
 from firstlight.models.moe import RouterStatistics, SparseMLP, load_balancing_loss
 from firstlight.models.ops import (
     IGNORE_INDEX,
+    AttentionFunction,
     Embedding,
+    HeadLoss,
+    MaskFunction,
     apply_rope,
     attention,
-    cross_entropy_sum,
+    dense_mask,
+    document_positions,
+    head_loss,
     rope_frequencies,
     rope_tables,
-    sliding_window_mask,
 )
 
 AnyLlamaConfig = LlamaConfig | MoEConfig
@@ -45,7 +49,13 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions.
+
+    Attributes:
+        attend: how; replaced from outside to choose another way.
+    """
+
+    attend: AttentionFunction
 
     def __init__(self, config: AnyLlamaConfig, layer: int) -> None:
         super().__init__()
@@ -57,9 +67,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=config.attention_bias)
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.attend = attention
 
     def forward(
-        self, x_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None
+        self, x_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: KVCache | None
     ) -> Tensor:
         B, T, _ = x_BTC.shape
         q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
@@ -72,7 +83,7 @@ class Attention(nn.Module):
         q_BHTD, k_BKSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BKSD, cos, sin)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
-        y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask=mask)
+        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, dropout=0.0, mask=mask)
         return self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
@@ -107,11 +118,14 @@ class Block(nn.Module):
         x_BTC: Tensor,
         cos: Tensor,
         sin: Tensor,
-        window_mask: Tensor | None,
+        masks: tuple[Any, Any],
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream after this layer, and the router's logits where it has experts."""
-        mask = window_mask if self.has_window else None
+        """The stream after this layer, and the router's logits where it has experts.
+
+        `masks` are that of the layers without a window, and that of those with one.
+        """
+        mask = masks[self.has_window]
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, mask, cache)
         y_BTC, router_logits = self.post_attention_layernorm(x_BTC), None
         if isinstance(self.mlp, SparseMLP):
@@ -145,7 +159,12 @@ class Llama(nn.Module):
     Attributes:
         router_statistics: what the routers did in training since it was last emptied; None for
             a dense model.
+        head_loss: how the loss is computed from the last hidden states; replaced from outside.
+        make_mask: what makes the masks for the layers' `attend`; replaced with it.
     """
+
+    head_loss: HeadLoss
+    make_mask: MaskFunction
 
     def __init__(self, config: AnyLlamaConfig, padded_vocab_size: int | None = None) -> None:
         super().__init__()
@@ -153,6 +172,7 @@ class Llama(nn.Module):
         rows = padded_vocab_size or config.vocab_size
         self.model = Decoder(config, rows)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.head_loss, self.make_mask = head_loss, dense_mask
         self.router_statistics = RouterStatistics() if isinstance(config, MoEConfig) else None
         self.rope_frequencies: Tensor
         self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
@@ -211,6 +231,7 @@ class Llama(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
@@ -222,27 +243,34 @@ class Llama(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: the token after each input token, or -100 to leave it out of the loss.
+            document_ids: int [B, T], equal for tokens next to each other of one document: tokens
+                see their own document only, and positions start anew in each. Not with a cache.
             cache: keys and values of the tokens before these; the new ones are added.
             logits_to_keep: only the last so many positions' logits; 0 for all.
         """
         start = cache.length if cache is not None else 0
         T = input_ids.shape[1]
         positions_T = torch.arange(start, start + T, device=input_ids.device)
-        cos, sin = rope_tables(self.rope_frequencies, positions_T, torch.float32)
-        mask = sliding_window_mask(positions_T, start + T, self.config.sliding_window)
+        positions = positions_T if document_ids is None else document_positions(document_ids)
+        cos, sin = rope_tables(self.rope_frequencies, positions, torch.float32)
+        window = self.config.sliding_window
+        mask = self.make_mask(positions_T, start + T, None, document_ids)
+        masks = (mask, mask)
+        if window is not None:
+            masks = (mask, self.make_mask(positions_T, start + T, window, document_ids))
         x_BTC = self.model.embed_tokens(input_ids)
         router_logits: list[Tensor] = []
         for layer in self.model.layers:
-            x_BTC, logits_NE = layer(x_BTC, cos, sin, mask, cache)
+            x_BTC, logits_NE = layer(x_BTC, cos, sin, masks, cache)
             if logits_NE is not None:
                 router_logits.append(logits_NE)
         if cache is not None:
             cache.length += T
         x_BTC = self.model.norm(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
-        logits_BTV: Tensor = self.lm_head(x_BTC)[..., : self.config.vocab_size]
+        vocab_size = self.config.vocab_size
         if labels is None:
-            return logits_BTV
-        loss = cross_entropy_sum(logits_BTV, labels)
+            return self.lm_head(x_BTC)[..., :vocab_size]  # type: ignore[no-any-return]
+        loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels)
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss

@@ -7,7 +7,8 @@ H query heads, K key-value heads, D head size, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -89,22 +90,30 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+class AttentionFunction(Protocol):
+    """How a layer attends: causal attention [B, H, T, D], token t of the new ones seeing the first
+    S - T + t + 1.
+
+    Keyword arguments: `dropout` of the weights; `mask`, what the model's `make_mask` gave, which
+    replaces the causal mask; None is causal.
+    """
+
+    def __call__(
+        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float, mask: Any
+    ) -> Tensor: ...
+
+
 def attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float = 0.0,
-    mask: Tensor | None = None,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
 ) -> Tensor:
-    """Causal attention [B, H, T, D]: new token t sees all of the first S - T + t + 1 tokens.
+    """Causal attention by torch's fused kernels, which choose among themselves.
 
     Args:
         mask: bool [T, S] or [B, 1, T, S], true where a query may look; replaces the causal mask.
     """
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     if mask is None and 1 < new < total:
-        mask = torch.ones(new, total, dtype=torch.bool, device=q_BHTD.device).tril(total - new)
+        mask = causal_mask(new, total, q_BHTD.device)
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BKSD,
@@ -114,6 +123,72 @@ def attention(
         is_causal=mask is None and new > 1,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
+
+
+def plain_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
+) -> Tensor:
+    """Causal attention as it is written down (Vaswani et al. 2017): two matrix products with a
+    softmax between them in fp32, all T x S scores of every head in memory.
+
+    Args:
+        mask: as in `attention`.
+    """
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    if groups > 1:
+        k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
+    if mask is None:
+        mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
+    scores_BHTS = (q_BHTD / math.sqrt(q_BHTD.shape[-1])) @ k_BKSD.transpose(-2, -1)
+    scores_BHTS = scores_BHTS.float().masked_fill(~mask, float("-inf"))
+    weights_BHTS = F.dropout(scores_BHTS.softmax(-1).to(v_BKSD.dtype), dropout)
+    return weights_BHTS @ v_BKSD
+
+
+def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
+    """True where the last `new` of `total` tokens may look, bool [T, S]."""
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+
+
+def document_positions(document_ids_BT: Tensor) -> Tensor:
+    """Each token's place in its document, from 0, int64 [B, T]."""
+    places_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    return places_T - (places_T * begins_BT).cummax(1).values
+
+
+class MaskFunction(Protocol):
+    """What makes the mask that a model gives to its `AttentionFunction`."""
+
+    def __call__(
+        self,
+        positions_T: Tensor,
+        total: int,
+        window: int | None,
+        document_ids_BT: Tensor | None,
+    ) -> Any: ...
+
+
+def dense_mask(
+    positions_T: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+) -> Tensor | None:
+    """True where a query may look: bool [T, S], or [B, 1, T, S] with documents; None where that
+    is the causal mask.
+
+    Args:
+        positions_T: of the queries in their row.
+        total: tokens there are to look at, from position 0.
+        window: a query sees itself and the `window` - 1 tokens before it; None is all.
+        document_ids_BT: a query sees its own document only; the row is all there is to look at.
+    """
+    mask = sliding_window_mask(positions_T, total, window)
+    if document_ids_BT is None:
+        return mask
+    same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
+    if mask is None:
+        mask = causal_mask(len(positions_T), total, positions_T.device)
+    return (same_BTS & mask)[:, None]
 
 
 class Embedding(nn.Embedding):
@@ -154,3 +229,25 @@ def cross_entropy_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
+
+
+class HeadLoss(Protocol):
+    """The summed loss from the last hidden states: how head and cross-entropy are computed."""
+
+    def __call__(
+        self, x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
+    ) -> Tensor: ...
+
+
+def head_loss(
+    x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
+) -> Tensor:
+    """All logits at once, then their cross-entropy, summed over the labels that are not -100.
+
+    Args:
+        x_BTC: the last layer's output, normalised.
+        head: gives logits [B, T, V or more].
+        vocab_size: V; logits beyond it are padding.
+        labels_BT: see `cross_entropy_sum`.
+    """
+    return cross_entropy_sum(head(x_BTC)[..., :vocab_size], labels_BT)
