@@ -97,9 +97,9 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
     return folder
 
 
-def checkpoint_bytes(model_parameters: int, state_tensors_per_parameter: int) -> int:
+def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
     """About how large a checkpoint becomes: fp32 weights and optimizer state."""
-    return 4 * model_parameters * (1 + state_tensors_per_parameter)
+    return 4 * model_parameters + optimizer_state_bytes
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:

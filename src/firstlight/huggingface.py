@@ -1,7 +1,12 @@
-"""Model folders in the Hugging Face layout, in and out."""
+"""Model folders in the Hugging Face layout, in and out.
+
+An adapter's folder (PEFT's, or a checkpoint of a run with `lora`) is read as the model that it
+makes of its base.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +17,17 @@ import torch
 from pydantic import ValidationError
 
 from firstlight.errors import InputError, ModelError
-from firstlight.files import read_json
+from firstlight.files import read_json, sha256_of
 from firstlight.hub import find_model_folder
+from firstlight.lora.files import (
+    ADAPTER_WEIGHTS_NAME,
+    adapter_chain,
+    adapter_settings,
+    load_adapter,
+)
+from firstlight.lora.layers import merge_lora
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
-from firstlight.stored import FileState
+from firstlight.stored import FileState, stored_tensors
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
 from firstlight.weights import LoadingWay, load_weights
 
@@ -31,7 +43,7 @@ class LoadedModel:
         model: in evaluation mode, on the device asked for.
         tokenizer: None where the folder has none.
         eos_token_ids: ids that end a generation.
-        folder: where it was read from.
+        folder: where it was read from; of an adapter, its own.
         mapped: the files that the parameters are, where they were not copied.
     """
 
@@ -61,6 +73,9 @@ def load_model(
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
 
+    An adapter is merged into its base. What it has no files for (tokenizer, generation config) is
+    the base's.
+
     Args:
         folder: where it lies.
         device: where the parameters go.
@@ -70,17 +85,45 @@ def load_model(
 
     Raises:
         ModelError: a file is missing or damaged, the family is unknown, or a tensor is
-            missing, extra or of the wrong shape (named).
+            missing, extra or of the wrong shape (named); an adapter's base is not there, or the
+            adapter is of a kind that isn't read.
         TokenizerError: there is a tokenizer, and it is damaged.
     """
     folder = find_model_folder(folder)
-    config = read_config(folder)
+    *adapters, base = adapter_chain(folder)
+    config = read_config(base)
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
-    mapped = load_weights(model, folder, device=device, dtype=dtype, way=way)
-    tokenizer = tokenizer_of(folder)
-    eos_token_ids = _eos_token_ids(folder, tokenizer)
+    mapped = load_weights(model, base, device=device, dtype=dtype, way=way)
+    tokenizer = tokenizer_of(base)
+    eos_token_ids = _eos_token_ids(base, tokenizer)
+    for adapter in reversed(adapters):
+        load_adapter(model, adapter)
+        merge_lora(model)
+        own = tokenizer_of(adapter)
+        # A tokenizer for chats ends its texts otherwise than the base's; both are ends.
+        eos_token_ids = _eos_token_ids(adapter, None) or tuple(
+            dict.fromkeys((*eos_token_ids, *(() if own is None else _eos_token_ids(adapter, own))))
+        )
+        tokenizer = own or tokenizer
     return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
+
+
+def base_identity(folder: Path) -> str:
+    """SHA-256 over a model's weights and shape, and over those of its base if it is an adapter:
+    by it a run with `lora`, whose checkpoints hold no base, notices that its base has changed.
+
+    Reads all weights: a second or so for each GB.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    *adapters, base = adapter_chain(folder)
+    parts = [read_config(base).model_dump_json()]
+    parts += [sha256_of(path) for path in sorted({t.path for t in stored_tensors(base).values()})]
+    for adapter in reversed(adapters):
+        parts += [adapter_settings(adapter), sha256_of(adapter / ADAPTER_WEIGHTS_NAME)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
@@ -96,15 +139,20 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json.
+    """The model config of a folder's config.json; where an adapter has none, its base's.
 
     Raises:
         ModelError: it is missing, damaged, or of a family that firstlight doesn't have.
     """
-    path = folder / CONFIG_NAME
+    path = _config_path(folder)
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
     return config_from_hf(_read_model_json(path), str(path))
+
+
+def _config_path(folder: Path) -> Path:
+    path = folder / CONFIG_NAME
+    return path if path.is_file() else adapter_chain(folder)[-1] / CONFIG_NAME
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
@@ -184,9 +232,10 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int]:
 
 def training_notes(folder: Path) -> list[str]:
     """What a model folder asks for in training that is not done here: one line each."""
-    content = _read_model_json(folder / CONFIG_NAME)
+    path = _config_path(folder)
+    content = _read_model_json(path)
     return [
-        f"{folder / CONFIG_NAME} has {name} {content[name]}, which is not applied"
+        f"{path} has {name} {content[name]}, which is not applied"
         for name in ("attention_dropout", "router_jitter_noise")
         if content.get(name)
     ]

@@ -120,7 +120,7 @@ def test_bits_per_byte_are_all_bits_over_all_bytes_of_the_text(
 
 
 def test_a_uniform_model_needs_log2_of_the_vocabulary_a_token(dataset: TokenDataset) -> None:
-    def uniform(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def uniform(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * math.log(320)
 
     result = run(uniform, dataset, first_id=0)
@@ -172,7 +172,7 @@ def test_some_rows_give_the_mean_over_their_tokens(model: Model, dataset: TokenD
 
 
 def test_bits_per_byte_of_some_rows_stand_for_the_whole_text(dataset: TokenDataset) -> None:
-    def constant(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def constant(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * 2.0
 
     some, whole = (
@@ -185,7 +185,7 @@ def test_bits_per_byte_of_some_rows_stand_for_the_whole_text(dataset: TokenDatas
 def test_a_hopeless_loss_gives_a_finite_perplexity(dataset: TokenDataset) -> None:
     """An infinite one would be no JSON."""
 
-    def hopeless(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def hopeless(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * 1e6
 
     result = run(hopeless, dataset)

@@ -5,74 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_models import (
+    GPT2,
+    LLAMA,
+    make,
+    moved,
+    new_model,
+    same,
+    set_gradients,
+    steps,
+    weights,
+)
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError
-from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.models import ModelConfig
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 
-LLAMA = LlamaConfig(
-    vocab_size=29,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    attention_bias=True,
-)
-GPT2 = GPT2Config(
-    vocab_size=29,
-    hidden_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    tie_word_embeddings=False,
-)
 both = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 each = pytest.mark.parametrize("name", ["adamw", "muon"])
 
 
-def new_model(config: ModelConfig = LLAMA) -> Model:
-    model = empty_model(config)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
-
-
-def make(name: str, **values: Any) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"name": name, "learning_rate": 0.01, **values})
-
-
-def set_gradients(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-
-
-def steps(model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
-    """Some updates with made-up gradients, each at another learning rate."""
-    for seed in seeds:
-        set_gradients(model, seed)
-        optimizer.set_learning_rate(1 / (1 + seed))
-        optimizer.clip_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def moved(model: nn.Module, config: OptimizerConfig, gradient: float) -> dict[str, Tensor]:
-    """How far one update with a constant gradient moves each parameter from one."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-            parameter.grad = torch.full_like(parameter, gradient)
-    Optimizer(model, config).step()
-    return {name: 1 - p.detach() for name, p in model.named_parameters()}
 
 
 # Which parameter gets which rule
@@ -214,6 +170,24 @@ def test_clipping_scales_to_the_limit_and_returns_the_norm_before() -> None:
     assert float(optimizer.clip_gradients()) == pytest.approx(norm, rel=1e-5)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, before[name] * 0.5 / norm, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_clipping_is_torchs_bit_for_bit_also_of_scaled_gradients(
+    limit: float, scale: float
+) -> None:
+    own, theirs = new_model(), new_model()
+    set_gradients(own, 0)
+    set_gradients(theirs, 0)
+    for parameter in own.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= scale
+    norm = Optimizer(own, make("adamw", max_grad_norm=limit)).clip_gradients(scale)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+    assert torch.equal(norm, expected)
+    assert (float(expected) > limit) == (limit == 0.5)
+    assert same(gradients(own), gradients(theirs))
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e6])
@@ -360,7 +334,7 @@ def test_misshapen_state_is_refused_with_both_shapes(name: str, shape: tuple[int
 @pytest.mark.parametrize(
     "values",
     [
-        {"name": "sgd"},
+        {"name": "lion"},
         {"learning_rate": 0},
         {"learning_rate": float("nan")},
         {"learning_rate": float("inf")},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.data.loader import Batch, TokenLoader, require_row, rows_to_batch
@@ -50,9 +52,41 @@ def take(
     micro_batch_size: int = 3,
     seed: int = 1,
     rows_seen: int = 0,
+    document_masking: bool = False,
+    workers: int = 1,
+    prefetch: int = 2,
 ) -> list[Batch]:
-    with TokenLoader(dataset, seq_len, micro_batch_size, seed, rows_seen=rows_seen) as loader:
+    with TokenLoader(
+        dataset,
+        seq_len,
+        micro_batch_size,
+        seed,
+        rows_seen=rows_seen,
+        document_masking=document_masking,
+        workers=workers,
+        prefetch=prefetch,
+    ) as loader:
         return [loader.next_batch() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[TokenDataset, dict[bool, list[Batch]]]:
+    """A split of 16 rows, the last one short, and its first 14 batches, made without a loader."""
+    dataset = make_dataset(tmp_path_factory.mktemp("split"), 124)
+    order = [shuffled_index(i % 16, 16, 1, i // 16) for i in range(42)]
+    return dataset, {
+        masking: [
+            rows_to_batch(dataset, order[i : i + 3], 8, 0, document_masking=masking)
+            for i in range(0, 42, 3)
+        ]
+        for masking in (False, True)
+    }
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
@@ -60,6 +94,12 @@ def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
         torch.equal(a.input_ids, b.input_ids)
         and torch.equal(a.labels, b.labels)
         and a.num_valid == b.num_valid
+        and (a.document_ids is None) == (b.document_ids is None)
+        and (
+            a.document_ids is None
+            or b.document_ids is None
+            or torch.equal(a.document_ids, b.document_ids)
+        )
         for a, b in zip(left, right, strict=True)
     )
 
@@ -209,11 +249,114 @@ def test_a_position_far_along_is_reached_at_once(tmp_path: Path) -> None:
     assert same(found, [expected])
 
 
-def test_what_was_read_ahead_does_not_count_as_seen(tmp_path: Path) -> None:
-    with TokenLoader(make_dataset(tmp_path, 121), 8, 4, 1) as loader:
+@pytest.mark.parametrize("prefetch", [1, 2, 7])
+def test_what_was_read_ahead_does_not_count_as_seen(tmp_path: Path, prefetch: int) -> None:
+    with TokenLoader(make_dataset(tmp_path, 121), 8, 4, 1, prefetch=prefetch) as loader:
         assert loader.state_dict() == {"rows_seen": 0}
         loader.next_batch()
         assert loader.state_dict() == {"rows_seen": 4}
+
+
+@given(
+    workers=st.integers(1, 8),
+    prefetch=st.integers(1, 8),
+    done=st.integers(0, 12),
+    document_masking=st.booleans(),
+)
+@settings(max_examples=60)
+def test_threads_and_reading_ahead_change_nothing(
+    whole: tuple[TokenDataset, dict[bool, list[Batch]]],
+    workers: int,
+    prefetch: int,
+    done: int,
+    document_masking: bool,
+) -> None:
+    dataset, expected = whole
+    found = take(
+        dataset,
+        14 - done,
+        rows_seen=3 * done,
+        document_masking=document_masking,
+        workers=workers,
+        prefetch=prefetch,
+    )
+    assert same(found, expected[document_masking][done:])
+
+
+def test_batches_come_in_order_though_the_first_is_read_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_dataset(tmp_path, 124)
+    expected = take(dataset, 4, micro_batch_size=1)
+    read, others = TokenDataset.__getitem__, threading.Semaphore(0)
+    first = row_span(shuffled_index(0, 16, 1, 0), 8)
+
+    def slow(self: TokenDataset, span: slice) -> Any:
+        if span == first:
+            for _ in range(3):
+                assert others.acquire(timeout=60)
+        else:
+            others.release()
+        return read(self, span)
+
+    monkeypatch.setattr(TokenDataset, "__getitem__", slow)
+    assert same(take(dataset, 4, micro_batch_size=1, workers=2, prefetch=4), expected)
+
+
+@pytest.mark.parametrize("workers, prefetch, running", [(1, 8, 1), (3, 8, 3), (8, 3, 3)])
+def test_as_many_threads_read_as_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int, running: int
+) -> None:
+    dataset, together = make_dataset(tmp_path, 121), threading.Barrier(running)
+    read = TokenDataset.__getitem__
+
+    def meet(self: TokenDataset, span: slice) -> Any:
+        together.wait(timeout=60)  # breaks unless so many threads come here at once
+        return read(self, span)
+
+    monkeypatch.setattr(TokenDataset, "__getitem__", meet)
+    with TokenLoader(dataset, 8, 1, 1, workers=workers, prefetch=prefetch) as loader:
+        loader.next_batch()
+        assert running <= len(reading_threads()) <= workers
+        together.abort()
+
+
+def test_closing_leaves_no_thread(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, 121)
+    for count in (0, 1, 5):
+        with TokenLoader(dataset, 8, 3, 1, workers=4, prefetch=8) as loader:
+            for _ in range(count):
+                loader.next_batch()
+        assert not reading_threads()
+
+
+def test_an_error_of_the_caller_leaves_no_thread(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, 121)
+
+    def interrupted() -> None:
+        with TokenLoader(dataset, 8, 3, 1, workers=4, prefetch=8) as loader:
+            loader.next_batch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not reading_threads()
+
+
+def test_what_is_pinned_is_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, pinned = make_dataset(tmp_path, 121), []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.dtype)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    expected = rows_to_batch(dataset, [0, 3], 8, 0, document_masking=True)
+    assert same([expected.pin_memory()], [expected])
+    assert pinned == [torch.int64, torch.int64, torch.int32]
+    with TokenLoader(dataset, 8, 1, 1, prefetch=1, pin_memory=True) as loader:
+        loader.next_batch()
+    assert len(pinned) in (5, 7), "two tensors a batch, and perhaps the batch read ahead"
 
 
 def test_batches_once_handed_out_do_not_change(tmp_path: Path) -> None:
@@ -227,8 +370,9 @@ def test_batches_once_handed_out_do_not_change(tmp_path: Path) -> None:
     assert not torch.equal(copy, first.input_ids)
 
 
+@pytest.mark.parametrize("workers, prefetch", [(1, 1), (1, 2), (4, 6)])
 def test_an_error_while_reading_ahead_reaches_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int
 ) -> None:
     dataset = make_dataset(tmp_path, 121)
 
@@ -237,13 +381,18 @@ def test_an_error_while_reading_ahead_reaches_the_caller(
 
     def drain(loader: TokenLoader) -> None:
         monkeypatch.setattr(TokenDataset, "__getitem__", broken)
-        for _ in range(2):  # the first may have been read before
+        for _ in range(prefetch + 1):  # what was read before still comes
             loader.next_batch()
 
-    with TokenLoader(dataset, 8, 3, 1) as loader:
+    with TokenLoader(dataset, 8, 3, 1, workers=workers, prefetch=prefetch) as loader:
         loader.next_batch()
         with pytest.raises(OSError, match="the disk is gone"):
             drain(loader)
+        state = loader.state_dict()
+        with pytest.raises(OSError, match="the disk is gone"):  # nothing is skipped
+            loader.next_batch()
+        assert loader.state_dict() == state
+    assert not reading_threads()
 
 
 @pytest.mark.parametrize("num_tokens, refused", [(0, True), (8, True), (9, False)])

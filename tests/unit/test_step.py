@@ -51,7 +51,7 @@ def llama() -> Llama:
 def loss_in_its_own_dtype(model: Model) -> Any:
     """The summed loss of a model's logits, without the cast to fp32 that training makes."""
 
-    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         logits = model(input_ids).flatten(0, 1)
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -201,7 +201,7 @@ def test_a_loss_that_is_no_number_raises_and_changes_no_bit(
     before, moments = bits(model), optimizer.state_tensors()
     calls = []
 
-    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         calls.append(1)
         loss: Tensor = model(input_ids, labels)
         return loss + value if len(calls) - 1 == micro_batch else loss
@@ -241,7 +241,7 @@ def test_opposite_infinities_in_two_micro_batches_dont_cancel_out() -> None:
     before = bits(model)
     values = iter([math.inf, -math.inf])
 
-    def loss_sum(input_ids: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         loss: Tensor = model(input_ids, labels)
         return loss + next(values)
 

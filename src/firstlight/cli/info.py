@@ -64,6 +64,7 @@ def _machine() -> dict[str, Any]:
 def _model(checkpoint: str) -> dict[str, Any]:
     from firstlight.checkpoint import resolve_model_folder, trained_on
     from firstlight.huggingface import read_config, tokenizer_of
+    from firstlight.lora.files import adapter_chain
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
     from firstlight.weights import fitting_tensors
 
@@ -71,13 +72,15 @@ def _model(checkpoint: str) -> dict[str, Any]:
     config = read_config(folder)
     model = meta_model(config)
     count = count_parameters(model)
-    stored = fitting_tensors(model, folder)
+    *adapters, base = adapter_chain(folder)
+    stored = fitting_tensors(model, base)
     dtype = stored[next(iter(stored))].dtype
-    tokenizer = tokenizer_of(folder)
+    tokenizer = tokenizer_of(folder) or tokenizer_of(base)
     cache = cache_bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     result = {
         "folder": str(folder),
+        "base": str(base) if adapters else None,
         "model_type": config.model_type,
         "parameters": count.total,
         "active_parameters": count.active,
@@ -120,6 +123,7 @@ def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
     say_rows(
         [
             ("folder", result["folder"]),
+            *([("adapts", result["base"])] if result["base"] else []),
             ("family", f"{config.model_type}: {shape}"),
             ("parameters", f"{total:,}" + (f", {active:,} a token" if active < total else "")),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),

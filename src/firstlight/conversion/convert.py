@@ -72,7 +72,8 @@ class Conversion:
     Attributes:
         out: the folder that was written.
         file: the GGUF file in it; None for a Hugging Face folder.
-        program: whose model the source was: "Hugging Face", "nanoGPT", "LLMs-from-scratch".
+        program: whose model the source was: "Hugging Face", "adapter (PEFT)", "nanoGPT",
+            "LLMs-from-scratch".
         model_type: the family.
         parameters: how many numbers were written.
         dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder as its source also "f64", or

@@ -18,11 +18,12 @@ from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_json
-from firstlight.huggingface import CONFIG_NAME, read_config, tokenizer_of
+from firstlight.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
+from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.models.accounting import meta_model
 from firstlight.stored import open_mapped
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fitting_tensors
+from firstlight.weights import fitting_tensors, weights_to_save
 
 #: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
 _MOST_PADDING = 128
@@ -33,7 +34,7 @@ class Source:
     """A model to convert.
 
     Attributes:
-        program: whose it is.
+        program: whose it is, or that it is an adapter.
         name: what the result is called; can be part of a file's name.
         config: config.json, with the special tokens of `tokenizer`.
         tensors: by their Hugging Face names, mapped into memory.
@@ -82,6 +83,8 @@ def read_source(
     if config is not None:
         raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
     folder = resolve_model_folder(source)
+    if is_adapter(folder):
+        return _read_adapter(folder, _name_of(source), given)
     content, tensors = read_folder(folder)
     return Source(
         program="Hugging Face",
@@ -91,6 +94,29 @@ def read_source(
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
         logits=lambda ids, dtype: logits_of(content, tensors, ids, dtype),
+    )
+
+
+def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
+    """The model that an adapter makes of its base, with the base's other files unless the adapter
+    brings a tokenizer or unties the head."""
+    base = adapter_chain(folder)[-1]
+    loaded = load_model(folder)
+    content: dict[str, Any] = read_json(base / CONFIG_NAME)
+    tied = loaded.model.config.tie_word_embeddings
+    is_untied = read_config(base).tie_word_embeddings and not tied
+    merged = {**content, "tie_word_embeddings": False} if is_untied else content
+    own = given or tokenizer_of(folder)
+    tensors = weights_to_save(loaded.model)
+    return Source(
+        program="adapter (PEFT)",
+        name=name,
+        config=merged if own is None else {**merged, **_special_tokens(own)},
+        tensors=tensors,
+        tokenizer=given or loaded.tokenizer,
+        folder=base if own is None and not is_untied else None,
+        logits=lambda ids, dtype: logits_of(merged, tensors, ids, dtype),
+        notes=(f"the adapter was merged into its base, {base}",),
     )
 
 

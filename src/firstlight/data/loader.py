@@ -2,10 +2,15 @@
 
 The loader's whole state is one number, how many rows have been handed out: that makes
 resuming exact at any step of any epoch, and free.
+
+Threads, not processes, read ahead: numpy copies, searches and waits for the disk without
+holding the interpreter, and nothing has to be sent from one process to another.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.data.packing import num_rows, row_span, shuffled_index
+from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 
@@ -28,39 +33,83 @@ class Batch:
         input_ids: int64 [B, T].
         labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
         num_valid: how many labels are not -100.
+        document_ids: int32 [B, T]: the number of each input token's document, counted from 0
+            within its row; None without document masking.
     """
 
     input_ids: Tensor
     labels: Tensor
     num_valid: int
+    document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; asynchronously from pinned memory to a GPU."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
+            change(self.input_ids),
+            change(self.labels),
             self.num_valid,
+            None if self.document_ids is None else change(self.document_ids),
         )
 
 
-def rows_to_batch(dataset: TokenDataset, rows: list[int], seq_len: int, fill_id: int) -> Batch:
-    """The given rows as one batch. A short last row is filled up with `fill_id`, its labels
-    with -100."""
+def rows_to_batch(
+    dataset: TokenDataset,
+    rows: list[int],
+    seq_len: int,
+    fill_id: int,
+    *,
+    document_masking: bool = False,
+) -> Batch:
+    """The given rows as one batch.
+
+    A short last row is filled up with `fill_id`, its labels with -100; what fills it is a
+    document of its own.
+
+    Args:
+        dataset: the split.
+        rows: which rows.
+        seq_len: predictions a row.
+        fill_id: any token.
+        document_masking: number the documents, and predict tokens from their own document
+            only (see `packing`).
+    """
+    document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
     for i, row in enumerate(rows):
-        tokens = dataset[row_span(row, seq_len)]
-        input_ids[i, : len(tokens) - 1] = tokens[:-1]
-        labels[i, : len(tokens) - 1] = tokens[1:]
-    num_valid = int((labels != IGNORE_INDEX).sum())
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), num_valid)
+        span = row_span(row, seq_len)
+        tokens = dataset[span]
+        length = len(tokens) - 1
+        input_ids[i, :length] = tokens[:-1]
+        labels[i, :length] = tokens[1:]
+        if document_ids is not None:
+            numbers, left_out = separate_documents(
+                dataset.document_starts(span), length, eos_opens=dataset.eos_separates
+            )
+            document_ids[i, :length] = numbers
+            document_ids[i, length:] = numbers[-1] + 1
+            labels[i, left_out] = IGNORE_INDEX
+    return Batch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(labels),
+        int((labels != IGNORE_INDEX).sum()),
+        None if document_ids is None else torch.from_numpy(document_ids),
+    )
 
 
 class TokenLoader:
     """Endless shuffled batches over the rows of a split; each epoch in another order.
 
-    A batch may begin in one epoch and end in the next. The following batch is read by a
-    thread while the current one is computed on.
+    A batch may begin in one epoch and end in the next. The following batches are read by
+    threads while the current one is computed on; which batches come does not depend on how
+    many of either there are.
 
     Args:
         dataset: the split.
@@ -68,6 +117,9 @@ class TokenLoader:
         micro_batch_size: rows a batch.
         seed: decides the order.
         rows_seen: position to start from, of a `state_dict()`.
+        document_masking: number the documents, and predict tokens from their own only.
+        workers: threads that read ahead; more than one helps where the disk is slow.
+        prefetch: batches that are read ahead.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
@@ -82,42 +134,58 @@ class TokenLoader:
         seed: int,
         *,
         rows_seen: int = 0,
+        document_masking: bool = False,
+        workers: int = 1,
+        prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
+        assert workers > 0
+        assert prefetch > 0
         require_row(dataset, seq_len)
         self.dataset, self.seq_len, self.seed = dataset, seq_len, seed
-        self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
+        self.micro_batch_size, self.document_masking = micro_batch_size, document_masking
+        self.prefetch, self.pin_memory = prefetch, pin_memory
         self.rows_per_epoch = num_rows(dataset.num_tokens, seq_len)
         self.rows_seen = rows_seen
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._next: Future[Batch] = self._reader.submit(self._read, rows_seen)
+        self._readers = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+        self._ahead: deque[Future[Batch]] = deque()
+        self._read_ahead()
 
     def __enter__(self) -> TokenLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
 
     def next_batch(self) -> Batch:
-        """The next `micro_batch_size` rows."""
-        batch = self._next.result()
+        """The next `micro_batch_size` rows.
+
+        What a thread ran into while reading them is raised here, and again by every later call.
+        """
+        batch = self._ahead[0].result()
+        self._ahead.popleft()
         self.rows_seen += self.micro_batch_size
-        self._next = self._reader.submit(self._read, self.rows_seen)
+        self._read_ahead()
         return batch
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; what was read ahead but not handed out does not count."""
         return {"rows_seen": self.rows_seen}
 
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < self.prefetch:
+            first = self.rows_seen + len(self._ahead) * self.micro_batch_size
+            self._ahead.append(self._readers.submit(self._read, first))
+
     def _read(self, first: int) -> Batch:
         rows = []
         for count in range(first, first + self.micro_batch_size):
             epoch, position = divmod(count, self.rows_per_epoch)
             rows.append(shuffled_index(position, self.rows_per_epoch, self.seed, epoch))
-        batch = rows_to_batch(self.dataset, rows, self.seq_len, fill_id=0)
-        if self.pin_memory:
-            batch = Batch(batch.input_ids.pin_memory(), batch.labels.pin_memory(), batch.num_valid)
-        return batch
+        batch = rows_to_batch(
+            self.dataset, rows, self.seq_len, fill_id=0, document_masking=self.document_masking
+        )
+        return batch.pin_memory() if self.pin_memory else batch
 
 
 def require_row(dataset: TokenDataset, seq_len: int) -> None:

@@ -3,11 +3,26 @@
 A split is one long stream of tokens. Row i predicts tokens i*T+1 ... i*T+T from the token
 before each, so that every token but the very first is predicted exactly once; the last row
 may be shorter.
+
+With document masking, a row's tokens are numbered by document, and a token is predicted only
+from its own document:
+
+    bos text eos | bos text eos     the eos is the last prediction of a document; the label
+                                    after it, the next document's bos, is left out
+    text eos | text eos             without bos, an eos opens the document after it: it is
+                                    predicted as the end of the one and stands, as an input, at
+                                    position 0 of the other, whose first token is predicted
+                                    from it. No label is left out, and a model learns how
+                                    documents begin.
+    text | text                     the first token of a document is not predicted
 """
 
 from __future__ import annotations
 
 import hashlib
+
+import numpy as np
+import numpy.typing as npt
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
@@ -18,6 +33,29 @@ def num_rows(num_tokens: int, seq_len: int) -> int:
 def row_span(row: int, seq_len: int) -> slice:
     """The tokens of a row: its inputs and, one further, its labels (cut at the stream's end)."""
     return slice(row * seq_len, row * seq_len + seq_len + 1)
+
+
+def separate_documents(
+    starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Number the documents of a row's inputs, and find the labels that lie in another document.
+
+    Args:
+        starts: where documents begin among the row's tokens, of which there is one more than
+            inputs; ascending.
+        num_inputs: inputs of the row.
+        eos_opens: the token before a start is, as an input, the first of the document.
+
+    Returns:
+        the number of each input's document, from 0 within the row [num_inputs]; and the places
+        of the labels to leave out.
+    """
+    inner = starts[starts > 0]
+    left_out = inner[:0] if eos_opens else inner - 1
+    first_inputs = inner - 1 if eos_opens else inner
+    begins = np.zeros(num_inputs, dtype=np.int32)
+    begins[first_inputs[(first_inputs > 0) & (first_inputs < num_inputs)]] = 1
+    return np.cumsum(begins, dtype=np.int32), left_out
 
 
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:

@@ -27,6 +27,7 @@ the tokenizer's bos (if it adds one) and eos, and lies in one shard whole.
 
 from __future__ import annotations
 
+import functools
 import struct
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -148,13 +149,17 @@ class TokenDataset:
         self.text_bytes: int = entry["text_bytes"]
         self.gzip_bytes: int | None = entry.get("gzip_bytes")
         self.num_documents: int = entry["documents"]
-        self._shards = [self._open_shard(shard, verify) for shard in entry["shards"]]
+        opened = [self._open_shard(shard, verify) for shard in entry["shards"]]
+        self._shards = [tokens for tokens, _ in opened]
+        self._document_starts = [np.asarray(offsets)[:-1] for _, offsets in opened]
         self._starts = list(accumulate((len(shard) for shard in self._shards), initial=0))
         self.num_tokens = self._starts[-1]
         if self.num_tokens != entry["tokens"]:
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
-    def _open_shard(self, shard: dict[str, Any], verify: bool) -> TokenArray:
+    def _open_shard(
+        self, shard: dict[str, Any], verify: bool
+    ) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
         if Path(shard["file"]).name != shard["file"]:
             raise DataError(f"{self.folder}: the manifest names a shard outside: {shard['file']}")
         path = self.folder / shard["file"]
@@ -165,10 +170,10 @@ class TokenDataset:
             raise DataError(f"shard {path} has the wrong size: {advice}")
         if verify and sha256_of(path) != shard["sha256"]:
             raise DataError(f"shard {path} is damaged (its sha256 is not the manifest's): {advice}")
-        tokens, _ = read_shard(path)
+        tokens, offsets = read_shard(path)
         if len(tokens) != shard["tokens"]:
             raise DataError(f"shard {path} does not hold what its manifest says: {advice}")
-        return tokens
+        return tokens, offsets
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
         """Tokens `start:stop` as int64 (cut at the end, like any slice)."""
@@ -184,6 +189,36 @@ class TokenDataset:
             filled += len(part)
             position += len(part)
         return result
+
+    def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
+        """Where documents begin among tokens `start:stop`, counted from `start`, ascending.
+
+        A place stands there twice where an empty document precedes another.
+        """
+        start, stop, step = span.indices(self.num_tokens)
+        assert step == 1
+        parts = [np.empty(0, dtype=np.int64)]
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
+            base, starts = self._starts[index], self._document_starts[index]
+            if base >= stop:
+                break
+            # Keys of the starts' own type: others would convert all of them, at every call.
+            keys = np.array([max(start - base, 0), stop - base], dtype=np.uint64)
+            first, last = np.searchsorted(starts, keys)
+            parts.append(starts[first:last].astype(np.int64) + (base - start))
+        return np.concatenate(parts)
+
+    @functools.cached_property
+    def documents_begin_with_bos(self) -> bool:
+        """Whether a bos is each document's first token; if not, the eos before it is what its
+        first token is predicted from."""
+        first = self[0:1].tolist()
+        return bool(first == [self.manifest.get("bos_token_id")])
+
+    @property
+    def eos_separates(self) -> bool:
+        """Whether the stream is text, eos, text, eos, ... without bos, as GPT-2's."""
+        return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

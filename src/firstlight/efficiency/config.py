@@ -14,8 +14,8 @@ ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 class EfficiencyConfig(BaseModel):
     """The `efficiency` section of a recipe. Each key is one method; they combine freely.
 
-    precision: "auto" takes bf16 where the hardware multiplies it, else fp32. "tf32" rounds the
-        inputs of fp32 matrix products to 10 bits on GPUs that have it. "bf16" is autocast:
+    precision: "auto" takes bf16 where the hardware multiplies it faster, else fp32. "tf32" rounds
+        the inputs of fp32 matrix products to 10 bits on GPUs that have it. "bf16" is autocast:
         parameters, moments and the loss stay in fp32, matrix products run in bf16. "bf16_params"
         keeps the parameters that the model computes with in bf16 and fp32 master weights in the
         optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix

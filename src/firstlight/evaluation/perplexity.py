@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder, trained_on
 from firstlight.data.loader import rows_to_batch
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
-from firstlight.efficiency import EfficiencyConfig, loss_function
+from firstlight.efficiency import EfficiencyConfig, LossFunction, loss_function
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.hardware import find_hardware
 from firstlight.huggingface import LoadedModel, load_model
@@ -52,47 +51,63 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
 @torch.inference_mode()
 def evaluate_split(
-    loss_sum: Callable[[Tensor, Tensor], Tensor],
+    loss_sum: LossFunction,
     dataset: TokenDataset,
     *,
     seq_len: int,
     batch_size: int,
     device: torch.device,
+    document_masking: bool = False,
     first_id: int | None = None,
     rows: Sequence[int] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate non-overlapping rows: every token is predicted once, from what stands before it
-    in its row.
+    in its row, or, with document masking, in its row and document.
+
+    Bits per byte charge tokens that were not predicted the mean of those that were.
 
     Args:
-        loss_sum: (input_ids, labels) -> summed loss in nats.
+        loss_sum: (input_ids, labels) -> summed loss in nats; called with `document_ids` too
+            where documents are masked.
         dataset: the split.
         seq_len: tokens a row.
         batch_size: rows at a time; changes the speed only.
+        device: where the model is.
+        document_masking: evaluate as training with `data.document_masking` trains.
         first_id: predict the split's very first token too, from this id, so that every bit of
             the text counts.
         rows: which rows; None is all.
         on_rows: called after each batch with the rows done and to do.
+
+    Raises:
+        DataError: no token is predicted: with document masking, documents of one token.
     """
     total = num_rows(dataset.num_tokens, seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
     loss, tokens = 0.0, 0
     for start in range(0, len(chosen), batch_size):
         part = chosen[start : start + batch_size]
-        batch = rows_to_batch(dataset, part, seq_len, fill_id=0)
+        batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=document_masking)
         moved = batch.to(device)
-        loss += float(loss_sum(moved.input_ids, moved.labels))
+        loss += float(loss_sum(moved.input_ids, moved.labels, moved.document_ids))
         tokens += batch.num_valid
         if on_rows is not None:
             on_rows(start + len(part), len(chosen))
     first_token = int(dataset[0:1][0])
     # A leading bos stands for no text, and there is nothing to predict it from.
     predictable = dataset.num_tokens - (first_id is None or first_token == first_id)
+    if document_masking and dataset.documents_begin_with_bos:
+        predictable = dataset.num_tokens - dataset.num_documents
     if first_id is not None and first_token != first_id and chosen[:1] == [0]:
         input_ids = torch.tensor([[first_id]], device=device)
         loss += float(loss_sum(input_ids, torch.tensor([[first_token]], device=device)))
         tokens += 1
+    if tokens == 0:
+        raise DataError(
+            f"the evaluated rows of {dataset.folder} hold no token to predict: "
+            "its documents are of one token each; evaluate without document masking"
+        )
     mean = loss / tokens
     gzip = dataset.gzip_bytes
     return Evaluation(
@@ -113,6 +128,7 @@ def evaluate(
     split: str = "val",
     seq_len: int | None = None,
     batch_size: int = 8,
+    document_masking: bool | None = None,
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -125,6 +141,7 @@ def evaluate(
         seq_len: tokens a row; None is what it was trained with, else its context limit
             (at most 1,024).
         batch_size: rows at a time.
+        document_masking: tokens see only their own document; None is as it was trained.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
         on_rows: called after each batch with the rows done and to do.
 
@@ -153,6 +170,8 @@ def evaluate(
     dataset = TokenDataset(folder, split)
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
+    if document_masking is None:
+        document_masking = bool(training_data.get("document_masking"))
     if seq_len > limit:
         raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
     require_same_tokenizer(loaded, dataset)
@@ -164,6 +183,7 @@ def evaluate(
         seq_len=seq_len,
         batch_size=batch_size,
         device=hardware.device,
+        document_masking=document_masking,
         first_id=loaded.tokenizer.separator_id,
         on_rows=on_rows,
     )

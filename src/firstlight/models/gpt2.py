@@ -303,8 +303,8 @@ class GPT2(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        *,
         document_ids: Tensor | None = None,
+        *,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:

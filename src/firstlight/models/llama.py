@@ -25,6 +25,7 @@ from firstlight.models.ops import (
     HeadLoss,
     MaskFunction,
     apply_rope,
+    at_least_fp32,
     attention,
     dense_mask,
     document_positions,
@@ -45,7 +46,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        return (
+            F.rms_norm(at_least_fp32(x), self.weight.shape, None, self.eps).to(x.dtype)
+            * self.weight
+        )
 
 
 class Attention(nn.Module):
@@ -230,8 +234,8 @@ class Llama(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        *,
         document_ids: Tensor | None = None,
+        *,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:

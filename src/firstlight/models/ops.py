@@ -90,6 +90,11 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """In fp32, for sums that would lose too much in less; fp64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class AttentionFunction(Protocol):
     """How a layer attends: causal attention [B, H, T, D], token t of the new ones seeing the first
     S - T + t + 1.
@@ -140,7 +145,7 @@ def plain_attention(
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
     scores_BHTS = (q_BHTD / math.sqrt(q_BHTD.shape[-1])) @ k_BKSD.transpose(-2, -1)
-    scores_BHTS = scores_BHTS.float().masked_fill(~mask, float("-inf"))
+    scores_BHTS = at_least_fp32(scores_BHTS).masked_fill(~mask, float("-inf"))
     weights_BHTS = F.dropout(scores_BHTS.softmax(-1).to(v_BKSD.dtype), dropout)
     return weights_BHTS @ v_BKSD
 
@@ -217,15 +222,19 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
     return (distance_TS >= 0) & (distance_TS < window)
 
 
-def cross_entropy_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropy (nats, fp32) over the labels that are not -100.
 
     A sum and not a mean: the caller divides by the valid labels of the whole global batch, so
     that accumulation gives the same gradient as one large batch.
+
+    Args:
+        logits: [..., V].
+        labels: int64 [...].
     """
     return F.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
-        labels_BT.flatten(),
+        at_least_fp32(logits).flatten(0, -2),
+        labels.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )

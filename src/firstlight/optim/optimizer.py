@@ -1,94 +1,191 @@
-"""Optimizers: which parameter gets which rule, and their state by parameter name."""
+"""The optimizer of a run: updates, clipping, and state by parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import contextlib
+import math
+from collections.abc import Mapping
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from firstlight.errors import CheckpointError
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.master import MasterWeights
+from firstlight.optim.rules import Layout, Rule, make_rules
 
-
-class OptimizerConfig(BaseModel):
-    """The `optimizer` section of a recipe.
-
-    name: "adamw" for all parameters (Loshchilov and Hutter 2019, torch's fused kernel), or
-        "muon": Muon for the matrices inside the layers, AdamW for embeddings, head and norms
-        (Jordan et al. 2024; torch.optim.Muon).
-    learning_rate: AdamW's peak.
-    muon_learning_rate: Muon's peak; null takes `learning_rate`. Its updates are scaled by
-        0.2 sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both.
-    betas, eps: AdamW's.
-    muon_momentum: Muon's.
-    weight_decay: decoupled; applied to matrices only, never to norms and biases.
-    max_grad_norm: gradients are scaled down to this global L2 norm; 0 switches it off.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(1e-3, gt=0)
-    muon_learning_rate: float | None = Field(None, gt=0)
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0)
-    muon_momentum: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0)
-    max_grad_norm: float = Field(1.0, ge=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {self.betas} must each be at least 0 and below 1")
-        return self
+__all__ = ["Optimizer", "OptimizerConfig"]
 
 
 class Optimizer:
-    """One or two torch optimizers that together update all parameters of a model.
+    """Torch optimizers that together update all trained parameters of a model.
+
+    Parameters of less than 32 bits (bf16) get fp32 master weights, which take 4 bytes a parameter
+    beside the 2 of the parameter; state and gradients are then those of the masters.
 
     Args:
-        model: its parameters' names become the names of the state.
+        model: its parameters' names become the names of the state. Those that need no gradient
+            are left alone.
         config: see `OptimizerConfig`.
+        in_backward: update each parameter in the backward pass, as soon as its gradient is there,
+            and free the gradient: 4 bytes a parameter less at the peak. One backward pass a step.
+            A gradient that is not finite shows in `clip_gradients` only when it has been applied.
+        initial: fp32 values for master weights to start from, by parameter name. They become the
+            masters; without them, the model's own rounded values are the start.
+
+    Raises:
+        ConfigError: the config can't work on the model's device, or not in the backward pass.
+        MissingDependencyError: an 8-bit library is needed and not installed.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        *,
+        in_backward: bool = False,
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        if in_backward and config.max_grad_norm > 0:
+            raise ConfigError(
+                "efficiency.optimizer_in_backward updates before the norm of all gradients is "
+                "known: set optimizer.max_grad_norm to 0"
+            )
         self.config = config
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._torch_optimizers = OPTIMIZERS[config.name](self.parameters, config)
+        self.in_backward = in_backward
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self._masters = MasterWeights(self.parameters, initial)
+        updated = self._masters.updated
+        parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
+        self._rules = [rule for part in parts for rule in make_rules(part, config)]
         self._peaks = [
-            [group["lr"] for group in optimizer.param_groups]
-            for optimizer in self._torch_optimizers
+            [float(group["lr"]) for group in rule.optimizer.param_groups] for rule in self._rules
         ]
+        owners = {id(p): rule for rule in self._rules for p in _parameters_of(rule)}
+        self._rule_of = {name: owners[id(p)] for name, p in updated.items()}
+        self._norms: dict[str, Tensor] = {}
+        if in_backward:
+            for name, parameter in self.parameters.items():
+                self._update_in_backward(name, parameter)
+
+    @property
+    def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [rule.optimizer for rule in self._rules]
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of `state_tensors` from the first step on."""
+        return sum(
+            math.prod(shape) * dtype.itemsize
+            for layout in self._layouts().values()
+            for shape, dtype in layout.values()
+        )
 
     def set_learning_rate(self, share_of_peak: float) -> float:
         """Set every group's rate to its share of the peak; return AdamW's."""
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * share_of_peak
+                if isinstance(group["lr"], Tensor):
+                    # A compiled update reads it from here.
+                    group["lr"].fill_(peak * share_of_peak)
+                else:
+                    group["lr"] = peak * share_of_peak
         return self.config.learning_rate * share_of_peak
 
-    def clip_gradients(self) -> Tensor:
-        """Scale the gradients down to `max_grad_norm`; return their L2 norm before that."""
-        limit = self.config.max_grad_norm or float("inf")
-        return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+    # One step: accumulate after each backward pass, then clip, update, forget
+
+    def accumulate(self) -> None:
+        """After a micro-batch's backward pass: add low-precision gradients up in fp32.
+
+        Nothing for parameters with 32 bits or more, whose gradients add up themselves.
+        """
+        self._masters.take_gradients()
+
+    def clip_gradients(self, grad_scale: float = 1.0) -> Tensor:
+        """Divide the gradients by `grad_scale`, scale them down to `max_grad_norm`; return their
+        L2 norm between the two.
+
+        The norm is torch's `clip_grad_norm_`'s, and so are the gradients.
+
+        Args:
+            grad_scale: what the loss was multiplied by.
+
+        Raises:
+            ConfigError: the gradients were scaled, and have been applied in the backward pass.
+        """
+        if self.in_backward:
+            if grad_scale != 1:
+                raise ConfigError(
+                    "efficiency.optimizer_in_backward can't take scaled gradients: "
+                    "set efficiency.precision to bf16 instead of fp16"
+                )
+            norms = [self._norms[name] for name in self.parameters if name in self._norms]
+            return nn.utils.get_total_norm(norms)
+        self.accumulate()
+        gradients = [p.grad for p in self._masters.updated.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) / grad_scale
+        limit = self.config.max_grad_norm or math.inf
+        # In torch's order and precision, so that the same factor comes out.
+        factor = float((limit / (norm + 1e-6)).clamp(max=1.0)) / grad_scale
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        return norm
 
     def step(self) -> None:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients; nothing if the backward pass did."""
+        if self.in_backward:
+            return
+        self.accumulate()
         for optimizer in self._torch_optimizers:
             optimizer.step()
+        self._masters.refill()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for optimizer in self._torch_optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        """Forget the gradients, and their norms."""
+        self._norms.clear()
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            self._masters.updated[name].grad = None
+
+    def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
+        master, optimizer = self._masters.updated[name], self._rule_of[name].optimizer
+
+        def update(_: Tensor) -> None:
+            if name in self._norms:
+                raise ConfigError(
+                    "efficiency.optimizer_in_backward makes an update in every backward pass: "
+                    "set batch.gradient_accumulation_steps to 1"
+                )
+            self._masters.take_gradient(name)
+            assert master.grad is not None
+            self._norms[name] = torch.linalg.vector_norm(master.grad)
+            optimizer.step()
+            master.grad = None
+            self._masters.refill_one(name)
+
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+    # State
+
+    def master_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model's parameters are fp32: their master weights.
+
+        For reading and writing checkpoints, not for computing. After it the parameters are the
+        masters rounded again, in the memory they had before. Without masters it does nothing.
+        """
+        return self._masters.in_model()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`."""
+        """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`.
+
+        The same with and without `in_backward`. Master weights are not part of it: see
+        `master_weights`.
+        """
         return {
             f"{name}.{key}": value.detach().cpu().contiguous()
-            for name, state in self._states()
+            for name, state in self._states().items()
             for key, value in state.items()
         }
 
@@ -97,93 +194,54 @@ class Optimizer:
         sets them at every step.
 
         Raises:
-            CheckpointError: a tensor is missing, extra or of another shape (named).
+            CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
         """
-        places = {
-            f"{name}.{key}": (optimizer, parameter, key)
-            for optimizer in self._torch_optimizers
-            for name, parameter in self.parameters.items()
-            if _owns(optimizer, parameter)
-            for key in _STATE_NAMES[type(optimizer)]
+        layouts = self._layouts()
+        expected = {
+            f"{name}.{key}": entry
+            for name, layout in layouts.items()
+            for key, entry in layout.items()
         }
-        if odd := sorted(places.keys() ^ tensors.keys()):
-            raise CheckpointError(
-                f"the saved optimizer state is not that of this model and optimizer: "
-                f"'{odd[0]}' is in only one of them"
-            )
-        for name, (_, parameter, key) in places.items():
-            shape = [] if key == "step" else list(parameter.shape)
-            if list(tensors[name].shape) != shape:
-                raise CheckpointError(
-                    f"the optimizer's state '{name}' is {list(tensors[name].shape)}, "
-                    f"expected {shape}"
-                )
-        for name, (optimizer, parameter, key) in places.items():
-            # A fused step counter lives where its parameter does.
-            optimizer.state[parameter][key] = tensors[name].to(parameter.device, copy=True)
+        _check(expected, tensors)
+        for name, layout in layouts.items():
+            rule, parameter = self._rule_of[name], self._masters.updated[name]
+            if layout:
+                own = {key: tensors[f"{name}.{key}"] for key in layout}
+                rule.optimizer.state[parameter] = rule.rebuild(parameter, own)
 
-    def _states(self) -> list[tuple[str, dict[str, Tensor]]]:
-        return [
-            (name, dict(optimizer.state[parameter]))
-            for optimizer in self._torch_optimizers
-            for name, parameter in self.parameters.items()
-            if parameter in optimizer.state
-        ]
+    def _layouts(self) -> dict[str, Layout]:
+        return {
+            name: self._rule_of[name].layout(parameter)
+            for name, parameter in self._masters.updated.items()
+        }
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._masters.updated.items():
+            rule = self._rule_of[name]
+            found[name] = rule.flatten(rule.optimizer.state.get(parameter, {}))
+        return found
 
 
-def _owns(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+def _parameters_of(rule: Rule) -> list[nn.Parameter]:
+    return [p for group in rule.optimizer.param_groups for p in group["params"]]
 
 
-Parameters = Mapping[str, nn.Parameter]
-
-
-def _adamw(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    if not parameters:
-        return []
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    fused = next(iter(parameters.values())).device.type in ("cpu", "cuda", "mps")
-    return [
-        torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=fused,
+def _check(
+    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Mapping[str, Tensor]
+) -> None:
+    if odd := sorted(expected.keys() ^ tensors.keys()):
+        raise CheckpointError(
+            f"the saved optimizer state is not that of this model and optimizer: "
+            f"'{odd[0]}' is in only one of them"
         )
-    ]
-
-
-def _muon(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    matrices = {n: p for n, p in parameters.items() if p.dim() == 2 and _inside_a_layer(n)}
-    others = {n: p for n, p in parameters.items() if n not in matrices}
-    muon = torch.optim.Muon(
-        list(matrices.values()),
-        lr=config.muon_learning_rate or config.learning_rate,
-        momentum=config.muon_momentum,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return [muon, *_adamw(others, config)]
-
-
-def _inside_a_layer(name: str) -> bool:
-    """Whether a parameter belongs to a numbered layer (`model.layers.3...`, `h.3...`)."""
-    return any(part.isdigit() for part in name.split("."))
-
-
-#: What each torch optimizer keeps for a parameter once it has made a step.
-_STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
-}
-
-OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], list[torch.optim.Optimizer]]] = {
-    "adamw": _adamw,
-    "muon": _muon,
-}
+    for name, (shape, dtype) in expected.items():
+        found = tensors[name]
+        if tuple(found.shape) != shape:
+            raise CheckpointError(
+                f"the optimizer's state '{name}' is {list(found.shape)}, expected {list(shape)}"
+            )
+        if found.dtype != dtype:
+            raise CheckpointError(
+                f"the optimizer's state '{name}' is {found.dtype}, expected {dtype}"
+            )

@@ -12,13 +12,14 @@ import types
 import typing
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError, describe_os_error, nearest
+from firstlight.lora.config import LoraConfig
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
 from firstlight.optim.optimizer import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
@@ -66,14 +67,44 @@ class DataConfig(_Section):
 class BatchConfig(_Section):
     """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows.
 
-    micro_batch_size: rows a forward pass.
-    gradient_accumulation_steps: forward passes a step.
+    micro_batch_size: rows a forward pass: more keep the hardware busier, and take more memory
+        for activations. "auto" is the largest that fits: found before the run by trying the
+        whole of global_batch_tokens, then half of it, and so on, in a process of its own.
+    gradient_accumulation_steps: forward passes a step: the step of a large batch in the memory
+        of a small one, with the same gradient.
     global_batch_tokens: tokens a step; decides the accumulation instead of it.
     """
 
-    micro_batch_size: int = Field(8, gt=0)
+    micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = 8
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     global_batch_tokens: int | None = Field(None, gt=0)
+
+    @property
+    def rows(self) -> int:
+        """The micro-batch size, once it is decided."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size
+
+    def global_rows(self, seq_len: int) -> int:
+        """Rows a step where the micro-batch size is to be found.
+
+        Raises:
+            ConfigError: the batch of a step is not given, or no whole number of rows.
+        """
+        if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                "batch.micro_batch_size auto needs batch.global_batch_tokens, the batch that a "
+                "step sees however it is cut, and no batch.gradient_accumulation_steps: set "
+                f"global_batch_tokens to a multiple of data.seq_len, {seq_len}"
+            )
+        rows, rest = divmod(self.global_batch_tokens, seq_len)
+        if rest:
+            below = f"{rows * seq_len} or " if rows else ""
+            raise ConfigError(
+                f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
+                f"data.seq_len {seq_len}: take {below}{(rows + 1) * seq_len}"
+            )
+        return rows
 
     def accumulation(self, seq_len: int) -> int:
         """Forward passes an optimizer step.
@@ -83,7 +114,7 @@ class BatchConfig(_Section):
         """
         if self.global_batch_tokens is None:
             return self.gradient_accumulation_steps or 1
-        micro_tokens = self.micro_batch_size * seq_len
+        micro_tokens = self.rows * seq_len
         steps, rest = divmod(self.global_batch_tokens, micro_tokens)
         if rest:
             below = f"{steps * micro_tokens} or " if steps else ""
@@ -129,7 +160,8 @@ class CheckpointConfig(_Section):
 
 
 class Recipe(_Section):
-    """A whole run. `model` may be left out when weights are given to start from."""
+    """A whole run. `model` may be left out when weights are given to start from, and `lora` when
+    all of them are trained."""
 
     run: RunConfig = RunConfig()
     model: (
@@ -140,6 +172,7 @@ class Recipe(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     efficiency: EfficiencyConfig = EfficiencyConfig()
+    lora: LoraConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

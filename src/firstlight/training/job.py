@@ -18,24 +18,24 @@ from firstlight.checkpoint import CHECKPOINTS, prune_checkpoints, save_checkpoin
 from firstlight.data.loader import TokenLoader
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
-from firstlight.efficiency import LossFunction, autocast, loss_function, resolve_precision
+from firstlight.efficiency import autocast
 from firstlight.errors import CheckpointError, ModelError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.files import remove_leftovers, storage_errors, write_file
 from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.hardware import Hardware, peak_flops, peak_memory_bytes
+from firstlight.hardware import peak_flops, peak_memory_bytes
 from firstlight.huggingface import LoadedModel
-from firstlight.models import Llama, Model, MoEConfig
+from firstlight.models import Llama, MoEConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.optimizer import Optimizer
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import Recipe
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
+from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.state import TrainState, capture
-from firstlight.training.step import DIVERGED, train_step
+from firstlight.training.step import DIVERGED
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -45,31 +45,33 @@ class Job:
 
     def __init__(
         self,
-        recipe: Recipe,
-        hardware: Hardware,
-        model: Model,
+        program: TrainingProgram,
         tokenizer: Tokenizer,
         dataset: TokenDataset,
         validation: TokenDataset | None,
         init_from: str | None,
     ) -> None:
+        recipe = program.recipe
         assert recipe.run.dir is not None
         assert recipe.data.seq_len is not None
-        self.recipe, self.hardware, self.model, self.tokenizer = recipe, hardware, model, tokenizer
+        self.program, self.recipe, self.hardware = program, recipe, program.hardware
+        self.model, self.optimizer, self.tokenizer = program.model, program.optimizer, tokenizer
         self.dataset, self.validation, self.init_from = dataset, validation, init_from
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
         self.accumulation = recipe.batch.accumulation(self.seq_len)
         self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self.accumulation)
-        self.optimizer = Optimizer(model, recipe.optimizer)
         self.state = TrainState()
         self.saved_step = -1
         self.evaluation: Evaluation | None = None
-        self.dtype = resolve_precision(recipe.efficiency, hardware)
-        self.loss_sum: LossFunction = loss_function(model, recipe.efficiency, hardware)
-        self._flops_per_token = train_flops_per_token(meta_model(model.config), self.seq_len)
+        self._flops_per_token = train_flops_per_token(meta_model(self.model.config), self.seq_len)
         self.metrics: JsonLines
         self._samples: JsonLines
         self._loader: TokenLoader
+
+    @property
+    def _pin_memory(self) -> bool:
+        asked = self.recipe.data.pin_memory
+        return self.hardware.device.type == "cuda" if asked is None else asked
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -89,10 +91,13 @@ class Job:
             self._loader = TokenLoader(
                 self.dataset,
                 self.seq_len,
-                self.recipe.batch.micro_batch_size,
+                self.recipe.batch.rows,
                 self.recipe.run.seed,
                 rows_seen=self.state.rows_seen,
-                pin_memory=self.hardware.device.type == "cuda",
+                document_masking=self.recipe.data.document_masking,
+                workers=self.recipe.data.workers,
+                prefetch=self.recipe.data.prefetch,
+                pin_memory=self._pin_memory,
             )
             with (
                 self._loader,
@@ -110,10 +115,8 @@ class Job:
         share = warmup_cosine(
             state.step, self.max_steps, self.warmup_steps, self.recipe.schedule.min_lr_ratio
         )
-        learning_rate = self.optimizer.set_learning_rate(share)
-        self.model.train()
         try:
-            result = train_step(self.loss_sum, self.optimizer, batches)
+            result = self.program.step(batches, share)
         except TrainingError as error:
             raise TrainingError(f"step {state.step + 1}: {error}") from None
         seconds = time.perf_counter() - start
@@ -121,22 +124,31 @@ class Job:
         state.tokens_seen += result.tokens
         state.rows_seen = self._loader.state_dict()["rows_seen"]
         tokens_per_second = result.tokens / seconds
+        peak = peak_flops(device, self.program.dtype)
         router = self._router_metrics(result.tokens)
         auxiliary = router.get("moe/router_loss", 0.0) * self._router_loss_coefficient
         return {
             "step": state.step,
             "train/loss": result.loss - auxiliary,
-            "learning_rate": learning_rate,
+            "learning_rate": self.recipe.optimizer.learning_rate * share,
             "grad_norm": result.grad_norm,
             "tokens_seen": state.tokens_seen,
             "epoch": state.rows_seen / self._loader.rows_per_epoch,
             "tokens_per_second": tokens_per_second,
-            "mfu": self._flops_per_token * tokens_per_second / peak_flops(device, self.dtype),
+            "mfu": self._flops_per_token * tokens_per_second / peak,
             "memory_bytes": peak_memory_bytes(device),
             "seconds": seconds,
             "data_wait_seconds": waited,
+            **self._scaler_metrics(),
             **router,
         }
+
+    def _scaler_metrics(self) -> dict[str, float]:
+        """The loss scale, and the steps it skipped since the run began; {} without fp16."""
+        scaler = self.program.scaler
+        if scaler is None:
+            return {}
+        return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
 
     def _router_metrics(self, tokens: int) -> dict[str, float]:
         """What the routers of a Mixture of Experts did in this step; {} for a dense model."""
@@ -160,15 +172,14 @@ class Job:
         self._write_samples(bar)
         if self.validation is None:
             return {}
-        # The plain model: compiling once more for evaluation would cost more than it saves.
-        plain = self.recipe.efficiency.model_copy(update={"compile": False})
         rows = num_rows(self.validation.num_tokens, self.seq_len)
         self.evaluation = evaluate_split(
-            loss_function(self.model, plain, self.hardware),
+            self.program.evaluation_loss,
             self.validation,
             seq_len=self.seq_len,
-            batch_size=self.recipe.batch.micro_batch_size,
+            batch_size=self.recipe.batch.rows,
             device=self.hardware.device,
+            document_masking=self.recipe.data.document_masking,
             rows=evaluation_rows(rows, self.recipe.evaluation.max_rows),
         )
         found = self.evaluation
@@ -194,7 +205,7 @@ class Job:
         )
         for prompt in config.sample_prompts:
             try:
-                with autocast(self.hardware.device, self.dtype):
+                with autocast(self.hardware.device, self.program.dtype):
                     text = "".join(GenerationStream(loaded, prompt, sampling))
             except ModelError as error:
                 raise TrainingError(f"step {self.state.step}: {error}; {DIVERGED}") from None
@@ -209,6 +220,7 @@ class Job:
             self.state,
             self.model,
             self.optimizer,
+            self.program.scaler,
             self.tokenizer,
             {
                 "init_from": self.init_from,
@@ -234,7 +246,7 @@ class Job:
 def _schedule(recipe: Recipe, dataset: TokenDataset, accumulation: int) -> tuple[int, int]:
     """(max_steps, warmup_steps) with the defaults worked out."""
     assert recipe.data.seq_len is not None
-    rows_a_step = recipe.batch.micro_batch_size * accumulation
+    rows_a_step = recipe.batch.rows * accumulation
     epoch = math.ceil(num_rows(dataset.num_tokens, recipe.data.seq_len) / rows_a_step)
     max_steps = recipe.schedule.max_steps or epoch
     warmup_steps = recipe.schedule.warmup_steps

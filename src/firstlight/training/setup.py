@@ -35,8 +35,11 @@ from firstlight.huggingface import (
 from firstlight.models import Model, ModelConfig, empty_model, padded_vocab_size
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.automatic import decide
+from firstlight.training.combinations import ineffective
 from firstlight.training.config import Recipe
 from firstlight.training.job import Job
+from firstlight.training.program import TrainingProgram
 from firstlight.training.state import restore
 from firstlight.vocabulary import grow_vocabulary
 
@@ -93,8 +96,13 @@ def set_up(
     _require_fitting_prompts(recipe, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
+    saved = {} if newest is None else load_checkpoint(newest).trainer_state.get("recipe", {})
+    recipe = decide(recipe, saved, hardware, tell)
+    for note in ineffective(recipe, hardware):
+        tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
-    job = Job(recipe, hardware, model.to(hardware.device), tokenizer, dataset, validation, origin)
+    program = TrainingProgram(recipe, model, hardware)
+    job = Job(program, tokenizer, dataset, validation, origin)
     if newest is not None:
         _take_up(job, newest, tell)
     _require_disk(job)
@@ -244,7 +252,7 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Re
     require_row(dataset, seq_len)
     rows, memory = recipe.batch.micro_batch_size, psutil.virtual_memory().total
     # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
-    if 16 * rows * seq_len > memory:
+    if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} rows of {seq_len} tokens don't fit into the "
             f"{memory / 1e9:.0f} GB of this machine: lower it"
@@ -296,7 +304,7 @@ def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
                 f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
                 "now (--init-from starts a new run from its weights)"
             )
-    job.state = restore(checkpoint, job.model, job.optimizer)
+    job.state = restore(checkpoint, job.model, job.optimizer, job.program.scaler)
     job.saved_step, job.init_from = job.state.step, saved.get("init_from")
     tell(f"resuming from {folder} (step {job.state.step})")
     before, now = saved.get("recipe", {}), job.recipe.model_dump()
@@ -318,7 +326,8 @@ def _require_disk(job: Job) -> None:
     every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
     left = job.max_steps - job.state.step
     saves = math.ceil(left / every) if every else 1
-    needed = checkpoint_bytes(count_parameters(job.model).total, 2) * min(
+    parameters = count_parameters(job.model).total
+    needed = checkpoint_bytes(parameters, job.optimizer.state_bytes) * min(
         saves, config.keep_last + 1
     )
     folder = next(f for f in (job.run_folder, *job.run_folder.resolve().parents) if f.is_dir())

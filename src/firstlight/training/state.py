@@ -14,6 +14,7 @@ from firstlight.huggingface import model_files
 from firstlight.models import Model
 from firstlight.optim.optimizer import Optimizer
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.scaling import LossScaler
 from firstlight.weights import file_tensors, weights_to_save
 
 _RNG_PREFIX = "rng."
@@ -38,6 +39,7 @@ def capture(
     state: TrainState,
     model: Model,
     optimizer: Optimizer,
+    scaler: LossScaler | None,
     tokenizer: Tokenizer,
     origin: dict[str, Any],
 ) -> Checkpoint:
@@ -46,47 +48,60 @@ def capture(
     Args:
         origin: what the run is made of, as JSON values: recipe, data, init_from.
     """
+    with optimizer.master_weights():
+        weights = weights_to_save(model)
     return Checkpoint(
         files=model_files(model.config, tokenizer),
-        model=weights_to_save(model),
+        model=weights,
         optimizer={**optimizer.state_tensors(), **_random_states()},
         trainer_state={
             "step": state.step,
             "tokens_seen": state.tokens_seen,
             "loader": {"rows_seen": state.rows_seen},
+            "loss_scale": None if scaler is None else scaler.state_dict(),
             **origin,
         },
     )
 
 
-def restore(checkpoint: Checkpoint, model: Model, optimizer: Optimizer) -> TrainState:
-    """Put a checkpoint's weights, moments and random-number states back.
+def restore(
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, scaler: LossScaler | None
+) -> TrainState:
+    """Put a checkpoint's weights, moments, loss scale and random-number states back.
 
     Raises:
         CheckpointError: it does not fit the model or optimizer, or lacks something.
     """
-    places = file_tensors(model)
-    for name in sorted(places.keys() ^ checkpoint.model.keys()):
-        raise CheckpointError(
-            f"the checkpoint's weights don't fit the model: '{name}' is in only one"
-        )
-    with torch.no_grad():
-        for name, tensor in checkpoint.model.items():
-            if tensor.shape != places[name].shape:
-                raise CheckpointError(
-                    f"the checkpoint's tensor '{name}' is {list(tensor.shape)}, "
-                    f"the model's {list(places[name].shape)}"
-                )
-            places[name].copy_(tensor)
+    with optimizer.master_weights():
+        _restore_weights(checkpoint, model)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
     optimizer.load_state_tensors(moments)
     _restore_random_states(randoms)
     saved = checkpoint.trainer_state
+    # A run that went on from another precision has no scale yet.
+    if scaler is not None and saved.get("loss_scale") is not None:
+        scaler.load_state_dict(saved["loss_scale"])
     try:
         return TrainState(saved["step"], saved["tokens_seen"], saved["loader"]["rows_seen"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
+
+
+@torch.no_grad()
+def _restore_weights(checkpoint: Checkpoint, model: Model) -> None:
+    places = file_tensors(model)
+    for name in sorted(places.keys() ^ checkpoint.model.keys()):
+        raise CheckpointError(
+            f"the checkpoint's weights don't fit the model: '{name}' is in only one"
+        )
+    for name, tensor in checkpoint.model.items():
+        if tensor.shape != places[name].shape:
+            raise CheckpointError(
+                f"the checkpoint's tensor '{name}' is {list(tensor.shape)}, "
+                f"the model's {list(places[name].shape)}"
+            )
+        places[name].copy_(tensor)
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -1,0 +1,341 @@
+"""`firstlight bench gemm`: this machine's matrix-product rate by shape and by alignment.
+
+How it is measured: the operands are random, made once for each number format, and the result is
+written over the last one, so that no memory is asked for meanwhile. A product that takes less
+than a measurement is multiplied once before it and repeated in it with the same operands: what
+fits into the caches is in them. Each round measures every product once; what a row says is the
+median over the rounds. Products that are compared are compared within each round, and their
+ratio is the median of the rounds' ratios: what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from firstlight.bench.gemm_products import (
+    STEP_TOKENS,
+    GPT2Shape,
+    Layout,
+    Plan,
+    Product,
+    all_products,
+    model_shape,
+    plan_for,
+)
+from firstlight.bench.gemm_report import summarize
+from firstlight.console import progress_bar
+from firstlight.errors import ConfigError, nearest
+from firstlight.hardware import Hardware, find_hardware, synchronize
+
+#: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_LARGE_CPU = ((2048, 2048, 2048), (4096, 4096, 1024), (1024, 3072, 768))
+_LARGE_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 3072, 768))
+#: A measurement repeats its product at most so often.
+_MOST_REPEATS = 10_000
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def hardware_dtypes(hardware: Hardware) -> list[str]:
+    """The names among DTYPES that the device multiplies in hardware; fp32 always."""
+    names = ["fp32"]
+    if hardware.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(hardware.device)
+        names += ["tf32"] if capability >= (8, 0) else []
+        fp16 = capability >= (7, 0)
+    elif hardware.device.type == "cpu":
+        found = torch.cpu.get_capabilities()
+        fp16 = any(found.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
+    else:
+        fp16 = True
+    return [*names, *(["bf16"] if hardware.bf16 else []), *(["fp16"] if fp16 else [])]
+
+
+@dataclass(frozen=True)
+class GemmBench:
+    """What is to be measured.
+
+    Attributes:
+        device: as `find_hardware` takes it.
+        dtypes: names among DTYPES; empty is all that the device multiplies in hardware.
+        model: whose shapes, a name among `gemm_products.MODELS`.
+        quick: fewer and smaller products, fewer rounds.
+        plan: how much is measured; None is the device's own.
+    """
+
+    device: str = "auto"
+    dtypes: Sequence[str] = ()
+    model: str = "gpt2-124m"
+    quick: bool = False
+    plan: Plan | None = None
+    hardware: Hardware = field(init=False)
+    shape: GPT2Shape = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a name is unknown, or the device can't do what is asked."""
+        hardware = find_hardware(self.device)
+        able = hardware_dtypes(hardware)
+        for name in self.dtypes:
+            if name not in DTYPES:
+                hint = nearest(name, DTYPES) or f": use {', '.join(DTYPES)}"
+                raise ConfigError(f"dtype '{name}' is unknown{hint}")
+            if name not in able:
+                raise ConfigError(
+                    f"{name} is not multiplied in hardware by {hardware.name}, and emulated rates "
+                    f"say nothing: use {', '.join(able)}"
+                )
+        object.__setattr__(self, "hardware", hardware)
+        object.__setattr__(self, "shape", model_shape(self.model))
+        object.__setattr__(self, "dtypes", tuple(dict.fromkeys(self.dtypes)) or tuple(able))
+        plan = self.plan or plan_for(hardware.device.type, self.quick)
+        object.__setattr__(self, "plan", plan)
+
+
+@contextlib.contextmanager
+def _fp32_precision(name: str) -> Iterator[None]:
+    """fp32 products in full, or as tf32; torch's setting is global, so it is put back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def make_operands(
+    products: Sequence[Product], dtype: torch.dtype, device: torch.device
+) -> Operands:
+    """Memory for A, B and C that is large enough for each of `products`; random A and B."""
+    sizes = [
+        max(sizes)
+        for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
+    ]
+    a, b, c = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+    # Not all zeros or ones: a GPU multiplies those with less power, so at a higher clock.
+    return a.uniform_(-1, 1), b.uniform_(-1, 1), c
+
+
+def make_multiply(product: Product, operands: Operands) -> Callable[[], object]:
+    """A function that multiplies once, in the product's layout, into C."""
+    m, n, k = product.m, product.n, product.k
+    a, b, c = operands
+    left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
+    right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()
+    out = c[: m * n].view(m, n)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Seconds that one product takes, over `repeats`."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        multiply()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _warm_up(multiply: Callable[[], object], device: torch.device) -> float:
+    """Build kernels and touch memory; the seconds that one product takes, roughly."""
+    multiply()
+    best = math.inf
+    for _ in range(3):
+        best = min(best, _seconds(multiply, 1, device))
+        if best > 0.1:
+            break
+    return best
+
+
+def _repeats(product_seconds: float, measure_seconds: float) -> int:
+    return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
+
+
+def measure(product: Product, operands: Operands, repeats: int, device: torch.device) -> float:
+    """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
+    multiply = make_multiply(product, operands)
+    if repeats > 1:
+        multiply()
+    return _seconds(multiply, repeats, device)
+
+
+def _rounds(
+    products: Sequence[Product],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    measure_seconds: float,
+) -> list[list[float]]:
+    """The FLOP/s of each product in each of some interleaved rounds."""
+    operands = make_operands(products, dtype, device)
+    repeats = [
+        _repeats(_warm_up(make_multiply(one, operands), device), measure_seconds)
+        for one in products
+    ]
+    rates: list[list[float]] = [[] for _ in products]
+    for _ in range(rounds):
+        for these, one, times in zip(rates, products, repeats, strict=True):
+            these.append(one.flops / measure(one, operands, times, device))
+    return rates
+
+
+def matmul_rate(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    layout: Layout = "nt",
+    rounds: int = 5,
+    measure_seconds: float = 0.03,
+) -> float:
+    """FLOP/s of the product [m, k] @ [k, n]: the median of some measurements.
+
+    fp32 products on GPUs run as torch.get_float32_matmul_precision() says at the time.
+
+    Args:
+        m: rows of the result.
+        n: its columns.
+        k: the inner dimension.
+        dtype: of the operands and the result.
+        device: where they lie.
+        layout: of the operands, as in `gemm_products`; "nt" is x @ W.T of a linear layer.
+        rounds: measurements.
+        measure_seconds: each repeats the product for about so long.
+    """
+    product = Product("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
+    (rates,) = _rounds([product], dtype, device, rounds, measure_seconds)
+    return statistics.median(rates)
+
+
+def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:
+    """FLOP/s that matrix products reach at best on this machine: the base of shares.
+
+    The best single measurement of three large products in two layouts, in interleaved rounds:
+    what else runs on the machine only takes away. Takes a few seconds on two CPU cores. fp32
+    products on GPUs run as torch.get_float32_matmul_precision() says at the time.
+    """
+    shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
+    layouts: tuple[Layout, ...] = ("nt", "nn")
+    products = [
+        Product("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
+        for m, n, k in shapes
+        for layout in layouts
+    ]
+    return max(max(rates) for rates in _rounds(products, dtype, device, rounds, 0.03))
+
+
+class GemmRun:
+    """A benchmark that runs; what it has measured can be asked for at any time.
+
+    Attributes:
+        bench: what is measured.
+        products: all of them.
+        seconds: for each number format and each product, what each round measured.
+        rounds: how many there are to be; 0 until it is known.
+    """
+
+    def __init__(self, bench: GemmBench) -> None:
+        device = bench.hardware.device
+        count = 0
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.bench = bench
+        self.multiprocessors = count
+        self.plan = bench.plan or plan_for(device.type, bench.quick)
+        self.products = all_products(bench.shape, self.plan, count)
+        self.seconds: dict[str, list[list[float]]] = {
+            name: [[] for _ in self.products] for name in bench.dtypes
+        }
+        self.rounds = 0
+        self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+    def measure(self) -> None:
+        """Warm everything up, then measure round after round until the plan's time is over."""
+        device = self.bench.hardware.device
+        start = time.perf_counter()
+        with progress_bar() as progress:
+            operands, costs = self._warm_up(progress)
+            # Each is multiplied once before it is measured, if it is repeated.
+            work = [(n + (n > 1)) * once for n, once in costs.values()]
+            left = self.plan.budget_seconds - (time.perf_counter() - start)
+            affordable = max(self.plan.min_rounds, int(left / sum(work)))
+            self.rounds = min(self.plan.max_rounds, affordable)
+            task = progress.add_task("multiplying", total=self.rounds * sum(work))
+            for turn in range(self.rounds):
+                for (number, name), cost in zip(costs, work, strict=True):
+                    product = self.products[number]
+                    what = f"round {turn + 1} of {self.rounds}: {product.name}, {name}"
+                    progress.update(task, description=what)
+                    with _fp32_precision(name):
+                        repeats, _ = costs[number, name]
+                        found = measure(product, operands[name], repeats, device)
+                    self.seconds[name][number].append(found)
+                    progress.advance(task, cost)
+
+    def _warm_up(
+        self, progress: Progress
+    ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
+        """Operands by number format; by product and format, repeats and a product's seconds.
+
+        The formats of one product follow each other: they are compared, too.
+        """
+        device, names = self.bench.hardware.device, self.bench.dtypes
+        flops = sum(product.flops for product in self.products)
+        task = progress.add_task("warming up", total=flops * len(names))
+        operands = {name: make_operands(self.products, DTYPES[name], device) for name in names}
+        costs = {}
+        for number, product in enumerate(self.products):
+            for name in names:
+                with _fp32_precision(name):
+                    once = _warm_up(make_multiply(product, operands[name]), device)
+                costs[number, name] = _repeats(once, self.plan.measure_seconds), once
+                progress.advance(task, product.flops)
+        progress.remove_task(task)
+        return operands, costs
+
+    def result(self) -> dict[str, Any]:
+        """What has been measured so far.
+
+        Returns:
+            "complete": whether it is all that was to be measured; "machine"; and what `summarize`
+            returns.
+        """
+        summary = summarize(self.products, self.seconds, self.bench.shape, self.plan)
+        rounds = max(len(one) for rows in self.seconds.values() for one in rows)
+        lowest = min(len(one) for rows in self.seconds.values() for one in rows)
+        hardware = self.bench.hardware
+        return {
+            "complete": bool(self.rounds) and lowest == self.rounds,
+            "machine": {
+                "name": hardware.name,
+                "device": str(hardware.device),
+                "threads": torch.get_num_threads(),
+                "multiprocessors": self.multiprocessors or None,
+                "load_at_start": self.load,
+                "torch": str(torch.__version__),
+            },
+            "model": self.bench.model,
+            "quick": self.bench.quick,
+            "tokens": self.plan.tokens,
+            "step_tokens": STEP_TOKENS,
+            "rounds": rounds,
+            **summary,
+        }

@@ -1,0 +1,230 @@
+"""The matrix products that `firstlight bench gemm` measures: C [M, N] = A [M, K] @ B [K, N].
+
+The layout of a product is two letters as in BLAS, one for A and one for B: "n" lies in memory
+row by row as it is written, "t" is stored the other way round. A linear layer with weight W
+[out, in], input x [tokens, in] and gradient g [tokens, out] has three products a step:
+
+    forward             x @ W.T   "nt"
+    gradient of input   g @ W     "nn"
+    gradient of weight  g.T @ x   "tn"
+
+GPT-2's Conv1D stores W as [in, out]: x @ W "nn", g @ W.T "nt", x.T @ g "tn".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from firstlight.errors import ConfigError, nearest
+
+Layout = Literal["nn", "nt", "tn"]
+Part = Literal["size", "model", "alignment", "tile", "wave"]
+
+#: What the benchmark compares: sizes padded to a multiple of these.
+MULTIPLES = (8, 64, 128)
+#: Where the steps around a tile's edge are.
+TILE_EDGE = 256
+#: Tokens of the step whose products are added up: 4 rows of 1024.
+STEP_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product.
+
+    Attributes:
+        part: of the benchmark.
+        group: what it is compared within: the dimension that varies, or how weights are stored.
+        value: the size that varies within the group.
+        name: for people.
+        m: rows of A and C.
+        n: columns of B and C.
+        k: columns of A, rows of B.
+        layout: how A and B lie in memory.
+        count: how often a training step has it; 0 outside the part "model".
+    """
+
+    part: Part
+    group: str
+    value: int
+    name: str
+    m: int
+    n: int
+    k: int
+    layout: Layout = "nt"
+    count: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class GPT2Shape:
+    """What a GPT-2's matrix products depend on."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int = 50257
+
+
+MODELS = {
+    "gpt2-124m": GPT2Shape(768, 12),
+    "gpt2-355m": GPT2Shape(1024, 24),
+    "gpt2-774m": GPT2Shape(1280, 36),
+    "gpt2-1558m": GPT2Shape(1600, 48),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        sizes: of the square products.
+        base: the aligned size of the products of the part "alignment" and "tile".
+        tokens: rows of the model's products; of a step's 4096, to save time on CPUs.
+        tile_sizes: values of N around TILE_EDGE.
+        measure_seconds: each measurement repeats its product for about so long.
+        budget_seconds: rounds are added until about so long, but at least `min_rounds`.
+        min_rounds: rounds at least.
+        max_rounds: rounds at most.
+    """
+
+    sizes: tuple[int, ...]
+    base: int
+    tokens: int
+    tile_sizes: tuple[int, ...]
+    measure_seconds: float
+    budget_seconds: float
+    min_rounds: int = 3
+    max_rounds: int = 9
+
+
+_EDGES = (248, 255, 256, 257, 264)
+_STEPS = tuple(sorted({*range(128, 401, 16), *_EDGES}))
+_QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
+
+
+def plan_for(device_type: str, quick: bool) -> Plan:
+    """The plan for "cuda" or for anything slower."""
+    if device_type == "cuda":
+        sizes = (128, 256, 512, 1024, 2048, 4096, 8192)
+        if quick:
+            return Plan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
+        return Plan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
+    if quick:
+        return Plan((128, 256, 512, 1024, 2048), 1024, 256, _QUICK_STEPS, 0.02, 40, 2)
+    return Plan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def paddings(size: int) -> dict[int, int]:
+    """What `size` becomes when it is padded to each of MULTIPLES; two may lead to the same."""
+    return {multiple: round_up(size, multiple) for multiple in MULTIPLES}
+
+
+def model_shape(name: str) -> GPT2Shape:
+    """Raises ConfigError: the model is unknown."""
+    if name not in MODELS:
+        hint = nearest(name, MODELS) or f": use {', '.join(MODELS)}"
+        raise ConfigError(f"model '{name}' is unknown{hint}")
+    return MODELS[name]
+
+
+def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
+    """The sizes whose padding is measured, by group."""
+    return {
+        "M": base + 1,
+        "N": base + 1,
+        "K": base + 1,
+        "hidden": shape.hidden_size + 1,
+        "vocabulary": shape.vocab_size,
+    }
+
+
+def layer_products(
+    name: str, tokens: int, inputs: int, outputs: int, *, conv1d: bool = False
+) -> list[tuple[str, int, int, int, Layout]]:
+    """The three products of a layer in a training step: name, M, N, K, layout."""
+    forward: Layout = "nn" if conv1d else "nt"
+    gradient: Layout = "nt" if conv1d else "nn"
+    rows, columns = (inputs, outputs) if conv1d else (outputs, inputs)
+    return [
+        (f"{name} forward", tokens, outputs, inputs, forward),
+        (f"{name} grad input", tokens, inputs, outputs, gradient),
+        (f"{name} grad weight", rows, columns, tokens, "tn"),
+    ]
+
+
+def model_products(shape: GPT2Shape, tokens: int) -> list[Product]:
+    """The products of one training step (attention's own between queries, keys and values are
+    left out): the layers as Conv1D and as linear layers, the head for each vocabulary."""
+    C = shape.hidden_size
+    layers = {
+        "qkv": (C, 3 * C),
+        "attention out": (C, C),
+        "mlp up": (C, 4 * C),
+        "mlp down": (4 * C, C),
+    }
+    products = [
+        Product("model", group, 0, *one, count=shape.num_hidden_layers)
+        for group in ("conv1d", "linear")
+        for name, (inputs, outputs) in layers.items()
+        for one in layer_products(name, tokens, inputs, outputs, conv1d=group == "conv1d")
+    ]
+    vocabulary = shape.vocab_size
+    for rows in sorted({vocabulary, *paddings(vocabulary).values()}):
+        for one in layer_products(f"head {rows}", tokens, C, rows):
+            products.append(Product("model", "vocabulary", rows, *one, count=1))
+    return products
+
+
+def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[Product]:
+    """Sizes on and off multiples: each dimension alone, in the layout "nt", where K is the inner
+    dimension of A and B in memory, and N of C; and a model's hidden size in its MLP."""
+    off = unaligned(shape, base)
+    products = []
+    for group in ("M", "N", "K"):
+        for size in (base, off[group], *paddings(off[group]).values()):
+            m, n, k = (size if group == which else base for which in ("M", "N", "K"))
+            products.append(Product("alignment", group, size, f"{group} = {size}", m, n, k))
+    hidden = off["hidden"]
+    for size in (hidden - 1, hidden, *paddings(hidden).values()):
+        for one in layer_products(f"hidden = {size}: up", tokens, size, 4 * size):
+            products.append(Product("alignment", "hidden", size, *one))
+    return products
+
+
+def tile_products(base: int, sizes: Sequence[int]) -> list[Product]:
+    """N in steps around a tile's edge."""
+    return [Product("tile", "N", n, f"N = {n}", base, n, base) for n in sizes]
+
+
+def wave_products(multiprocessors: int) -> list[Product]:
+    """As many tiles of 128 x 256 as a GPU has multiprocessors (SMs), first, and one fewer or more,
+    and twice as many."""
+    one, two = multiprocessors, 2 * multiprocessors
+    return [
+        Product("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)
+        for count in (one, one - 1, one + 1, two, two + 1)
+    ]
+
+
+def all_products(shape: GPT2Shape, plan: Plan, multiprocessors: int = 0) -> list[Product]:
+    """Everything that a plan measures, in its order."""
+    squares = [Product("size", "", size, str(size), size, size, size) for size in plan.sizes]
+    products = [
+        *squares,
+        *model_products(shape, plan.tokens),
+        *alignment_products(shape, plan.base, plan.tokens),
+        *tile_products(plan.base, plan.tile_sizes),
+    ]
+    return products + wave_products(multiprocessors) if multiprocessors else products

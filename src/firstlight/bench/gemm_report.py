@@ -1,0 +1,231 @@
+"""What the times of `firstlight bench gemm` say: rates, ratios, a picture."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from firstlight.bench.gemm_products import (
+    STEP_TOKENS,
+    TILE_EDGE,
+    GPT2Shape,
+    Plan,
+    Product,
+    paddings,
+    unaligned,
+)
+
+#: Products of fewer FLOPs, whose operands lie in a cache, don't set a ceiling.
+_CEILING_FLOPS = 1e9
+
+#: For one number format: each product that was measured, and its seconds in each round.
+Times = Mapping[Product, Sequence[float]]
+
+
+def summarize(
+    products: Sequence[Product],
+    seconds: Mapping[str, Sequence[Sequence[float]]],
+    shape: GPT2Shape,
+    plan: Plan,
+) -> dict[str, Any]:
+    """Rates and ratios of what was measured; products without a measurement are left out.
+
+    Args:
+        products: all of them.
+        seconds: by number format and product, the seconds of one product in each round.
+        shape: the model's.
+        plan: what was to be measured.
+
+    Returns:
+        "ceilings": by format the best single measurement, FLOP/s, of a large product (small ones
+        where there is no large one). "rows": each product in each format; its times, the median
+        rate, the lowest and the highest, and the share that the median is of the ceiling.
+        "step": the time of a training step's products. "padding", "tile", "wave": `compare`'s
+        ratios of sizes within a dimension.
+    """
+    result: dict[str, Any] = {"ceilings": {}}
+    result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}
+    for dtype, times in seconds.items():
+        found = {one: t for one, t in zip(products, times, strict=True) if t}
+        if not found:
+            continue
+        large = [one for one in found if one.flops >= _CEILING_FLOPS] or list(found)
+        ceiling = max(one.flops / min(found[one]) for one in large)
+        result["ceilings"][dtype] = ceiling
+        result["rows"] += [{"dtype": dtype, **_row(one, found[one], ceiling)} for one in found]
+        result["step"] += [
+            {"dtype": dtype, **one} for one in step_times(products, found, plan.tokens, ceiling)
+        ]
+        for name, rows in (
+            ("padding", _padding(found, unaligned(shape, plan.base))),
+            ("tile", _against(found, "tile", TILE_EDGE)),
+            ("wave", _against(found, "wave", None)),
+        ):
+            result[name] += [{"dtype": dtype, **row} for row in rows]
+    return result
+
+
+def _row(product: Product, times: Sequence[float], ceiling: float) -> dict[str, Any]:
+    rate = product.flops / statistics.median(times)
+    return {
+        **asdict(product),
+        "flops_per_second": rate,
+        "lowest": product.flops / max(times),
+        "highest": product.flops / min(times),
+        "share_of_ceiling": rate / ceiling,
+        "seconds": list(times),
+    }
+
+
+def step_times(
+    products: Sequence[Product], times: Times, tokens: int, ceiling: float
+) -> list[dict[str, Any]]:
+    """The time that all matrix products of a training step of STEP_TOKENS take.
+
+    Products were measured with `tokens` rows; the time of more is taken to grow in proportion.
+
+    Returns:
+        For weights stored as "conv1d" and as "linear", and for each vocabulary of the head:
+        "seconds", "flops", "share_of_ceiling". Empty as long as a product has no time.
+    """
+    model = [one for one in products if one.part == "model"]
+    if not model or any(one not in times for one in model):
+        return []
+    result = []
+    for weights in ("conv1d", "linear"):
+        for vocabulary in sorted({one.value for one in model if one.group == "vocabulary"}):
+            these = [
+                one
+                for one in model
+                if (one.group, one.value) in ((weights, 0), ("vocabulary", vocabulary))
+            ]
+            scale = STEP_TOKENS / tokens
+            seconds = scale * sum(one.count * statistics.median(times[one]) for one in these)
+            flops = scale * sum(one.count * one.flops for one in these)
+            result.append(
+                {
+                    "weights": weights,
+                    "vocabulary": vocabulary,
+                    "seconds": seconds,
+                    "flops": flops,
+                    "share_of_ceiling": flops / seconds / ceiling,
+                }
+            )
+    return result
+
+
+def compare(times: Times, size: Iterable[Product], base: Iterable[Product]) -> dict[str, Any]:
+    """Some products against others, round by round; times of several are added up.
+
+    Returns:
+        "time_ratio", the median of the rounds' ratios of time, its "lowest" and "highest";
+        "work_ratio", of FLOPs; "rate_ratio", of FLOP/s.
+    """
+    size, base = list(size), list(base)
+    ratios = [
+        sum(above) / sum(below)
+        for above, below in zip(
+            zip(*(times[one] for one in size), strict=False),
+            zip(*(times[one] for one in base), strict=False),
+            strict=False,
+        )
+    ]
+    work = sum(one.flops for one in size) / sum(one.flops for one in base)
+    time = statistics.median(ratios)
+    return {
+        "time_ratio": time,
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "work_ratio": work,
+        "rate_ratio": work / time,
+    }
+
+
+def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Each aligned size against the one beside it that is not, in all products of a dimension."""
+    result = []
+    for group, base in off.items():
+        these: dict[int, list[Product]] = {}
+        for one in times:
+            if one.part in ("alignment", "model") and one.group == group:
+                these.setdefault(one.value, []).append(one)
+        if base not in these:
+            continue
+        for size, products in these.items():
+            if size == base or len(products) < len(these[base]):
+                continue
+            multiples = [multiple for multiple, to in paddings(base).items() if to == size]
+            ratios = compare(times, products, these[base])
+            result.append(
+                {"group": group, "from": base, "to": size, "multiples": multiples, **ratios}
+            )
+    return result
+
+
+def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
+    """Each product of a part against that of a size; of "wave" against one tile each SM."""
+    these = [one for one in times if one.part == part]
+    if value is None:
+        value = these[0].value if these else None
+    base = [one for one in these if one.value == value]
+    if not base:
+        return []
+    return [{"to": one.value, **compare(times, [one], base)} for one in these]
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of a result: rates by size, the model's products, padding, and the steps at a tile."""
+    # Drawn without pyplot: no window system is looked for, no global state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 11), layout="constrained")
+    (size, model), (padding, tile) = figure.subplots(2, 2)
+    height = 0.8 / len(result["ceilings"])
+    for number, dtype in enumerate(result["ceilings"]):
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        color = f"C{number}"
+        _draw_sizes(size, [row for row in rows if row["part"] == "size"], dtype, color)
+        these = [row for row in rows if row["part"] == "model"]
+        places = [place + height * number for place in range(len(these))]
+        model.barh(places, [row["share_of_ceiling"] for row in these], height=height, color=color)
+        if these:
+            model.set_yticks(places, [f"{row['name']} {row['layout']}" for row in these])
+        rows = [row for row in result["padding"] if row["dtype"] == dtype]
+        places = [place + height * number for place in range(len(rows))]
+        padding.barh(places, [row["time_ratio"] for row in rows], height=height, color=color)
+        if rows:
+            names = [f"{row['group']} {row['from']} -> {row['to']}" for row in rows]
+            padding.set_yticks(places, names)
+        rows = [row for row in result["tile"] if row["dtype"] == dtype]
+        tile.plot(
+            [row["to"] for row in rows], [row["time_ratio"] for row in rows], "o-", color=color
+        )
+    if result["tile"]:
+        work = sorted({(row["to"], row["work_ratio"]) for row in result["tile"]})
+        tile.plot(*zip(*work, strict=True), color="black", linestyle="--", linewidth=0.8)
+    size.set(xlabel="size of a square product", ylabel="TFLOP/s", ylim=(0, None))
+    size.set_xscale("log", base=2)
+    size.legend()
+    model.set(xlabel="share of the ceiling")
+    model.tick_params(axis="y", labelsize=7)
+    model.invert_yaxis()
+    padding.set(xlabel="time of the padded product / time of the one that is not")
+    padding.axvline(1, color="black", linestyle="--", linewidth=0.8)
+    padding.invert_yaxis()
+    tile.set(xlabel="N", ylabel=f"time / time at N = {TILE_EDGE} (dashed: work)", ylim=(0, None))
+    machine = result["machine"]
+    figure.suptitle(f"matrix products: {machine['name']}, {machine['threads']} threads")
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]], dtype: str, color: str) -> None:
+    x = [row["m"] for row in rows]
+    axes.plot(x, [row["flops_per_second"] / 1e12 for row in rows], "o-", color=color, label=dtype)
+    low, high = ([row[end] / 1e12 for row in rows] for end in ("lowest", "highest"))
+    axes.fill_between(x, low, high, color=color, alpha=0.2)

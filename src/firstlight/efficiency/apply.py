@@ -1,0 +1,85 @@
+"""A plain model becomes the loss function of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from firstlight.efficiency.attention import choose_attention, resolve_attention
+from firstlight.efficiency.compilation import compiled, memory_budget, require_compiler
+from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.efficiency.loss import chunk_loss
+from firstlight.efficiency.memory import checkpoint_layers, offloaded_activations
+from firstlight.efficiency.precision import (
+    autocast,
+    convert_to_fp8,
+    require_fp8,
+    resolve_precision,
+)
+from firstlight.hardware import Hardware
+from firstlight.models import Model
+
+
+class LossFunction(Protocol):
+    """(input_ids [B, T], labels [B, T], document_ids [B, T] or None) -> summed loss."""
+
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def apply_methods(
+    model: Model, config: EfficiencyConfig, hardware: Hardware, *, documents: bool = False
+) -> None:
+    """Put attention, loss, activation checkpointing and fp8 layers into the model, which
+    goes on giving the same outputs, in evaluation and generation too.
+
+    Args:
+        documents: whether rows will be masked by document.
+
+    Raises:
+        ConfigError: a method can't work with this model or hardware.
+    """
+    choose_attention(model, resolve_attention(config, hardware, documents))
+    if config.loss_chunk_tokens:
+        chunk_loss(model, config.loss_chunk_tokens)
+    if config.precision == "fp8":
+        require_fp8(hardware, model)
+        convert_to_fp8(model)
+    if config.activation_checkpointing in ("full", "selective"):
+        checkpoint_layers(model, config.activation_checkpointing == "selective")
+
+
+def loss_function(model: Model, config: EfficiencyConfig, hardware: Hardware) -> LossFunction:
+    """The function that training calls: the model's forward pass in the config's precision,
+    compiled, its activations offloaded, as the config says.
+
+    Raises:
+        ConfigError: compilation is asked for and can't work here.
+    """
+    forward: Callable[..., Tensor] = model
+    if config.compile:
+        require_compiler(config, hardware)
+        forward = compiled(model, config)
+    dtype = resolve_precision(config, hardware)
+
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            # Parameters in bf16 need no casts; autocast would only look for them.
+            if config.precision != "bf16_params":
+                stack.enter_context(autocast(hardware.device, dtype))
+            if config.activation_offload:
+                stack.enter_context(offloaded_activations(model))
+            stack.enter_context(memory_budget(config))
+            return forward(input_ids, labels, document_ids)
+
+    return loss_sum
+
+
+def plain_loss(model: Model, config: EfficiencyConfig, hardware: Hardware) -> LossFunction:
+    """The function that evaluation calls: in the same precision, but not compiled, which
+    would cost more than it saves."""
+    return loss_function(model, config.model_copy(update={"compile": False}), hardware)

@@ -1,0 +1,121 @@
+"""Ways to compute attention, put into a model from outside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.hardware import Hardware
+from firstlight.models import Model
+from firstlight.models.gpt2 import Attention as GPT2Attention
+from firstlight.models.llama import Attention as LlamaAttention
+from firstlight.models.ops import (
+    AttentionFunction,
+    MaskFunction,
+    attention,
+    dense_mask,
+    plain_attention,
+)
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def resolve_attention(config: EfficiencyConfig, hardware: Hardware, documents: bool) -> str:
+    """What "auto" is: torch's own choice, but flex for documents on CUDA, whose mask then costs
+    no memory."""
+    if config.attention != "auto":
+        return config.attention
+    return "flex" if documents and hardware.device.type == "cuda" else "sdpa"
+
+
+def choose_attention(model: Model, way: str) -> None:
+    """Let the model's layers attend in a way that `EfficiencyConfig.attention` names."""
+    attend, make_mask = _ways()[way]
+    model.make_mask = make_mask
+    for module in model.modules():
+        if isinstance(module, GPT2Attention | LlamaAttention):
+            module.attend = attend
+
+
+def _ways() -> dict[str, tuple[AttentionFunction, MaskFunction]]:
+    ways: dict[str, tuple[AttentionFunction, MaskFunction]] = {
+        "plain": (plain_attention, dense_mask),
+        "sdpa": (attention, dense_mask),
+        "flex": (flex_attention, flex_mask),
+    }
+    for name, backend in _BACKENDS.items():
+        ways[name] = (functools.partial(_by_kernel, backend), dense_mask)
+    return ways
+
+
+def _by_kernel(
+    backend: SDPBackend,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    dropout: float,
+    mask: Any,
+) -> Tensor:
+    # Keys and values of grouped queries are repeated: not every kernel groups them itself.
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    if groups > 1:
+        k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
+    with sdpa_kernel(backend):
+        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask)
+
+
+def flex_mask(
+    positions_T: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+) -> Any:
+    """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
+    is seen in are skipped, and no T x S mask is kept. Where causality is all, or beside a cache,
+    it is `dense_mask`'s."""
+    if (document_ids_BT is None and window is None) or len(positions_T) != total:
+        return dense_mask(positions_T, total, window, document_ids_BT)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = key <= query
+        if window is not None:
+            seen = seen & (query - key < window)
+        if document_ids_BT is not None:
+            seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
+        return seen
+
+    rows = None if document_ids_BT is None else len(document_ids_BT)
+    return create_block_mask(
+        visible, rows, None, len(positions_T), total, device=str(positions_T.device)
+    )
+
+
+def flex_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float, mask: Any
+) -> Tensor:
+    """Attention over a block mask by torch's compiled FlexAttention (Dong et al. 2024); over
+    another mask, or none, by torch's fused kernels."""
+    if mask is None or isinstance(mask, Tensor):
+        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask)
+    assert dropout == 0.0, "flex attention has no dropout"
+    grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+    result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
+    return result
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention as uncompiled
+
+    # Uncompiled, it holds all T x S scores.
+    return torch.compile(uncompiled, dynamic=False)

@@ -1,0 +1,75 @@
+"""torch.compile of the training step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.efficiency.memory import decoder_layers
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware
+from firstlight.models import Model
+
+
+def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
+    """Refuse to compile where that can't work.
+
+    Raises:
+        ConfigError: there is no C++ compiler, which a CPU needs.
+    """
+    needs_cpp = hardware.device.type == "cpu" and config.compile_backend == "inductor"
+    if needs_cpp and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ConfigError(
+            "efficiency.compile needs a C++ compiler on a CPU: install g++ or clang, "
+            "or set efficiency.compile to false"
+        )
+
+
+def compiled(model: Model, config: EfficiencyConfig) -> Callable[..., Tensor]:
+    """The model's forward pass through torch.compile; its parameters stay where they are.
+
+    With `compile_regional` the layers share one compiled function (they are alike), and what is
+    before and after them runs as it is.
+    """
+    options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
+    if config.compile_mode != "default":
+        options["mode"] = config.compile_mode
+    if not config.compile_regional:
+        return torch.compile(model, **options)
+    for layer in decoder_layers(model):
+        plain = layer.forward
+        layer.forward = functools.partial(
+            _compiled_in_training, layer, plain, torch.compile(plain, **options)
+        )
+    return model
+
+
+def _compiled_in_training(
+    layer: nn.Module,
+    plain: Callable[..., Any],
+    compiled_forward: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
+    # Generation has another length each time, and would compile for each.
+    in_training = layer.training and torch.is_grad_enabled()
+    return (compiled_forward if in_training else plain)(*arguments)
+
+
+@contextlib.contextmanager
+def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
+    """With activation_checkpointing "budget": what is compiled inside recomputes as much as its
+    `activation_memory_budget` asks for (torch's min-cut partitioner solves for what)."""
+    if config.activation_checkpointing != "budget":
+        yield
+        return
+    import torch._functorch.config as functorch
+
+    with functorch.patch(activation_memory_budget=config.activation_memory_budget):
+        yield

@@ -1,0 +1,95 @@
+"""Number formats of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware, bf16_is_faster
+
+
+def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
+    """The dtype of matrix products."""
+    if config.precision == "auto":
+        worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
+        return torch.bfloat16 if worth_it else torch.float32
+    return {
+        "fp32": torch.float32,
+        "tf32": torch.float32,
+        "fp16": torch.float16,
+    }.get(config.precision, torch.bfloat16)
+
+
+def parameter_dtype(config: EfficiencyConfig) -> torch.dtype:
+    """The dtype of the parameters that the model computes with."""
+    return torch.bfloat16 if config.precision == "bf16_params" else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """A context in which matrix products run in `dtype`; does nothing for fp32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+@contextlib.contextmanager
+def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
+    """With tf32, fp32 matrix products inside round their inputs to 10 bits where the hardware
+    does that; torch's setting is global, so it is put back."""
+    if config.precision != "tf32":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def require_fp8(hardware: Hardware, model: nn.Module) -> None:
+    """Refuse fp8 where it can't work.
+
+    Raises:
+        ConfigError: no fp8 matrix units, no torchao, or no layer that it converts.
+    """
+    device = hardware.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
+            f"or higher), and this is {hardware.name}: use bf16"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "efficiency.precision fp8 needs torchao: pip install 'firstlight[8bit]', or use bf16"
+        )
+    if not _fp8_layers(model):
+        raise ConfigError(
+            "efficiency.precision fp8 converts linear layers of a Llama-like model whose sizes "
+            "are multiples of 16, and this model has none: use bf16"
+        )
+
+
+def convert_to_fp8(model: nn.Module) -> None:
+    """Let the layers' matrix products run in fp8, scaled by tensor (torchao; Micikevicius et al.
+    2022). The head stays as it is: its errors would reach the loss directly."""
+    from torchao.float8 import convert_to_float8_training
+
+    names = _fp8_layers(model)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)
+
+
+def _fp8_layers(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name != "lm_head"
+        and all(size % 16 == 0 for size in module.weight.shape)
+    }

@@ -1,0 +1,387 @@
+"""Adapters on the disk, in PEFT's format.
+
+    FOLDER/
+        adapter_config.json         LoRA's settings, and where the base model is
+        adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
+                                    [out, r], and for DoRA .lora_magnitude_vector [out]
+
+LAYER is the linear layer's name in the base model. Which layers are adapted, and with what rank,
+is read from the tensors; of the settings only those count that the tensors don't show.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from firstlight.errors import InputError, ModelError, nearest
+from firstlight.files import new_folder, read_json
+from firstlight.hub import find_model_folder
+from firstlight.lora.config import LoraConfig
+from firstlight.lora.layers import HEAD, linear_layers, lora_layers, lora_parameters, wrap
+from firstlight.models import GPT2, Model
+from firstlight.stored import (
+    FLOAT_FORMATS,
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    StoredTensor,
+    read_header,
+    save_tensors,
+)
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+
+_T = TypeVar("_T", int, float)
+
+_PREFIX = "base_model.model."
+#: Our parameter -> how PEFT's tensor names end.
+_SUFFIXES = {
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "lora_magnitude_vector": "lora_magnitude_vector",
+}
+#: Settings that change nothing once there are tensors. All others that are not known must be off.
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "megatron_core", "peft_version"),
+    *("qalora_group_size", "runtime_config", "target_modules"),
+}
+#: Ways to start an adapter that leave the base's weights alone.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class _PeftConfig(BaseModel):
+    """What an adapter_config.json says; all fields that are not listed come along as extras."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int = Field(8, ge=1)
+    lora_alpha: float = Field(8, gt=0)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    bias: Literal["none"] = "none"
+    use_dora: bool = False
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    init_lora_weights: bool | str | None = True
+
+    def scaling(self, layer: str) -> float:
+        """What B A of a layer is multiplied by: alpha / r, or alpha / sqrt(r) (rank-stabilised
+        LoRA, Kalajdzievski 2023)."""
+        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
+        rank = self.rank(layer)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's change."""
+        return _by_pattern(self.rank_pattern, layer, self.r)
+
+
+def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
+    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return otherwise
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no model of its own."""
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+    return (folder / ADAPTER_CONFIG_NAME).is_file() and not has_weights
+
+
+def adapter_chain(folder: Path) -> list[Path]:
+    """An adapter's folder, its base's, and so on while the base is itself an adapter; the last is
+    a model folder. [folder] for a model folder.
+
+    The base is `base_model_name_or_path`: a path relative to the adapter's folder, a path, or a
+    hub id (downloaded).
+
+    Raises:
+        ModelError: a base is not there, or an adapter is its own base.
+    """
+    chain = [folder]
+    while is_adapter(chain[-1]):
+        base = _base_of(chain[-1])
+        if any(base.samefile(earlier) for earlier in chain):
+            raise ModelError(
+                f"{chain[-1] / ADAPTER_CONFIG_NAME} names {base} as its base model, which is the "
+                "adapter itself: correct base_model_name_or_path"
+            )
+        chain.append(base)
+    return chain
+
+
+def _base_of(folder: Path) -> Path:
+    config, path = _read_config(folder), folder / ADAPTER_CONFIG_NAME
+    name = config.base_model_name_or_path
+    if not name:
+        raise ModelError(
+            f"{path} names no base model: set base_model_name_or_path to the folder or hub id of "
+            "the model that was adapted"
+        )
+    if (folder / name).is_dir():
+        return folder / name
+    try:
+        # A hub id with a revision is written as a name with @ here, in two fields by PEFT.
+        return find_model_folder(f"{name}@{config.revision}" if config.revision else name)
+    except ModelError as error:
+        raise ModelError(
+            f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"
+        ) from error
+
+
+def _read_config(folder: Path) -> _PeftConfig:
+    path = folder / ADAPTER_CONFIG_NAME
+    try:
+        config = _PeftConfig.model_validate(read_json(path))
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ModelError(
+            f"{path}: {name}: {first['msg']} (given: {first['input']!r}); only LoRA and DoRA of "
+            "language models are read"
+        ) from error
+    start = config.init_lora_weights
+    if start not in _PLAIN_STARTS:
+        raise ModelError(
+            f"{path}: init_lora_weights '{start}' changed the base model's weights, which is not "
+            "supported: convert the adapter with PEFT (save_pretrained's path_initial_model_for_"
+            "weight_conversion), or merge it there"
+        )
+    for name, value in (config.model_extra or {}).items():
+        if value and name not in _WITHOUT_EFFECT:
+            raise ModelError(
+                f"{path}: {name} is not supported: merge the adapter with PEFT "
+                "(merge_and_unload), and use the merged model"
+            )
+    for patterns in (config.rank_pattern, config.alpha_pattern):
+        for pattern in patterns or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ModelError(f"{path}: '{pattern}' is no pattern: {error}") from error
+    return config
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of an adapter's file.
+
+    Attributes:
+        layer: the adapted layer's name.
+        kind: one of `_SUFFIXES`, or another tensor's name within the layer.
+    """
+
+    layer: str
+    kind: str
+
+    @classmethod
+    def of(cls, name: str) -> _Part:
+        """From the name in the file."""
+        inner = name.removeprefix(_PREFIX)
+        for kind, suffix in _SUFFIXES.items():
+            if name.startswith(_PREFIX) and inner.endswith(f".{suffix}"):
+                return cls(inner.removesuffix(f".{suffix}"), kind)
+        layer, _, kind = inner.rpartition(".")
+        return cls(layer, kind)
+
+
+def adapter_settings(folder: Path) -> str:
+    """What an adapter's tensors are computed with, as text: two adapters of the same tensors and
+    settings are the same.
+
+    Raises:
+        ModelError: as `load_adapter`.
+    """
+    used = {"r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"}
+    return _read_config(folder).model_dump_json(include=used)
+
+
+def load_adapter(model: Model, folder: Path) -> None:
+    """Put the adapter of a folder beside the layers of its base model, which are frozen.
+
+    Args:
+        model: the plain base model; changed in place.
+        folder: see the head of this module.
+
+    Raises:
+        ModelError: a file is missing or damaged, asks for something that isn't built, or doesn't
+            fit the model (named).
+    """
+    config, path = _read_config(folder), folder / ADAPTER_WEIGHTS_NAME
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} has no {ADAPTER_WEIGHTS_NAME}: only safetensors weights are read (pickled "
+            ".bin files can run code when they are opened)"
+        )
+    stored = read_header(path)
+    copies = {n: t for n, t in stored.items() if _Part.of(n).kind not in _SUFFIXES}
+    _require_base_copies(model, copies, path)
+    stored = {name: tensor for name, tensor in stored.items() if name not in copies}
+    if not stored:
+        raise ModelError(f"{path} holds no adapter")
+    layers = linear_layers(model)
+    adapted = dict.fromkeys(_Part.of(name).layer for name in stored)
+    for layer in adapted:
+        if layer not in layers:
+            raise ModelError(
+                f"{path} adapts {layer}, which is no linear layer of the base model"
+                f"{nearest(layer, layers)}"
+            )
+    model.requires_grad_(False)
+    settings = LoraConfig(dropout=config.lora_dropout, dora=config.use_dora)
+    for layer in adapted:
+        wrap(model, layer, config.rank(layer), config.scaling(layer), settings)
+    tensors = {name: _read(tensor) for name, tensor in stored.items()}
+    fill_adapter(model, tensors, str(path))
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    if stored.kind not in FLOAT_FORMATS:
+        raise ModelError(f"{stored.path}: {stored.name} is {stored.kind}, not floating-point")
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    stored.read_into(tensor)
+    return tensor
+
+
+def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:
+    """Of an adapted head PEFT writes the base's embedding and head along: they must be just that.
+
+    Raises:
+        ModelError: a tensor is none of them, or another one.
+    """
+    base = model.state_dict()
+    for name, stored in copies.items():
+        own = base.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        rows = model.config.vocab_size
+        tensor = _read(stored)
+        if own is None or not torch.equal(own[:rows].cpu(), tensor.to(own.dtype)):
+            raise ModelError(
+                f"{path} has tensor {name}, which is no adapter and not the base model's: an "
+                "adapter that changes other weights is not supported; merge it with PEFT "
+                "(merge_and_unload), and use the merged model"
+            )
+
+
+def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Put what `adapter_tensors` gave into a model that has the same adapters.
+
+    Args:
+        model: changed in place.
+        tensors: by their names in PEFT's file.
+        where: what messages call them.
+
+    Raises:
+        ModelError: one is missing, extra or of another shape (named).
+    """
+    places = dict(_places(model))
+    for name in sorted(places.keys() ^ tensors.keys()):
+        problem = "lacks" if name in places else "has, beside the model's adapters,"
+        raise ModelError(f"{where} {problem} tensor {name}")
+    with torch.no_grad():
+        for name, place in places.items():
+            if place.shape != tensors[name].shape:
+                raise ModelError(
+                    f"{where}: tensor {name} is {list(tensors[name].shape)}, expected "
+                    f"{list(place.shape)}"
+                )
+            place.copy_(tensors[name])
+
+
+def adapter_tensors(model: Model) -> dict[str, Tensor]:
+    """The tensors of `adapter_model.safetensors`: on the CPU and contiguous."""
+    return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
+
+
+def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' parameters by their names in the file, without rows that pad a vocabulary."""
+    for name, parameter in lora_parameters(model).items():
+        layer, _, kind = name.rpartition(".")
+        rows = model.config.vocab_size if layer == HEAD and kind != "lora_A" else None
+        yield f"{_PREFIX}{layer}.{_SUFFIXES[kind]}", parameter[:rows]
+
+
+def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
+    """The text file that belongs to `adapter_tensors`, by name.
+
+    Args:
+        model: with adapters.
+        config: that they were made by.
+        base: of the plain model: its folder (absolute, or relative to the adapter's), or its hub
+            id, with @REVISION where that is not the newest.
+    """
+    base, revision = _name_and_revision(base)
+    alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
+    content: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.dropout,
+        # Whole names: an end of a name may mean other layers in another program's model.
+        "target_modules": [name for name, _ in lora_layers(model)],
+        "use_dora": config.dora,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "bias": "none",
+        # The weights of GPT-2's layers are stored [in, out].
+        "fan_in_fan_out": isinstance(model, GPT2),
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
+
+
+def base_name(given: str | Path, folder: Path) -> str:
+    """What `adapter_files` is to call a base: a hub id as it is, all else by an absolute path.
+
+    Args:
+        given: what a person called it.
+        folder: where it lies.
+    """
+    return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
+
+
+def _name_and_revision(base: str) -> tuple[str, str | None]:
+    if Path(base).is_dir():
+        return base, None
+    name, _, revision = base.partition("@")
+    return name, revision or None
+
+
+def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
+    """Write the folder of an adapter, which must be missing or empty.
+
+    Args:
+        folder: see the head of this module.
+        model, config, base: see `adapter_files`.
+
+    Raises:
+        StorageError: the disk refuses; the folder does not appear.
+    """
+    with new_folder(folder) as temporary:
+        for name, text in adapter_files(model, config, base).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        save_tensors(adapter_tensors(model), temporary / ADAPTER_WEIGHTS_NAME)

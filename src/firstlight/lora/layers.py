@@ -1,0 +1,281 @@
+"""The adapted layer, and how a plain model gets such layers and loses them again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.errors import ConfigError, nearest
+from firstlight.lora.config import LoraConfig
+from firstlight.lora.quantized import NF4Linear, require_nf4
+from firstlight.models import Model
+from firstlight.models.gpt2 import Conv1D
+from firstlight.models.moe import Experts, SparseMLP
+from firstlight.models.ops import Embedding
+
+LinearLayer = nn.Linear | Conv1D
+HEAD = "lm_head"
+
+#: What a target may be instead of a linear layer.
+_OTHER_KINDS: dict[type[nn.Module], str] = {
+    Embedding: "an embedding",
+    Experts: "a stack of experts",
+    nn.Linear: "the router of experts",
+}
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer W with a trainable change of low rank r.
+
+        LoRA  y = W x + b + s B A x
+        DoRA  y = m / |W + s B A| * (W + s B A) x + b
+
+    |.| are the norms of the weight's rows, which the gradient takes for constants (Liu et al.
+    2024, section 4.3). Parameters are fp32 at least, and stay so when the model is moved to bf16;
+    products with A and B run in the input's dtype, or autocast's.
+
+    Args:
+        base_layer: W and b; frozen here.
+        rank: r.
+        scaling: s.
+        dropout: of x on its way to A, in training.
+        dora: whether there is a magnitude m for each output; it starts at |W|.
+
+    Attributes:
+        lora_A: [r, in], zero until `reset` or a file fills it.
+        lora_B: [out, r], zero.
+        lora_magnitude_vector: m, [out]; None for LoRA.
+    """
+
+    def __init__(
+        self,
+        base_layer: LinearLayer | NF4Linear,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        dora: bool,
+    ) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.scaling, self.dropout = scaling, dropout
+        weight = weight_of(base_layer)
+        out_features, in_features = weight.shape
+        self.lora_A = nn.Parameter(weight.new_zeros(rank, in_features))
+        self.lora_B = nn.Parameter(weight.new_zeros(out_features, rank))
+        norm = torch.linalg.vector_norm(weight, dim=1) if dora else None
+        self.lora_magnitude_vector = None if norm is None else nn.Parameter(norm)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw A from Uniform(-1/sqrt(in), 1/sqrt(in)), as PEFT does; B is zero, and so is the
+        change.
+
+        Args:
+            generator: on the CPU, so that a GPU starts from the same numbers.
+        """
+        drawn = torch.empty(self.lora_A.shape)
+        bound = 1 / math.sqrt(drawn.shape[1])
+        self.lora_A.copy_(drawn.uniform_(-bound, bound, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x)
+        inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        inner = F.linear(inner, self.lora_A.to(x.dtype))
+        y = y + self.scaling * F.linear(inner, self.lora_B.to(x.dtype))
+        if self.lora_magnitude_vector is None:
+            return y
+        scale = self.lora_magnitude_vector / self._norm()
+        scaled = y * scale
+        if self.base_layer.bias is not None:
+            # y has the bias already, which is not scaled.
+            scaled = scaled + (1 - scale) * self.base_layer.bias
+        return scaled.to(y.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.to(torch.bfloat16)` is for the frozen weights: an update is smaller than what
+        # bf16 can add.
+        def without_rounding(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if made.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(made.device)
+
+        if recurse:
+            self.base_layer._apply(fn)  # type: ignore[no-untyped-call]
+        return super()._apply(without_rounding, recurse=False)  # type: ignore[no-untyped-call, no-any-return]
+
+    def merged_weight(self) -> Tensor:
+        """The weight [out, in] of the plain layer that computes the same, fp32 at least."""
+        with torch.no_grad():
+            weight = self._changed()
+            if self.lora_magnitude_vector is not None:
+                weight *= (self.lora_magnitude_vector / self._norm())[:, None]
+        return weight
+
+    def _norm(self) -> Tensor:
+        # In fp32 also under autocast: it divides a magnitude that started as a norm in fp32.
+        with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
+            norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
+        # Rows of zeros, which pad a vocabulary, must not make NaN of their magnitude, zero.
+        return norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+    def _changed(self) -> Tensor:
+        return weight_of(self.base_layer) + self.scaling * (self.lora_B @ self.lora_A)
+
+
+def weight_of(layer: LinearLayer | NF4Linear) -> Tensor:
+    """A linear layer's weight as [out, in], fp32 at least."""
+    if isinstance(layer, NF4Linear):
+        return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
+    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def add_lora(
+    model: Model,
+    config: LoraConfig,
+    generator: torch.Generator,
+    *,
+    frozen_dtype: torch.dtype | None = None,
+) -> None:
+    """Freeze a plain model and put trainable low-rank changes beside its linear layers. At first
+    it computes what it did before (in 4 bits: about that).
+
+    Args:
+        model: changed in place.
+        config: which layers, and how.
+        generator: on the CPU; draws the changes' first factors.
+        frozen_dtype: of the frozen linear layers' weights, the head excepted; None leaves them.
+            Under autocast to this dtype the numbers stay the same, in half the memory.
+
+    Raises:
+        ConfigError: a target is no linear layer of the model, or 4 bits don't work here.
+        MissingDependencyError: 4 bits need bitsandbytes.
+    """
+    layers = linear_layers(model)
+    names = _target_names(model, config, layers)
+    model.requires_grad_(False)
+    for name, layer in layers.items():
+        if name == HEAD:
+            continue
+        if config.quantize == "nf4":
+            require_nf4(layer.weight.device)
+            _replace(model, name, NF4Linear(layer))
+        elif frozen_dtype is not None:
+            layer.weight.data = layer.weight.data.to(frozen_dtype)
+    for name in names:
+        wrapped = wrap(model, name, config.rank, config.alpha / config.rank, config)
+        wrapped.reset(generator)
+
+
+def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig) -> LoraLinear:
+    """Replace the linear layer `name` by an adapted one that changes nothing yet.
+
+    Args:
+        config: says dropout and DoRA.
+    """
+    base = model.get_submodule(name)
+    assert isinstance(base, nn.Linear | Conv1D | NF4Linear)
+    wrapped = LoraLinear(base, rank, scaling, config.dropout, config.dora).train(base.training)
+    _replace(model, name, wrapped)
+    return wrapped
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """The adapted layers by the names that they had in the plain model."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield name, module
+
+
+def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a model with adapters, by name; {} for a plain one."""
+    return {
+        f"{name}.{kind}": parameter
+        for name, layer in lora_layers(model)
+        for kind, parameter in layer.named_parameters(recurse=False)
+    }
+
+
+def merge_lora(model: Model) -> None:
+    """Fold the changes into the weights: the plain model that computes the same, with parameters
+    of the dtypes that it had, all trainable. Layers in 4 bits become what they stand for.
+
+    A tied head that was adapted is tied no more, and `model.config` says so.
+    """
+    is_head_adapted = isinstance(model.lm_head, LoraLinear)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLinear):
+            _replace(model, name, _plain(module.base_layer, module.merged_weight()))
+        elif isinstance(module, NF4Linear) and not name.endswith(".base_layer"):
+            _replace(model, name, _plain(module, weight_of(module)))
+    if is_head_adapted and model.config.tie_word_embeddings:
+        model.config = model.config.model_copy(update={"tie_word_embeddings": False})
+    model.requires_grad_(True)
+
+
+def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
+    """The plain layer of base's kind, dtype and bias with a weight [out, in]."""
+    is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
+    dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
+    with torch.device("meta"):
+        if is_conv1d:
+            layer: LinearLayer = Conv1D(weight.shape[1], weight.shape[0])
+        else:
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=base.bias is not None)
+    layer.weight = nn.Parameter((weight.T if is_conv1d else weight).to(dtype).contiguous())
+    layer.bias = base.bias
+    return layer.train(base.training)
+
+
+def linear_layers(model: Model) -> dict[str, LinearLayer]:
+    """The linear layers by name. Not a router's: what it sends where is no small change, and
+    PEFT's files don't hold it as a layer."""
+    routers = {
+        f"{name}.gate" for name, module in model.named_modules() if isinstance(module, SparseMLP)
+    }
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name not in routers
+    }
+
+
+def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
+    """The layers that a config's targets mean, in the model's order.
+
+    Raises:
+        ConfigError: a target means none.
+    """
+    if config.targets == "all-linear":
+        return [name for name in layers if name != HEAD]
+    for target in config.targets:
+        if not any(_is_target(name, target) for name in layers):
+            raise ConfigError(_no_such_target(model, target, layers))
+    return [name for name in layers if any(_is_target(name, t) for t in config.targets)]
+
+
+def _is_target(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -> str:
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    problem = f"matches no linear layer of this model{nearest(target, known)}"
+    for name, module in model.named_modules():
+        kind = _OTHER_KINDS.get(type(module))
+        # Stacked experts are parameters, with the names that an expert's layers have elsewhere.
+        stacked = dict(module.named_parameters(recurse=False)) if kind else {}
+        if kind and any(
+            _is_target(place, target) for place in (name, *(f"{name}.{n}" for n in stacked))
+        ):
+            problem = f"is {kind}, not a linear layer"
+    return f"lora.targets '{target}' {problem}: there are {', '.join(known)}"
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,203 @@
+"""8-bit AdamW of two libraries, and their state as plain tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import math
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.errors import ConfigError, MissingDependencyError
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.rules import Layout, Rule
+
+#: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
+_BLOCK = 256
+_SMALLEST = 4096
+
+
+def eight_bit_rule(groups: list[dict[str, Any]], config: OptimizerConfig) -> Rule:
+    """An 8-bit AdamW of the library that the config asks for.
+
+    Args:
+        groups: torch's parameter groups; the parameters are fp32.
+
+    Raises:
+        MissingDependencyError: no such library is installed.
+        ConfigError: the library can't do it on the parameters' device.
+    """
+    device = groups[0]["params"][0].device
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+    }
+    if config.name == "paged_adamw8bit":
+        if device.type != "cuda":
+            raise ConfigError(
+                f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
+                f"and the device is {device.type}: set it to adamw8bit"
+            )
+        return _bitsandbytes_rule("PagedAdamW8bit", groups, settings)
+    if _library(config) == "bitsandbytes":
+        return _bitsandbytes_rule("AdamW8bit", groups, settings)
+    return _torchao_rule(groups, settings, device)
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Neither warnings nor log lines inside: both libraries give them of kernels they can't load,
+    and torch's compiler of its own past."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _library(config: OptimizerConfig) -> str:
+    if config.eight_bit_library != "auto":
+        return config.eight_bit_library
+    installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
+    return installed[0] if installed else "bitsandbytes"
+
+
+def _import(library: str) -> Any:
+    try:
+        with quiet_import():
+            return importlib.import_module(f"{library}.optim")
+    except ImportError as error:
+        raise MissingDependencyError(library, "8bit", "an 8-bit optimizer") from error
+
+
+def _is_small(parameter: Tensor) -> bool:
+    return parameter.numel() < _SMALLEST
+
+
+# bitsandbytes
+
+
+def _bitsandbytes_rule(kind: str, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Rule:
+    optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
+    _try_bitsandbytes(kind, groups[0]["params"][0].device)
+
+    def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        # The library takes the memory itself, since it may be paged.
+        before = optimizer.state.pop(parameter, None)
+        optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
+        state: dict[str, Any] = optimizer.state.pop(parameter)
+        if before is not None:
+            optimizer.state[parameter] = before
+        for key, tensor in tensors.items():
+            if key == "step":
+                state[key] = int(tensor)
+            elif key.startswith("qmap"):
+                state[key] = tensor.to(parameter.device, copy=True)
+            else:
+                state[key].copy_(tensor)
+        return state
+
+    return Rule(optimizer, _bitsandbytes_layout, _flatten_bitsandbytes, rebuild)
+
+
+def _try_bitsandbytes(kind: str, device: torch.device) -> None:
+    """One update of a small tensor: not every release has kernels for every device."""
+    parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        getattr(_import("bitsandbytes"), kind)([parameter]).step()
+    except (NotImplementedError, RuntimeError, AttributeError, NameError) as error:
+        raise ConfigError(
+            f"the installed bitsandbytes has no 8-bit AdamW for {device.type}: "
+            "set optimizer.eight_bit_library to torchao, or optimizer.name to adamw"
+        ) from error
+
+
+def _bitsandbytes_layout(parameter: Tensor) -> Layout:
+    shape = tuple(parameter.shape)
+    layout: Layout = {"step": ((), torch.int64)}
+    for i in (1, 2):
+        if _is_small(parameter):
+            layout[f"state{i}"] = (shape, torch.float32)
+        else:
+            layout[f"state{i}"] = (shape, torch.uint8)
+            layout[f"qmap{i}"] = ((256,), torch.float32)
+            blocks = math.ceil(parameter.numel() / _BLOCK)
+            layout[f"absmax{i}"] = ((blocks,), torch.float32)
+    return layout
+
+
+def _flatten_bitsandbytes(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+        for key, value in state.items()
+    }
+
+
+# torchao
+
+
+def _torchao_rule(
+    groups: list[dict[str, Any]], settings: dict[str, Any], device: torch.device
+) -> Rule:
+    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ConfigError(
+            "torchao's 8-bit AdamW needs a C++ compiler on a CPU: install g++ or clang, "
+            "or set optimizer.eight_bit_library to bitsandbytes"
+        )
+    library = _import("torchao")
+    with quiet_import():
+        # Or the first step would import it.
+        importlib.import_module("torch._inductor.compile_fx")
+    optimizer = library.AdamW8bit(groups, **settings)
+
+    def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": tensors["step"].clone()}
+        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            parts = [
+                tensors[f"{key}.{part}"].to(parameter.device, copy=True)
+                for part in ("codes", "scale", "qmap")
+                if f"{key}.{part}" in tensors
+            ]
+            if parts:
+                module = importlib.import_module("torchao.optim.subclass_8bit")
+                state[key] = module.OptimState8bit(*parts, signed, dtype=parameter.dtype)
+            else:
+                state[key] = tensors[key].to(parameter.device, copy=True)
+        return state
+
+    return Rule(optimizer, _torchao_layout, _flatten_torchao, rebuild)
+
+
+def _torchao_layout(parameter: Tensor) -> Layout:
+    shape = tuple(parameter.shape)
+    layout: Layout = {"step": ((), torch.float32)}
+    for key in ("exp_avg", "exp_avg_sq"):
+        if _is_small(parameter) or parameter.numel() % _BLOCK:
+            layout[key] = (shape, parameter.dtype)
+        else:
+            layout[f"{key}.codes"] = (shape, torch.uint8)
+            layout[f"{key}.scale"] = ((parameter.numel() // _BLOCK,), torch.float32)
+            layout[f"{key}.qmap"] = ((256,), torch.float32)
+    return layout
+
+
+def _flatten_torchao(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    flat: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if hasattr(value, "codes"):
+            flat |= {f"{key}.{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
+        else:
+            flat[key] = value
+    return flat

@@ -1,0 +1,126 @@
+"""Which methods can't work together, or not here: said before a run, with what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware
+from firstlight.models import GPT2Config, ModelConfig
+from firstlight.training.config import Recipe
+
+
+def require_combination(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse a recipe whose methods can't work together on this hardware.
+
+    Args:
+        recipe: with its model, row length and micro-batch size decided.
+        hardware: that it will run on.
+
+    Raises:
+        ConfigError: all conflicts, each with the nearest combination that works.
+    """
+    problems = [*_conflicts(recipe), *_missing_hardware(recipe, hardware)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def ineffective(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+    """Methods that are asked for and change nothing on this hardware, each a sentence."""
+    config, device = recipe.efficiency, hardware.device.type
+    if device == "cuda":
+        return
+    if config.precision == "tf32":
+        yield f"efficiency.precision tf32 is fp32 on a {device} device"
+    if config.activation_offload and device == "cpu":
+        yield "efficiency.activation_offload gains nothing on a CPU, where all is in its memory"
+    if config.empty_cache_steps:
+        yield f"efficiency.empty_cache_steps does nothing on a {device} device"
+    if config.compile and config.compile_mode != "default":
+        yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
+
+
+def _conflicts(recipe: Recipe) -> Iterator[str]:
+    config, model = recipe.efficiency, recipe.model
+    assert model is not None
+    assert recipe.data.seq_len is not None
+    if config.optimizer_in_backward:
+        yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
+    if config.activation_checkpointing == "budget" and not config.compile:
+        yield (
+            "efficiency.activation_checkpointing budget is torch.compile's: set "
+            "efficiency.compile to true, or activation_checkpointing to selective"
+        )
+    if not config.compile and (config.compile_regional or config.compile_mode != "default"):
+        yield (
+            "efficiency.compile_regional and compile_mode say how to compile: set "
+            "efficiency.compile to true, or leave them out"
+        )
+    if config.compile_backend != "inductor" and config.compile_mode != "default":
+        yield (
+            f"efficiency.compile_mode {config.compile_mode} is inductor's: set "
+            "efficiency.compile_backend to inductor, or compile_mode to default"
+        )
+    if config.precision == "fp8" and isinstance(model, GPT2Config):
+        yield (
+            "efficiency.precision fp8 converts linear layers, and GPT-2's are stored transposed: "
+            "use bf16, or model.model_type llama"
+        )
+    masked = recipe.data.document_masking or _window(model) < recipe.data.seq_len
+    if masked and config.attention in ("flash", "cudnn") and recipe.run.device != "cpu":
+        yield (
+            f"efficiency.attention {config.attention} takes no mask, which documents and sliding "
+            "windows need: set efficiency.attention to auto, flex or efficient"
+        )
+    if config.attention in ("flex", "flash") and _attention_dropout(model):
+        yield (
+            f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
+            "or efficiency.attention to auto"
+        )
+
+
+def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:
+    accumulation = recipe.batch.accumulation(seq_len)
+    if accumulation > 1:
+        rows = recipe.batch.rows * accumulation
+        yield (
+            "efficiency.optimizer_in_backward updates after every backward pass, so it can't "
+            f"accumulate gradients over {accumulation} of them: set batch.micro_batch_size to "
+            f"{rows} (with activation_checkpointing full if that doesn't fit), or switch it off"
+        )
+    if recipe.optimizer.max_grad_norm > 0:
+        yield (
+            "efficiency.optimizer_in_backward updates before the gradient's norm is known, so it "
+            "can't clip: set optimizer.max_grad_norm to 0, or switch it off"
+        )
+    if recipe.efficiency.precision == "fp16":
+        yield (
+            "efficiency.optimizer_in_backward updates before it is known whether fp16 gradients "
+            "overflowed: set efficiency.precision to bf16, or switch it off"
+        )
+
+
+def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+    config, device = recipe.efficiency, hardware.device.type
+    if device != "cuda" and config.attention in ("efficient", "cudnn", "flex"):
+        yield (
+            f"efficiency.attention {config.attention} needs a CUDA GPU, and this is "
+            f"{hardware.name}: use auto, sdpa, flash, math or plain"
+        )
+    fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
+    if fast_only and config.precision in ("fp32", "tf32"):
+        yield (
+            f"efficiency.attention {config.attention} computes in bf16 or fp16 on a GPU: set "
+            "efficiency.precision to bf16, or efficiency.attention to efficient"
+        )
+    if recipe.data.pin_memory and device != "cuda":
+        yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
+
+
+def _window(model: ModelConfig) -> float:
+    window = None if isinstance(model, GPT2Config) else model.sliding_window
+    return float("inf") if window is None else window
+
+
+def _attention_dropout(model: ModelConfig) -> float:
+    return model.attn_pdrop if isinstance(model, GPT2Config) else 0.0

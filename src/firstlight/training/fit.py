@@ -1,0 +1,146 @@
+"""The largest micro-batch that fits into memory: found by trying, in a process of its own.
+
+A process that runs out of memory may not be able to go on, or may be killed by the system; so
+what is tried never happens in the one that is to train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.hardware import Hardware, find_hardware, free_memory_bytes, is_out_of_memory
+from firstlight.models import empty_model
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.program import TrainingProgram
+
+#: The share of the free memory that a micro-batch may take on a CPU: its programs share it.
+_SHARE = 0.9
+
+_FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
+
+
+def largest_micro_batch(recipe: Recipe, hardware: Hardware, tell: Callable[[str], None]) -> int:
+    """The largest micro-batch whose training step fits into the memory that is free now.
+
+    The whole global batch is tried first, then the next smaller number of rows that cuts it
+    evenly, at most half as many, and so on: the batch of a step stays as it is.
+
+    Args:
+        recipe: with its model and row length, and batch.global_batch_tokens.
+        hardware: to run on.
+        tell: called with what was found.
+
+    Raises:
+        ConfigError: not even one row fits, or the recipe's methods can't work together.
+    """
+    assert recipe.data.seq_len is not None
+    total = recipe.batch.global_rows(recipe.data.seq_len)
+    for rows in cuts(total):
+        if _fits(recipe, hardware, rows):
+            tell(f"micro-batch of {rows} rows: the largest that fits of a step's {total}")
+            return rows
+    raise ConfigError(
+        f"not even a micro-batch of one row of {recipe.data.seq_len} tokens fits into the memory "
+        f"of {hardware.name}: lower data.seq_len, or set efficiency.activation_checkpointing to "
+        "full and efficiency.loss_chunk_tokens to 512"
+    )
+
+
+def cuts(total: int) -> Iterator[int]:
+    """Divisors of `total`, from itself down, each at most half of the one before."""
+    rows = total
+    while rows:
+        yield rows
+        rows = next((n for n in range(rows // 2, 0, -1) if total % n == 0), 0)
+
+
+def _fits(recipe: Recipe, hardware: Hardware, rows: int) -> bool:
+    """Try it. A process that is killed needed too much."""
+    batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
+    values = recipe.model_copy(update={"batch": batch}).model_dump()
+    request = {"recipe": values, "device": str(hardware.device)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "firstlight.training.fit"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if done.returncode == _REFUSED:
+        raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
+    if done.returncode > 0 and done.returncode != _TOO_LARGE:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise ConfigError(
+            f"batch.micro_batch_size auto can't be tried: {lines[-1] if lines else 'no reason'} "
+            "(give a number instead)"
+        )
+    return done.returncode == _FITS
+
+
+def try_step(recipe: Recipe, hardware: Hardware) -> None:
+    """Do two steps of one micro-batch: the first makes the optimizer's state, the second has it.
+
+    Raises:
+        RuntimeError, MemoryError: it does not fit.
+    """
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(0))
+    # One micro-batch takes as much as several after each other.
+    single = recipe.batch.model_copy(update={"global_batch_tokens": None})
+    program = TrainingProgram(recipe.model_copy(update={"batch": single}), model, hardware)
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    input_ids = torch.randint(recipe.model.vocab_size, shape)
+    documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
+    batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
+    for _ in range(2):
+        program.step([batch], share_of_peak=0.0)
+
+
+def main() -> int:
+    """Read a request from stdin and try it; the exit code says how it went."""
+    request = json.loads(sys.stdin.read())
+    hardware = find_hardware(request["device"])
+    try:
+        recipe = parse_recipe(request["recipe"])
+        if hardware.device.type == "cpu":
+            _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
+        try_step(recipe, hardware)
+    except FirstlightError as error:
+        # Past whatever a library may print.
+        os.write(1, (json.dumps({"error": str(error)}) + "\n").encode())
+        return _REFUSED
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _TOO_LARGE
+    return _FITS
+
+
+def _limit_memory(more: int) -> None:
+    """Let allocations fail where the system would begin to swap or kill."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+    used = int(lines["VmData"].split()[0]) * 1024
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""A recipe's methods, put together: what turns batches into updates of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.efficiency import (
+    apply_methods,
+    loss_function,
+    matmul_precision,
+    parameter_dtype,
+    plain_loss,
+    resolve_precision,
+)
+from firstlight.hardware import Hardware
+from firstlight.models import Model
+from firstlight.optim.optimizer import Optimizer
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import Recipe
+from firstlight.training.scaling import LossScaler
+from firstlight.training.step import StepResult, train_step
+
+
+class TrainingProgram:
+    """Model, optimizer and loss function of a recipe, set up for steps.
+
+    Args:
+        recipe: with model, row length and micro-batch size decided.
+        model: with its weights, in fp32 (a frozen base may be in less); it is moved to the device
+            and changed as the methods need it.
+        hardware: to run on.
+
+    Attributes:
+        dtype: of the matrix products.
+        scaler: of the loss, with fp16.
+        evaluation_loss: as `loss_sum`, but not compiled.
+
+    Raises:
+        ConfigError: methods that can't work together or not here; each with what does.
+    """
+
+    def __init__(self, recipe: Recipe, model: Model, hardware: Hardware) -> None:
+        require_combination(recipe, hardware)
+        config = recipe.efficiency
+        self.recipe, self.hardware = recipe, hardware
+        self.model = model.to(hardware.device)
+        apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
+        self.dtype = resolve_precision(config, hardware)
+        # The master weights are the fp32 values that the model is about to lose.
+        initial = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.model.to(parameter_dtype(config))
+        self.optimizer = Optimizer(
+            self.model,
+            recipe.optimizer,
+            in_backward=config.optimizer_in_backward,
+            initial=initial,
+        )
+        self.loss_sum = loss_function(self.model, config, hardware)
+        self.evaluation_loss = plain_loss(self.model, config, hardware)
+        self.scaler = LossScaler() if config.precision == "fp16" else None
+        self._steps = 0
+
+    def step(self, batches: Iterable[Batch], share_of_peak: float) -> StepResult:
+        """One optimizer step over the micro-batches of a global batch, on the device.
+
+        Args:
+            batches: on the device.
+            share_of_peak: the learning rate as a share of its peak.
+
+        Raises:
+            TrainingError: see `train_step`.
+        """
+        self.optimizer.set_learning_rate(share_of_peak)
+        self.model.train()
+        with matmul_precision(self.recipe.efficiency):
+            result = train_step(self.loss_sum, self.optimizer, batches, self.scaler)
+        self._steps += 1
+        every = self.recipe.efficiency.empty_cache_steps
+        if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return result

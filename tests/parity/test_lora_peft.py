@@ -1,0 +1,247 @@
+"""PEFT is the reference: the same adapter files must mean the same model, and train alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from firstlight.huggingface import load_model
+from firstlight.lora import (
+    LoraConfig,
+    adapter_tensors,
+    add_lora,
+    fill_adapter,
+    load_adapter,
+    lora_parameters,
+    save_adapter,
+)
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.models.ops import cross_entropy_sum
+from firstlight.stored import save_weights
+from firstlight.weights import weights_to_save
+
+peft = pytest.importorskip("peft")
+# PEFT's, and those of libraries that it imports.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
+    "llama": LlamaConfig(**_SIZES),
+    "qwen2": LlamaConfig(**_SIZES, model_type="qwen2", tie_word_embeddings=True),
+}
+TARGETS: dict[str, list[list[str] | str]] = {
+    "gpt2": ["all-linear", ["c_attn"], ["attn.c_proj", "h.1.mlp.c_fc"]],
+    "llama": [
+        "all-linear",
+        ["q_proj", "v_proj"],
+        ["down_proj", "layers.1.self_attn.o_proj", "lm_head"],
+    ],
+    "qwen2": ["all-linear", ["k_proj", "lm_head"]],
+}
+CASES = [
+    (family, targets, dora)
+    for family, choices in TARGETS.items()
+    for targets in choices
+    for dora in (False, True)
+]
+IDS = torch.arange(24).view(2, 12) * 5 % 37
+
+
+def base_folder(folder: Path, family: str) -> Path:
+    """A model folder of random weights, large enough that every layer matters."""
+    model = empty_model(CONFIGS[family])
+    model.init_weights(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=_generator(4)) * 0.2)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family].to_hf()))
+    save_weights(weights_to_save(model), folder)
+    return folder
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@torch.no_grad()
+def disturb(parameters: dict[str, Any]) -> None:
+    """Give adapters numbers that no start has, by name and not by order."""
+    for name, parameter in sorted(parameters.items()):
+        noise = torch.randn(parameter.shape, generator=_generator(len(name))) * 0.3
+        parameter.add_(noise.to(parameter.dtype))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found = model.eval()(IDS)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def theirs_of(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def adapted(base: Path, config: LoraConfig) -> Model:
+    model = load_model(base, way="sequential").model
+    add_lora(model, config, _generator(1))
+    return model
+
+
+@pytest.mark.parametrize("family, targets, dora", CASES)
+def test_an_adapter_written_here_means_the_same_in_peft(
+    family: str, targets: Any, dora: bool, tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", family)
+    config = LoraConfig(rank=3, alpha=7.5, dropout=0.25, targets=targets, dora=dora)
+    own = adapted(base, config)
+    disturb(lora_parameters(own))
+    save_adapter(tmp_path / "adapter", own, config, str(base))
+
+    plain = theirs_of(base)
+    before = logits(plain)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    read = theirs.peft_config["default"]
+    assert (read.r, read.lora_alpha, read.lora_dropout, read.use_dora) == (3, 7.5, 0.25, dora)
+    assert read.fan_in_fan_out == (family == "gpt2")
+    torch.testing.assert_close(logits(own), logits(theirs), rtol=1e-5, atol=1e-5)
+    assert (logits(own) - before).abs().max() > 0.1
+    # PEFT writes the same tensors back.
+    theirs.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    expected = adapter_tensors(own)
+    again = safetensors.torch.load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    merged = logits(load_model(tmp_path / "adapter").model)
+    torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family, targets, dora", [*CASES[::4], *CASES[3::4]])
+def test_an_adapter_that_peft_writes_means_the_same_here(
+    family: str, targets: Any, dora: bool, tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", family)
+    theirs = _theirs(base, tmp_path / "adapter", target_modules=targets, use_dora=dora)
+    expected = logits(theirs)
+    own = load_model(tmp_path / "adapter").model
+    torch.testing.assert_close(logits(own), expected, rtol=1e-5, atol=1e-5)
+    assert (logits(load_model(base).model) - expected).abs().max() > 0.1
+
+    unmerged = load_model(base, way="sequential").model
+    load_adapter(unmerged, tmp_path / "adapter")
+    torch.testing.assert_close(logits(unmerged.eval()), expected, rtol=1e-5, atol=1e-5)
+
+
+def _theirs(base: Path, folder: Path, **settings: Any) -> Any:
+    """A disturbed adapter of PEFT, saved."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **settings})
+    theirs = peft.get_peft_model(theirs_of(base), config)
+    disturb({name: p for name, p in theirs.named_parameters() if "lora_" in name})
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2, "^model.layers.1.self_attn.v_proj": 5}},
+        {"alpha_pattern": {"layers.0.self_attn.q_proj": 2.5}, "rank_pattern": {".*v_proj": 1}},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": r".*\.1\..*(up|down)_proj", "exclude_modules": ["down_proj"]},
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.3},
+    ],
+)
+def test_settings_of_peft_that_only_change_numbers_are_followed(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", "llama")
+    settings = {"target_modules": ["q_proj", "v_proj"], **settings}
+    expected = logits(_theirs(base, tmp_path / "adapter", **settings))
+    own = load_model(tmp_path / "adapter").model
+    torch.testing.assert_close(logits(own), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradients_of_the_adapters_are_those_of_peft(
+    family: str, dora: bool, tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", family)
+    config = LoraConfig(rank=3, alpha=5.0, dora=dora)
+    own = adapted(base, config)
+    disturb(lora_parameters(own))
+    save_adapter(tmp_path / "adapter", own, config, str(base))
+    theirs = peft.PeftModel.from_pretrained(
+        theirs_of(base), tmp_path / "adapter", is_trainable=True
+    )
+    labels = IDS.roll(-1, 1)
+    own(IDS, labels).backward()
+    logits_BTV = theirs(IDS).logits
+    cross_entropy_sum(logits_BTV, labels).backward()  # type: ignore[no-untyped-call]
+
+    expected = {
+        name.replace(".default", "").removesuffix(".weight"): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.grad is not None
+    }
+    found = {f"base_model.model.{n}": p.grad for n, p in lora_parameters(own).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_parameters": ["up_proj.weight"]}, "target_parameters"),
+        ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
+    ],
+)
+def test_what_peft_can_do_beyond_that_is_refused_by_name(
+    settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", "llama")
+    settings = {"target_modules": ["q_proj"], **settings}
+    _theirs(base, tmp_path / "adapter", **settings)
+    with pytest.raises(ValueError, match=named):
+        load_model(tmp_path / "adapter")
+
+
+def test_a_lengthened_embedding_in_the_file_is_refused(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", "llama")
+    model = theirs_of(base)
+    model.resize_token_embeddings(40)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    with pytest.raises(ValueError, match="weight, which is no adapter and not the base model's"):
+        load_model(tmp_path / "adapter")
+
+
+def test_training_can_go_on_from_what_peft_wrote(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", "llama")
+    theirs = _theirs(base, tmp_path / "adapter", target_modules="all-linear")
+    own = adapted(base, LoraConfig(rank=4, alpha=6.0))
+    tensors = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    fill_adapter(own, tensors, "the adapter")
+    torch.testing.assert_close(logits(own), logits(theirs), rtol=1e-5, atol=1e-5)

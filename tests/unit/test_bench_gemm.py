@@ -1,0 +1,452 @@
+"""`firstlight bench gemm`, with products of a few thousand numbers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.bench import gemm
+from firstlight.bench.gemm import (
+    DTYPES,
+    GemmBench,
+    GemmRun,
+    ceiling,
+    hardware_dtypes,
+    make_multiply,
+    make_operands,
+    matmul_rate,
+)
+from firstlight.bench.gemm_products import (
+    MODELS,
+    MULTIPLES,
+    GPT2Shape,
+    Plan,
+    Product,
+    all_products,
+    layer_products,
+    model_products,
+    paddings,
+    plan_for,
+    round_up,
+    wave_products,
+)
+from firstlight.bench.gemm_report import compare, draw, step_times, summarize
+from firstlight.cli import bench_gemm
+from firstlight.cli.bench_gemm import gemm_command
+from firstlight.errors import ConfigError
+from firstlight.hardware import find_hardware
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.models.gpt2 import GPT2Config
+
+_CPU = torch.device("cpu")
+_TINY = Plan((8, 32), 32, 16, (255, 256, 257), 1e-6, 0.0, min_rounds=2, max_rounds=2)
+_SMALL = GPT2Shape(32, 2, vocab_size=65)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command measures products of a few thousand numbers."""
+    monkeypatch.setattr(gemm, "plan_for", lambda device_type, quick: _TINY)
+    monkeypatch.setattr(gemm, "model_shape", lambda name: _SMALL)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dtypes": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
+        ({"dtypes": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
+        ({"dtypes": ["tf32"], "device": "cpu"}, "tf32 is not multiplied in hardware by .*: use fp"),
+        ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GemmBench(**options)
+
+
+def test_what_the_cpu_only_emulates_is_refused_and_no_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hardware = replace(find_hardware("cpu"), name="Old CPU", bf16=False)
+    monkeypatch.setattr(gemm, "find_hardware", lambda device: hardware)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    for name in ("fp16", "bf16"):
+        message = f"{name} is not multiplied in hardware by Old CPU, .*: use fp32"
+        with pytest.raises(ConfigError, match=message):
+            GemmBench(dtypes=[name])
+    assert GemmBench().dtypes == ("fp32",)
+
+
+@pytest.mark.parametrize("name", ["avx512_fp16", "amx_fp16", "fp16_arith"])
+def test_every_format_of_the_cpu_is_a_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = replace(find_hardware("cpu"), bf16=True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True})
+    assert hardware_dtypes(hardware) == ["fp32", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    "capability, names",
+    [((6, 1), ["fp32"]), ((7, 5), ["fp32", "fp16"]), ((8, 0), ["fp32", "tf32", "bf16", "fp16"])],
+)
+def test_a_gpu_has_the_formats_of_its_generation(
+    capability: tuple[int, int], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = replace(
+        find_hardware("cpu"), device=torch.device("cuda", 0), bf16=capability >= (8, 0)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert hardware_dtypes(hardware) == names
+
+
+@given(st.integers(1, 10**6), st.sampled_from(MULTIPLES))
+def test_padding_goes_to_the_next_multiple(size: int, multiple: int) -> None:
+    padded = round_up(size, multiple)
+    assert padded % multiple == 0
+    assert 0 <= padded - size < multiple
+
+
+def test_the_vocabulary_of_gpt2_is_padded_as_is_usual() -> None:
+    assert paddings(50257) == {8: 50264, 64: 50304, 128: 50304}
+    assert paddings(1025) == {8: 1032, 64: 1088, 128: 1152}
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_the_products_of_a_layer_are_those_that_autograd_computes(conv1d: bool) -> None:
+    tokens, inputs, outputs = 5, 3, 7
+    x = torch.randn(tokens, inputs, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(outputs, inputs, dtype=torch.float64)
+    weight = (weight.t().contiguous() if conv1d else weight).requires_grad_()
+    y = x @ weight if conv1d else x @ weight.t()
+    g = torch.randn_like(y)
+    y.backward(g)  # type: ignore[no-untyped-call]
+    stored = {"forward": (x, weight), "grad input": (g, weight)}
+    stored["grad weight"] = (x, g) if conv1d else (g, x)
+    expected = {"forward": y, "grad input": x.grad, "grad weight": weight.grad}
+    for name, m, n, k, layout in layer_products("", tokens, inputs, outputs, conv1d=conv1d):
+        product = Product("model", "", 0, name, m, n, k, layout)
+        a, b = stored[name.strip()]
+        c = torch.zeros(m * n, dtype=torch.float64)
+        # What lies in memory is taken as it is: the layout alone turns it the right way.
+        make_multiply(product, (a.detach().flatten(), b.detach().flatten(), c))()
+        want = expected[name.strip()]
+        assert want is not None
+        assert (m, n) == want.shape
+        torch.testing.assert_close(c.view(m, n), want.detach())
+
+
+def test_the_model_has_the_flops_that_the_accounting_counts() -> None:
+    shape, tokens = MODELS["gpt2-124m"], 64
+    config = GPT2Config(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size)
+    # Without the part that grows with the row: attention's own products.
+    counted = train_flops_per_token(meta_model(config), 0)
+    products = model_products(shape, tokens)
+    for weights in ("conv1d", "linear"):
+        these = [one for one in products if (one.group, one.value) == (weights, 0)]
+        these += [one for one in products if one.value == 50257]
+        assert sum(one.count * one.flops for one in these) == tokens * counted
+
+
+def test_all_models_have_the_parameters_that_their_names_say() -> None:
+    for name, shape in MODELS.items():
+        weights = 12 * shape.num_hidden_layers * shape.hidden_size**2
+        embeddings = (shape.vocab_size + 1024) * shape.hidden_size
+        millions = int(name.removeprefix("gpt2-").removesuffix("m"))
+        assert (weights + embeddings) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_plan_has_the_edges_and_no_product_twice(device: str, quick: bool) -> None:
+    plan = plan_for(device, quick)
+    assert {255, 256, 257} <= set(plan.tile_sizes)
+    products = all_products(MODELS["gpt2-124m"], plan, 132 if device == "cuda" else 0)
+    assert len(set(products)) == len(products)
+    sizes = {(one.group, one.value) for one in products}
+    for group in ("M", "N", "K"):
+        assert {(group, plan.base), (group, plan.base + 1), (group, plan.base + 8)} <= sizes
+    assert {("hidden", size) for size in (768, 769, 776, 832, 896)} <= sizes
+    assert {("vocabulary", size) for size in (50257, 50264, 50304)} <= sizes
+    assert ("tiles" in {one.group for one in products}) == (device == "cuda")
+
+
+def test_a_wave_is_one_tile_for_each_multiprocessor() -> None:
+    products = wave_products(132)
+    assert [one.m // 128 * (one.n // 256) for one in products] == [132, 131, 133, 264, 265]
+
+
+def test_ratios_are_of_rounds_and_add_up_several_products() -> None:
+    a, b, c = (Product("size", "", size, "", size, 1, 1) for size in (1, 2, 3))
+    times = {a: [1.0, 2.0, 4.0], b: [2.0, 3.0, 20.0], c: [2.0, 3.0]}
+    # 2/1, 3/2, 20/4: the median round, not the ratio of medians.
+    ratio = compare(times, [b], [a])
+    assert ratio == {
+        "time_ratio": 2.0,
+        "lowest": 1.5,
+        "highest": 5.0,
+        "work_ratio": 2.0,
+        "rate_ratio": 1.0,
+    }
+    # (2 + 2)/1, (3 + 3)/2; the third round isn't complete.
+    both = compare(times, [b, c], [a])
+    assert (both["time_ratio"], both["work_ratio"], both["rate_ratio"]) == (3.5, 5.0, 5 / 3.5)
+
+
+def test_a_step_is_the_sum_of_its_products_scaled_to_its_tokens() -> None:
+    products = model_products(_SMALL, tokens=16)
+    times = {one: [1.0, 5.0, 3.0] for one in products}
+    found = step_times(products, times, tokens=16, ceiling=1e6)
+    assert [(one["weights"], one["vocabulary"]) for one in found] == [
+        (weights, vocabulary) for weights in ("conv1d", "linear") for vocabulary in (65, 72, 128)
+    ]
+    # 4 layers x 3 products x 2 deep, and the head's 3, of a median of 3 s; 4096 tokens, not 16.
+    assert {one["seconds"] for one in found} == {256 * (4 * 3 * 2 + 3) * 3.0}
+    for one in found:
+        weights = 2 * 12 * 32 * 32 + 32 * one["vocabulary"]
+        assert one["flops"] == 6 * 4096 * weights
+        assert one["share_of_ceiling"] == pytest.approx(one["flops"] / one["seconds"] / 1e6)
+    del times[products[-1]]
+    assert step_times(products, times, tokens=16, ceiling=1e6) == []
+
+
+def test_the_ceiling_is_the_best_of_a_large_product() -> None:
+    small, large = (Product("size", "", size, str(size), size, size, size) for size in (10, 1000))
+    times = [[1e-9], [2.0, 1.0, 4.0]]
+    result = summarize([small, large], {"fp32": times, "bf16": [[], []]}, _SMALL, _TINY)
+    assert result["ceilings"] == {"fp32": 2e9}
+    assert [row["share_of_ceiling"] for row in result["rows"]] == pytest.approx([1000.0, 0.5])
+    row = result["rows"][1]
+    assert (row["lowest"], row["flops_per_second"], row["highest"]) == (0.5e9, 1e9, 2e9)
+    result = summarize([small, large], {"fp32": [[1e-6], []]}, _SMALL, _TINY)
+    assert result["ceilings"] == {"fp32": 2e9}
+    assert result["step"] == result["padding"] == result["tile"] == result["wave"] == []
+
+
+def test_padding_is_compared_with_the_size_that_is_not_padded() -> None:
+    products = all_products(_SMALL, _TINY, multiprocessors=3)
+    # One second for each number of the size that varies.
+    seconds = {"fp32": [[float(one.value or 1)] * 2 for one in products]}
+    result = summarize(products, seconds, _SMALL, _TINY)
+    rows = {(row["group"], row["to"]): row for row in result["padding"]}
+    assert {key: row["multiples"] for key, row in rows.items()} == {
+        **{(group, 32): [] for group in ("M", "N", "K", "hidden")},
+        **{(group, 40): [8] for group in ("M", "N", "K", "hidden")},
+        **{(group, 64): [64] for group in ("M", "N", "K", "hidden")},
+        **{(group, 128): [128] for group in ("M", "N", "K", "hidden")},
+        ("vocabulary", 72): [8],
+        ("vocabulary", 128): [64, 128],
+    }
+    assert {row["from"] for row in result["padding"]} == {33, 65}
+    assert rows["N", 40]["time_ratio"] == rows["N", 40]["work_ratio"] == 40 / 33
+    assert rows["hidden", 40]["work_ratio"] == pytest.approx((40 / 33) ** 2)
+    assert rows["hidden", 40]["time_ratio"] == pytest.approx(40 / 33)
+    assert [row["time_ratio"] for row in result["tile"]] == [255 / 256, 1.0, 257 / 256]
+    assert [row["to"] for row in result["wave"]] == [3, 2, 4, 6, 7]
+    assert [row["work_ratio"] for row in result["wave"]] == [1.0, 2 / 3, 4 / 3, 2.0, 7 / 3]
+
+
+def test_a_rate_is_flops_by_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: Iterator[float] = iter([0.06, 0.05, 0.07, 1.0, 4.0, 2.0])
+    asked: list[int] = []
+
+    def seconds(multiply: object, repeats: int, device: object) -> float:
+        asked.append(repeats)
+        return next(times)
+
+    monkeypatch.setattr(gemm, "_seconds", seconds)
+    assert matmul_rate(2, 3, 5, torch.float32, _CPU, rounds=3, measure_seconds=0.16) == 30.0
+    # To see how long it takes, then in each round.
+    assert asked == [1, 1, 1, 4, 4, 4]
+
+
+def test_products_are_really_measured() -> None:
+    assert matmul_rate(32, 32, 32, torch.float32, _CPU, rounds=2, measure_seconds=1e-4) > 0
+    assert matmul_rate(32, 32, 32, torch.bfloat16, _CPU, layout="tn", rounds=1) > 0
+
+
+def test_the_ceiling_is_the_best_of_all_rounds_and_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, torch.dtype, int]] = []
+
+    def rounds(
+        products: list[Product], dtype: torch.dtype, device: object, count: int, _: float
+    ) -> list[list[float]]:
+        seen.extend((one.layout, dtype, count) for one in products)
+        return [[float(number), 7.5 - number] for number, _ in enumerate(products)]
+
+    monkeypatch.setattr(gemm, "_rounds", rounds)
+    assert ceiling(_CPU, torch.bfloat16, rounds=4) == 7.5
+    assert set(seen) == {("nt", torch.bfloat16, 4), ("nn", torch.bfloat16, 4)}
+
+
+def test_operands_are_random_and_large_enough() -> None:
+    products = all_products(_SMALL, _TINY)
+    a, b, c = make_operands(products, torch.float32, _CPU)
+    assert len(a) == max(one.m * one.k for one in products)
+    assert len(b) == max(one.k * one.n for one in products)
+    assert len(c) == max(one.m * one.n for one in products)
+    assert len(set(a.tolist())) > len(a) // 2
+    assert not torch.equal(a[:100], b[:100])
+
+
+def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def measured(*_: object) -> float:
+        seen.append(torch.get_float32_matmul_precision())
+        return 1.0
+
+    monkeypatch.setattr(gemm, "measure", measured)
+    monkeypatch.setattr(gemm, "_warm_up", lambda multiply, device: 1.0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        run = GemmRun(GemmBench(device="cpu", dtypes=["fp32"], plan=_TINY))
+        run.measure()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}
+
+
+def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
+    order: list[tuple[str, torch.dtype]] = []
+
+    def measured(product: Product, operands: gemm.Operands, *_: object) -> float:
+        order.append((product.name, operands[0].dtype))
+        return 1.0
+
+    monkeypatch.setattr(gemm, "measure", measured)
+    # Two formats, whatever this machine has.
+    monkeypatch.setattr(gemm, "hardware_dtypes", lambda hardware: ["fp32", "bf16"])
+    run = GemmRun(GemmBench(device="cpu"))
+    run.measure()
+    one_round = [
+        (product.name, DTYPES[name]) for product in run.products for name in ("fp32", "bf16")
+    ]
+    assert order == 2 * one_round
+
+
+@pytest.mark.parametrize("budget, rounds", [(0.0, 2), (3.5, 3), (1000.0, 5)])
+def test_rounds_fill_the_time_that_is_there(
+    budget: float, rounds: int, monkeypatch: pytest.MonkeyPatch, tiny: None
+) -> None:
+    plan = replace(_TINY, budget_seconds=budget, min_rounds=2, max_rounds=5)
+    run = GemmRun(GemmBench(device="cpu", dtypes=["fp32"], plan=plan))
+    # All products of a round together take a second, and none is repeated.
+    once = 1 / len(run.products)
+    monkeypatch.setattr(gemm, "_warm_up", lambda multiply, device: once)
+    monkeypatch.setattr(gemm, "measure", lambda *_: once)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    run.measure()
+    assert run.rounds == rounds
+    result = run.result()
+    assert result["rounds"] == rounds
+    assert result["complete"] is True
+
+
+def test_the_command_prints_tables_for_people_and_one_object_for_programs(
+    tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["--device", "cpu", "--dtype", "fp32", "--quick", "--out", str(out), "--json"]
+    gemm_command.main(arguments, standalone_mode=False)
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert result == json.loads((out / "gemm.json").read_text(encoding="utf-8"))
+    assert (out / "gemm.png").read_bytes().startswith(b"\x89PNG")
+    assert (result["complete"], result["rounds"], result["quick"]) == (True, 2, True)
+    assert {row["part"] for row in result["rows"]} == {"size", "model", "alignment", "tile"}
+    assert all(len(row["seconds"]) == 2 for row in result["rows"])
+    assert len(result["step"]) == 6
+    lines = captured.err.splitlines()
+    assert any(line.startswith("ceiling") for line in lines)
+    assert any(line.startswith("qkv forward 16 x 96 x 32 nn ") for line in lines)
+    assert any(line.startswith("vocabulary 65 -> 128 (to 64, 128), work ") for line in lines)
+    assert any(line.startswith("257, work 1.004") for line in lines)
+    assert not any("interrupted" in line for line in lines)
+
+
+def test_an_interruption_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    really = gemm.measure
+    count = 0
+
+    def measured(*arguments: Any) -> float:
+        nonlocal count
+        count += 1
+        if count == 10:
+            raise KeyboardInterrupt
+        return really(*arguments)
+
+    monkeypatch.setattr(gemm, "measure", measured)
+    arguments = ["--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path), "--json"]
+    with pytest.raises((KeyboardInterrupt, click.Abort)):
+        gemm_command.main(arguments, standalone_mode=False)
+    captured = capfd.readouterr()
+    # The one object on stdout is that of the error, which the entry point prints.
+    assert captured.out == ""
+    assert "interrupted: not all was measured" in captured.err
+    result = json.loads((tmp_path / "gemm.json").read_text(encoding="utf-8"))
+    assert result["complete"] is False
+    names = [row["name"] for row in result["rows"]]
+    assert (names[:3], len(names)) == (["8", "32", "qkv forward"], 9)
+    assert (result["step"], result["padding"]) == ([], [])
+    assert (tmp_path / "gemm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interruption_before_anything_was_measured_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemm, "_warm_up", interrupted)
+    with pytest.raises((KeyboardInterrupt, click.Abort)):
+        gemm_command.main(
+            ["--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)], standalone_mode=False
+        )
+    assert list(tmp_path.iterdir()) == []
+    assert "ceiling" not in capfd.readouterr().err
+
+
+def test_a_result_of_several_formats_and_waves_is_drawn() -> None:
+    products = all_products(_SMALL, _TINY, multiprocessors=3)
+    seconds = {name: [[1.0, 2.0] for _ in products] for name in DTYPES}
+    result = summarize(products, seconds, _SMALL, _TINY)
+    result["machine"] = {"name": "GPU", "threads": 1}
+    assert draw(result).startswith(b"\x89PNG")
+    assert len(result["wave"]) == 4 * 5
+
+
+def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str]) -> None:
+    gemm_command.main(["--help"], standalone_mode=False)
+    text = "".join(capsys.readouterr().out.split())
+    assert f"Numberformats:{','.join(DTYPES)}." in text
+    assert f"Whoseshapes:{','.join(MODELS)}." in text
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    tree = ast.parse(inspect.getsource(bench_gemm))
+    modules = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert modules == {
+        "__future__",
+        "pathlib",
+        "typing",
+        "firstlight.cli.output",
+        "firstlight.console",
+    }

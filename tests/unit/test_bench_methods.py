@@ -1,0 +1,696 @@
+"""`firstlight bench methods`, with a model of some ten thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.bench import methods, methods_run
+from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.bench.methods import MethodsBench, choose_rows, make_plan, summarize
+from firstlight.bench.methods_data import Tokens, write_tokens
+from firstlight.bench.methods_draw import draw
+from firstlight.bench.methods_once import main as main_once
+from firstlight.bench.methods_once import methods_once
+from firstlight.bench.methods_rows import (
+    MODELS,
+    PLAIN,
+    SMALL,
+    Row,
+    accumulation,
+    alone_rows,
+    changes_up_to,
+    find_model,
+    ladder_rows,
+    larger_batch,
+    plain_recipe,
+    recipe_of,
+    why_skipped,
+)
+from firstlight.bench.methods_run import ALONE, LADDER, TIME_IS_UP, Outcome, Runner, Work
+from firstlight.cli.bench import bench_group
+from firstlight.cli.bench_methods import methods_command
+from firstlight.cli.main import main
+from firstlight.errors import ConfigError, InputError
+from firstlight.hardware import Hardware
+from firstlight.models import GPT2Config
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import Recipe
+
+_CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
+_GPU = Hardware(torch.device("cuda"), "a GPU", 2**34, bf16=True)
+_TINY = GPT2Config(
+    vocab_size=211,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A recipe with the tiny model."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps({"data": {"dir": "x"}, "model": _TINY.model_dump()}))
+    return path
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """Three thousand tokens of the standard library."""
+    path = tmp_path / "tokens.safetensors"
+    write_tokens(path, 3000, _TINY.vocab_size)
+    return path
+
+
+@pytest.fixture
+def work(tokens: Path) -> Work:
+    """Two steps of the tiny model, one of them timed."""
+    plain = plain_recipe(_TINY, "cpu", 16, 4)
+    return Work(plain, tokens, tokens.parent / "caches", steps=1, warmup_steps=1, deadline=None)
+
+
+def all_rows(hardware: Hardware) -> list[Row]:
+    return [*alone_rows(8, 256, hardware), *ladder_rows(8, 256, hardware)[1:]]
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("hardware", [_CPU, _GPU], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_is_a_recipe_that_training_takes(name: str, hardware: Hardware) -> None:
+    plain = plain_recipe(find_model(name), str(hardware.device), 256, 8)
+    ladder = ladder_rows(8, 256, hardware)
+    every = [(row, row.changes) for row in alone_rows(8, 256, hardware)]
+    every += [(row, changes_up_to(ladder, rung, ())) for rung, row in enumerate(ladder)]
+    refused = []
+    for row, changes in every:
+        recipe = recipe_of(plain, changes)
+        assert recipe.batch.accumulation(256) >= 1
+        if why_skipped(row, hardware, 8, quick=False):
+            continue
+        try:
+            require_combination(recipe, hardware)
+        except ConfigError:
+            refused.append(row.name)
+    # GPT-2's layers are stored transposed.
+    assert refused == (["fp8"] if hardware is _GPU and name.startswith(("gpt2", SMALL)) else [])
+
+
+@pytest.mark.parametrize("hardware", [_CPU, _GPU], ids=["cpu", "cuda"])
+def test_rows_have_names_of_their_own(hardware: Hardware) -> None:
+    names = [row.name for row in all_rows(hardware)]
+    assert len(set(names)) == len(names)
+    assert not {ALONE, LADDER} & set(names)
+
+
+def test_plain_is_without_any_method() -> None:
+    recipe = recipe_of(plain_recipe(find_model(SMALL), "cpu", 256, 8), PLAIN.changes)
+    efficiency = recipe.efficiency
+    assert (efficiency.precision, efficiency.attention) == ("fp32", "plain")
+    assert (recipe.optimizer.name, recipe.optimizer.implementation) == ("adamw", "for-loop")
+    assert recipe.batch.accumulation(256) == 1
+    chosen = {"precision", "attention"}
+    rest = efficiency.model_dump(exclude=chosen)
+    assert rest == Recipe.model_fields["efficiency"].default.model_dump(exclude=chosen)
+
+
+@given(st.integers(1, 512))
+def test_accumulation_keeps_the_rows_a_step_and_the_larger_batch_doubles_them(rows: int) -> None:
+    cut, large = accumulation(rows), larger_batch(rows)
+    micro = cut["batch.micro_batch_size"]
+    assert micro * cut["batch.gradient_accumulation_steps"] == rows
+    assert micro < rows or rows == 1
+    assert (large["batch.micro_batch_size"], large["batch.gradient_accumulation_steps"]) == (
+        2 * rows,
+        1,
+    )
+
+
+def test_the_ladder_is_in_the_order_of_the_guides() -> None:
+    plain = plain_recipe(find_model("gpt2-124m"), "cpu", 1024, 4)
+    ladder = ladder_rows(4, 1024, _CPU)
+    top = recipe_of(plain, changes_up_to(ladder, 8, ()))
+    assert [row.name for row in ladder] == (
+        "plain +accumulation +checkpointing +bf16 +fused-optimizer +sdpa +compile +chunked-loss "
+        "+vocab-64 +larger-batch"
+    ).split()
+    assert (top.batch.micro_batch_size, top.batch.gradient_accumulation_steps) == (1, 4)
+    assert top.efficiency.model_dump() == {
+        **Recipe.model_fields["efficiency"].default.model_dump(),
+        "precision": "bf16",
+        "attention": "sdpa",
+        "activation_checkpointing": "full",
+        "loss_chunk_tokens": 512,
+        "vocab_multiple": 64,
+        "compile": True,
+    }
+    largest = recipe_of(plain, changes_up_to(ladder, 9, ()))
+    assert (largest.batch.micro_batch_size, largest.batch.accumulation(1024)) == (8, 1)
+    assert largest.efficiency == top.efficiency
+
+
+@given(st.sets(st.integers(0, 9)), st.integers(0, 9))
+def test_a_rung_has_its_own_keys_and_those_of_all_rungs_that_stand_below(
+    fallen: set[int], rung: int
+) -> None:
+    ladder = ladder_rows(8, 256, _CPU)
+    left_out = {ladder[i].name for i in fallen}
+    changes = changes_up_to(ladder, rung, left_out)
+    expected: dict[str, Any] = {}
+    for i in range(rung + 1):
+        if i == rung or i not in fallen:
+            expected.update(ladder[i].changes)
+    assert changes == expected
+    if rung and rung - 1 not in fallen:
+        below = changes_up_to(ladder, rung - 1, left_out)
+        assert below.items() <= (changes | below).items()
+        assert set(below) <= set(changes)
+
+
+def test_a_gpu_without_bf16_climbs_with_fp16() -> None:
+    old = Hardware(torch.device("cuda"), "an old GPU", 2**34, bf16=False)
+    assert "+fp16" in [row.name for row in ladder_rows(8, 256, old)]
+
+
+def test_what_can_not_run_on_a_cpu_says_why() -> None:
+    reasons = {row.name: why_skipped(row, _CPU, 4, quick=True) for row in all_rows(_CPU)}
+    skipped = {name for name, reason in reasons.items() if reason}
+    assert skipped - {"fp16"} == set(
+        "offload tf32 fp8 paged-adamw8bit efficient cudnn flex compile-cudagraphs "
+        "adamw8bit-torchao compile-budget".split()
+    )
+    assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
+    assert "left out by --quick" in reasons["compile-budget"]
+    on_gpu = {row.name for row in all_rows(_GPU) if why_skipped(row, _GPU, 4, quick=False)}
+    assert on_gpu == {"no-huge-pages"}
+    assert {row.name for row in all_rows(_CPU) if why_skipped(row, _CPU, 1, quick=False)} >= {
+        "accumulation",
+        "+accumulation",
+    }
+
+
+# The plan.
+
+
+def test_the_defaults_are_gpt2_and_those_of_quick_a_small_model() -> None:
+    plan = make_plan(MethodsBench(device="cpu"))
+    assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
+    assert (plan.steps, plan.repeats) == (4, 3)
+    quick = make_plan(MethodsBench(device="cpu", quick=True, steps=2))
+    assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == (SMALL, 256, 2, 1)
+
+
+def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
+    model: Path, tmp_path: Path
+) -> None:
+    assert find_model(str(model)) == _TINY
+    plan = make_plan(MethodsBench(model=str(model), device="cpu"))
+    assert plan.seq_len == _TINY.max_position_embeddings
+    path = tmp_path / "open.yml"
+    path.write_text("data: {dir: x}\nmodel: {model_type: gpt2}\n", encoding="utf-8")
+    assert find_model(str(path)).vocab_size == 50257
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-124m'\?\)"),
+        ({"model": "huge"}, "model 'huge' is unknown: use small, gpt2-124m, .* or a RECIPE.yaml"),
+        ({"model": "nothing.yaml"}, "recipe nothing.yaml does not exist"),
+        ({"steps": 0}, "steps is 0: at least 1 is needed"),
+        ({"repeats": -1}, "repeats is -1"),
+        ({"seq_len": 1025}, "seq_len 1025 is more than gpt2-124m's context of 1024"),
+        ({"rows": ["bf61"]}, r"row 'bf61' is unknown \(did you mean 'bf16'\?\)"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(MethodsBench(**({"device": "cpu"} | options)))
+
+
+def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("data: {dir: x}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"empty\.yaml has no model: add a `model:` section"):
+        find_model(str(path))
+
+
+@pytest.mark.parametrize(
+    "names, alone, ladder",
+    [
+        (["sdpa", "bf16"], ["plain", "bf16", "sdpa"], []),
+        (["+bf16"], [], ["plain", "+accumulation", "+checkpointing", "+bf16"]),
+        (["plain"], ["plain"], []),
+        (["fused", "+accumulation"], ["plain", "fused"], ["plain", "+accumulation"]),
+    ],
+)
+def test_chosen_rows_bring_what_they_are_compared_with(
+    names: list[str], alone: list[str], ladder: list[str]
+) -> None:
+    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, 256, _CPU)}
+    chosen = choose_rows(tables, names)
+    assert [row.name for row in chosen[ALONE]] == alone
+    assert [row.name for row in chosen[LADDER]] == ladder
+
+
+def test_whole_tables_can_be_chosen() -> None:
+    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, 256, _CPU)}
+    assert choose_rows(tables, []) == tables
+    assert choose_rows(tables, [LADDER]) == {ALONE: [], LADDER: tables[LADDER]}
+    assert choose_rows(tables, [ALONE]) == {ALONE: tables[ALONE], LADDER: []}
+
+
+# The data.
+
+
+def test_the_tokens_are_the_standard_librarys_and_always_the_same(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a", "b")]
+    for file in files:
+        write_tokens(file, 20_000, 101)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    arrays = safetensors.numpy.load_file(files[0])
+    assert arrays["tokens"].shape == (20_000,)
+    assert set(arrays["tokens"]) == set(range(101))
+    # Every document ends with the last id.
+    starts = arrays["starts"]
+    assert starts[0] == 0
+    assert len(starts) > 20
+    assert set(arrays["tokens"][starts[1:] - 1]) == {100}
+
+
+def test_a_short_library_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    with pytest.raises(InputError, match="source of Python's standard library"):
+        write_tokens(tmp_path / "tokens", 10, 50)
+    (library / "a.py").write_text("x = 1\ndef f():\n  pass\n", encoding="utf-8")
+    write_tokens(tmp_path / "tokens", 30, 50)
+    arrays = safetensors.numpy.load_file(tmp_path / "tokens")
+    # `x`, ` `, `=`, ` `, `1`, newline, end | `def`, ` `, `f`, `(`, `)`, `:`, `\n  `, `pass`, ...
+    assert arrays["starts"].tolist() == [0, 7, 17, 24]
+    assert arrays["tokens"][17:30].tolist() == arrays["tokens"][:13].tolist()
+
+
+def test_rows_follow_each_other_and_documents_are_numbered(tmp_path: Path) -> None:
+    stream = np.arange(40, dtype=np.int64)
+    arrays = {"tokens": stream, "starts": np.array([0, 5, 16], dtype=np.int64)}
+    path = tmp_path / "tokens"
+    path.write_bytes(safetensors.numpy.save(arrays))
+    batch = Tokens(path, 8).batch(1, 2, documents=True)
+    assert batch.input_ids.tolist() == [list(range(8, 16)), list(range(16, 24))]
+    assert batch.labels.tolist() == [list(range(9, 17)), list(range(17, 25))]
+    assert batch.num_valid == 16
+    assert batch.document_ids is not None
+    # Token 15 ends a document and is, as an input, the begin of the next.
+    assert batch.document_ids.tolist() == [[0] * 7 + [1], [0] * 8]
+    assert Tokens(path, 8).batch(0, 1, documents=False).document_ids is None
+
+
+# One row.
+
+
+def request_of(work: Work, changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "recipe": recipe_of(work.plain, changes).model_dump(),
+        "data": str(work.data),
+        "warmup_steps": 2,
+        "steps": 3,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: Work) -> None:
+    rows = {row.name: row for row in all_rows(_CPU)}
+    plain = methods_once(request_of(work, {}))
+    assert len(plain["losses"]) == 5
+    assert len(plain["step_seconds"]) == 3
+    assert plain["losses"][-1] < plain["losses"][0]
+    for name in ("accumulation", "checkpointing-full", "fused", "sdpa", "chunked-loss", "vocab-64"):
+        losses = methods_once(request_of(work, rows[name].changes))["losses"]
+        assert losses == pytest.approx(plain["losses"], rel=2e-6), name
+    low = methods_once(request_of(work, rows["bf16"].changes))["losses"]
+    assert low == pytest.approx(plain["losses"], rel=2e-3)
+    assert low != plain["losses"]
+
+
+def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: Work) -> None:
+    rows = {row.name: row for row in all_rows(_CPU)}
+    plain = methods_once(request_of(work, {}))["losses"]
+    for name in ("larger-batch", "lora", "document-masking"):
+        losses = methods_once(request_of(work, rows[name].changes))["losses"]
+        assert losses != pytest.approx(plain, rel=2e-6), name
+
+
+def test_a_refused_recipe_is_a_result_and_not_a_traceback(
+    work: Work, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.bench.methods_once._prefer_to_be_killed", lambda: None)
+    changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
+    main_once(json.dumps(request_of(work, changes)))
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert error["type"] == "ConfigError"
+    assert "can't accumulate gradients" in error["message"]
+
+
+def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:
+    level = resident_bytes()
+    large = b"x" * 200_000_000
+    assert peak_resident_bytes() >= level + len(large)
+    del large
+    reset_peak()
+    assert peak_resident_bytes() < level + 100_000_000
+
+
+# All rows.
+
+_RUN = {
+    "first_step_seconds": 9.0,
+    "step_seconds": [2.0],
+    "losses": [5.0, 4.0],
+    "peak_bytes": 1000,
+    "total_peak_bytes": 3000,
+}
+
+
+class FakeProcesses:
+    """Stands for `_run_process`: notes each request, and answers with what `answers` has for the
+    first changed key that it knows, else with a run."""
+
+    def __init__(self, answers: Mapping[tuple[str, Any], tuple[int, str, str]]) -> None:
+        self.answers = answers
+        self.seen: list[tuple[dict[str, Any], Mapping[str, str]]] = []
+
+    def __call__(
+        self, request: Mapping[str, Any], environment: Mapping[str, str], seconds: float | None
+    ) -> tuple[int, str, str]:
+        self.seen.append((request["recipe"], environment))
+        for (name, value), answer in self.answers.items():
+            section, key = name.split(".")
+            if request["recipe"][section][key] == value:
+                return answer
+        return 0, f"a library's line\n{json.dumps(_RUN)}\n", ""
+
+
+def run_rows(
+    work: Work,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: FakeProcesses,
+    tables: Mapping[str, list[Row]],
+    repeats: int = 1,
+) -> Runner:
+    monkeypatch.setattr(methods_run, "_run_process", processes)
+    runner = Runner(tables, {})
+    runner.run(work, repeats, lambda: None)
+    return runner
+
+
+def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {
+        ALONE: [PLAIN, Row("accumulation", accumulation(4)), Row("huge", huge_pages=False)],
+        LADDER: [PLAIN, Row("+accumulation", accumulation(4))],
+    }
+    processes = FakeProcesses({})
+    runner = run_rows(work, monkeypatch, processes, tables, repeats=2)
+    shown = [
+        (recipe["batch"]["micro_batch_size"], environment["THP_MEM_ALLOC_ENABLE"])
+        for recipe, environment in processes.seen
+    ]
+    assert shown == 2 * [(4, "1"), (1, "1"), (4, "0")]
+    assert runner.outcomes[ALONE, "accumulation"] is runner.outcomes[LADDER, "+accumulation"]
+    assert all(len(outcome.runs) == 2 for outcome in runner.outcomes.values())
+
+
+def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = ladder_rows(4, 16, _CPU)[:5]
+    processes = FakeProcesses(
+        {
+            ("efficiency.precision", "bf16"): (-signal.SIGKILL, "", ""),
+            ("efficiency.precision", "fp16"): (1, "", "Traceback\n  x\nMemoryError: no\n\n"),
+        }
+    )
+    tables = {ALONE: [PLAIN, Row("fp16", {"efficiency.precision": "fp16"})], LADDER: ladder}
+    runner = run_rows(work, monkeypatch, processes, tables, repeats=2)
+    killed, fp16 = runner.outcomes[LADDER, "+bf16"], runner.outcomes[ALONE, "fp16"]
+    assert (killed.problem, killed.failed) == (
+        "killed by signal 9: most likely out of memory",
+        True,
+    )
+    assert (fp16.problem, fp16.failed) == ("MemoryError: no", True)
+    assert [recipe["efficiency"]["precision"] for recipe, _ in processes.seen].count("bf16") == 1
+    after = runner.outcomes[LADDER, "+fused-optimizer"]
+    assert after.changes == {**ladder[1].changes, **ladder[2].changes, **ladder[4].changes}
+    assert len(after.runs) == 2
+
+
+@pytest.mark.parametrize(
+    "kind, failed", [("ConfigError", False), ("MissingDependencyError", False), ("DataError", True)]
+)
+def test_a_refusal_is_no_failure(
+    work: Work, monkeypatch: pytest.MonkeyPatch, kind: str, failed: bool
+) -> None:
+    answer = json.dumps({"error": {"type": kind, "message": "not here: use bf16"}})
+    processes = FakeProcesses({("efficiency.precision", "fp8"): (0, answer, "")})
+    tables = {ALONE: [PLAIN, Row("fp8", {"efficiency.precision": "fp8"})], LADDER: []}
+    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[ALONE, "fp8"]
+    assert (outcome.problem, outcome.failed) == ("not here: use bf16", failed)
+
+
+def test_keys_that_no_recipe_takes_are_a_refusal_too(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {ALONE: [PLAIN, Row("x", {"optimizer.name": "lion"})], LADDER: []}
+    processes = FakeProcesses({})
+    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[ALONE, "x"]
+    assert "optimizer.name" in outcome.problem
+    assert not outcome.failed
+    assert len(processes.seen) == 1
+
+
+def test_what_compiles_comes_last(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {ALONE: alone_rows(4, 16, _CPU), LADDER: ladder_rows(4, 16, _CPU)}
+    processes = FakeProcesses({})
+    run_rows(work, monkeypatch, processes, tables)
+    compiles = [recipe["efficiency"]["compile"] for recipe, _ in processes.seen]
+    assert compiles == sorted(compiles)
+    assert 0 < sum(compiles) < len(compiles)
+
+
+def test_when_the_time_is_over_nothing_more_is_started(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(
+        work.plain, work.data, work.caches, steps=1, warmup_steps=1, deadline=time.monotonic()
+    )
+    processes = FakeProcesses({})
+    runner = run_rows(work, monkeypatch, processes, {ALONE: [PLAIN], LADDER: []})
+    assert processes.seen == []
+    assert runner.outcomes[ALONE, "plain"].problem == TIME_IS_UP
+
+
+def test_a_process_that_takes_too_long_is_ended(
+    work: Work, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 1000\n", encoding="ascii")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    with pytest.raises(TimeoutError):
+        methods_run._run_process({}, os.environ, 0.01)
+
+
+def test_children_live_in_the_environment_of_training_but_for_what_the_person_has_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    found = methods_run._environment(True, tmp_path)
+    assert (found["THP_MEM_ALLOC_ENABLE"], found["GOMP_SPINCOUNT"]) == ("1", "1000")
+    assert methods_run._environment(False, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "0"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert methods_run._environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"
+
+
+# The numbers.
+
+_HEAD = {
+    "seq_len": 10,
+    "micro_batch_size": 4,
+    "flops_per_token": 5.0,
+    "machine": {"matmul_flops": 1000.0},
+}
+
+
+def outcome_of(seconds: list[list[float]], peaks: list[int], changes: dict[str, Any]) -> Outcome:
+    runs = [
+        {**_RUN, "step_seconds": steps, "peak_bytes": peak, "losses": [9.0, 3.0 + turn]}
+        for turn, (steps, peak) in enumerate(zip(seconds, peaks, strict=True))
+    ]
+    return Outcome(changes, runs=runs)
+
+
+def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> None:
+    first = outcome_of([[2.0, 4.0, 2.0], [8.0, 2.0, 1.0], [2.0, 4.0, 8.0]], [100, 300, 200], {})
+    other = outcome_of([[1.0]], [50], larger_batch(4))
+    plain, larger = summarize([(PLAIN, first), (Row("larger"), other)], _HEAD)
+    # Steps of 1, 2, 2, 2, 2, 4, 4, 8 and 8 seconds, with 4 rows each.
+    assert plain["samples_per_second"] == 2.0
+    assert (plain["samples_per_second_min"], plain["samples_per_second_max"]) == (0.5, 4.0)
+    assert plain["tokens_per_second"] == 20.0
+    assert plain["mfu"] == 0.1
+    assert (plain["peak_bytes"], plain["final_loss"]) == (200, 4.0)
+    assert (plain["speed_ratio"], plain["memory_ratio"]) == (1.0, 1.0)
+    assert larger["samples_per_second"] == 8.0
+    assert (larger["speed_ratio"], larger["memory_ratio"]) == (4.0, 0.25)
+    assert (larger["micro_batch_size"], larger["gradient_accumulation_steps"]) == (8, 1)
+
+
+def test_without_the_first_row_there_are_no_ratios() -> None:
+    failed = Outcome({}, "killed", failed=True)
+    rows = [(PLAIN, failed), (Row("a"), outcome_of([[1.0]], [5], {})), (Row("b"), None)]
+    plain, measured, waiting = summarize(rows, _HEAD)
+    assert (plain["status"], plain["reason"]) == ("failed", "killed")
+    assert (measured["speed_ratio"], measured["memory_ratio"]) == (None, None)
+    assert waiting["status"] == "waiting"
+    result = {
+        **_HEAD,
+        "model": "m",
+        "complete": False,
+        ALONE: [plain, measured, waiting],
+        LADDER: [],
+    }
+    result["machine"] = {"name": "a CPU"}
+    assert draw(result).startswith(b"\x89PNG")
+    assert draw({**result, ALONE: [waiting]}).startswith(b"\x89PNG")
+
+
+# The command.
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, ours alone."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_the_command_prints_tables_for_people_and_one_object_for_programs(
+    model: Path, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench_group.add_command(methods_command)
+    out = tmp_path / "out"
+    arguments = ["bench", "methods", "--model", str(model), "--rows", "bf16,tf32,+accumulation"]
+    arguments += ["--steps", "2", "--repeats", "1", "--device", "cpu", "--out", str(out), "--json"]
+    assert main(arguments) == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert result == json.loads((out / "methods.json").read_text(encoding="utf-8"))
+    assert result["complete"] is True
+    assert [row["status"] for row in result[ALONE]] == ["measured", "skipped", "measured"]
+    assert [row["name"] for row in result[LADDER]] == ["plain", "+accumulation"]
+    plain, _, bf16 = result[ALONE]
+    assert result[LADDER][0]["runs"] == plain["runs"]
+    assert plain["final_loss"] == pytest.approx(result[LADDER][1]["final_loss"], rel=2e-6)
+    assert bf16["final_loss"] != plain["final_loss"]
+    for row in (plain, bf16):
+        assert len(row["runs"][0]["step_seconds"]) == 2
+        assert 0 < row["peak_bytes"] < row["runs"][0]["total_peak_bytes"]
+        assert row["mfu"] > 0
+    lines = captured.err.splitlines()
+    assert any(line.startswith("each method alone") and "tokens/s" in line for line in lines)
+    assert any(line.startswith("bf16 (4x1)") for line in lines)
+    assert any(line.startswith("+accumulation (1x4)") for line in lines)
+    assert "tf32: skipped: needs a GPU: CPUs have no TF32" in lines
+    assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
+    assert list(temporary.iterdir()) == []
+
+
+_INTERPRETER = """\
+#!/bin/sh
+case "$*" in
+  *'"precision": "bf16"'*) kill -9 $$ ;;
+  *'"attention": "sdpa"'*) echo $$ > {fifo}; exec sleep 1000 ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+
+_PROGRAM = """\
+import sys
+from firstlight.cli.bench import bench_group
+from firstlight.cli.bench_methods import methods_command
+from firstlight.cli.main import main
+
+bench_group.add_command(methods_command)
+sys.executable = sys.argv[1]
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_bench_leaves_what_was_measured_and_no_process(
+    model: Path, tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    """The plain row is measured, bf16 is killed as where memory runs out, sdpa never ends."""
+    fifo, interpreter, out = tmp_path / "fifo", tmp_path / "python", tmp_path / "out"
+    os.mkfifo(fifo)
+    text = _INTERPRETER.format(fifo=fifo, python=sys.executable)
+    interpreter.write_text(text, encoding="utf-8")
+    interpreter.chmod(0o755)
+    arguments = ["bench", "methods", "--model", str(model), "--rows", "bf16,sdpa,fused"]
+    arguments += ["--steps", "1", "--repeats", "1", "--device", "cpu", "--out", str(out), "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(interpreter), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as bench:
+        child = int(fifo.read_text())  # waits until sdpa's process is there
+        bench.send_signal(number)
+        stdout, stderr = bench.communicate()
+    assert bench.returncode == exit_code, stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    result = json.loads((out / "methods.json").read_text(encoding="utf-8"))
+    found = {row["name"]: (row["status"], row["reason"]) for row in result[ALONE]}
+    assert found == {
+        "plain": ("measured", ""),
+        "bf16": ("failed", "killed by signal 9: most likely out of memory"),
+        "fused": ("measured", ""),
+        "sdpa": ("waiting", "not measured yet"),
+    }
+    assert result["complete"] is False
+    assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
+    assert "plain (4x1)" in stderr
+    assert "error" in json.loads(stdout)
+    assert not list(tmp_path.glob("firstlight-bench-*"))
+
+
+def test_quick_has_an_end_within_five_minutes() -> None:
+    assert methods.QUICK_SECONDS < 300
