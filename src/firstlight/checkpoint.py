@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from firstlight.files import (
 )
 from firstlight.hub import find_model_folder
 from firstlight.huggingface import CONFIG_NAME
+from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from firstlight.stored import WEIGHTS_NAME, save_tensors
 
 CHECKPOINTS = "checkpoints"
@@ -56,7 +57,8 @@ class Checkpoint:
 
     Attributes:
         files: text files by name: config, tokenizer.
-        model: tensors of model.safetensors.
+        model: tensors of model.safetensors; with adapter_config.json among the files, those of
+            adapter_model.safetensors.
         optimizer: tensors of optimizer.safetensors.
         trainer_state: everything else; JSON.
     """
@@ -84,7 +86,7 @@ def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path
     with new_folder(folder, replace=True) as temporary:
         for name, content in checkpoint.files.items():
             (temporary / name).write_text(content, encoding="utf-8")
-        save_tensors(checkpoint.model, temporary / WEIGHTS_NAME)
+        save_tensors(checkpoint.model, temporary / _weights_name(checkpoint.files))
         save_tensors(checkpoint.optimizer, temporary / OPTIMIZER_NAME)
         state = json.dumps(checkpoint.trainer_state, indent=2, allow_nan=False)
         (temporary / STATE_NAME).write_text(state + "\n", encoding="utf-8")
@@ -137,7 +139,7 @@ def verify_checkpoint(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
         )
-    for name in (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME):
+    for name in (CONFIG_NAME, _weights_name(files), OPTIMIZER_NAME, STATE_NAME):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():
@@ -148,6 +150,11 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
         if sha256_of(path) != entry.get("sha256"):
             raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
+
+
+def _weights_name(names: Container[str]) -> str:
+    """The file of a checkpoint's weights, by the names of its other files."""
+    return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -176,7 +183,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: a file can't be read.
     """
     try:
-        model = safetensors.torch.load_file(folder / WEIGHTS_NAME)
+        names = [path.name for path in folder.iterdir()]
+        model = safetensors.torch.load_file(folder / _weights_name(names))
         optimizer = safetensors.torch.load_file(folder / OPTIMIZER_NAME)
         state = read_json(folder / STATE_NAME)
     except (safetensors.SafetensorError, OSError, InputError) as error:
@@ -224,7 +232,8 @@ def resolve_model_folder(name: str | Path) -> Path:
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """`dir` and `seq_len` of the data that a checkpoint was trained on; {} for other folders."""
+    """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
+    other folders."""
     if not (folder / STATE_NAME).is_file():
         return {}
     try:

@@ -27,6 +27,7 @@ _LAYERS = {
     "efficiency": 2,
     "hub": 2,
     "stored": 2,
+    "lora": 2,
     "weights": 2,
     "vocabulary": 2,
     "huggingface": 2,

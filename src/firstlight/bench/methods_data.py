@@ -3,7 +3,7 @@
 It is on every machine, it is real text, and it is the same for every row of a table. A word, a
 run of blanks or a sign is a token; its id is its CRC-32 modulo the vocabulary, so that ids of the
 whole vocabulary occur, as often as words do, whatever its size. A document is what lies between
-two lines that begin with `def` or `class`.
+two lines that begin a function, method or class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firstlight.errors import InputError
 from firstlight.files import write_file
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
-_DOCUMENT = re.compile(r"^(?=def |class )", re.MULTILINE)
+_DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:

@@ -212,6 +212,7 @@ def _run_process(
         finally:
             # No helper outlives its row: it would slow the next one.
             _end_group(process.pid)
+            process.wait()
     return process.returncode, out, err
 
 

@@ -84,7 +84,7 @@ def _visited_share(config: ModelConfig) -> float:
     return config.num_experts_per_tok / config.num_experts if isinstance(config, MoEConfig) else 1.0
 
 
-def train_flops_per_token(model: Model, seq_len: int) -> float:
+def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """FLOPs of one token's forward and backward pass (recomputation not counted).
 
     6 for each weight of a matrix product that the token meets (2 forward, 4 backward; the head
@@ -92,6 +92,10 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
     and for attention 12 * heads * head_dim a layer for each token that it sees: on average half
     the row, as causality leaves it, or what a sliding window leaves of that (Chowdhery et al.
     2022, appendix B, counts the whole row).
+
+    Args:
+        frozen: the weights get no gradient of their own (LoRA): 4 for each instead of 6. What
+            the adapters add is not counted.
     """
     config = model.config
     matrix_weights = 0.0
@@ -105,7 +109,9 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
         window = None if isinstance(config, GPT2Config) else config.window(layer)
         width = min(window or seq_len, seq_len)
         seen += width - width * width / (2 * max(seq_len, 1))
-    return 6.0 * matrix_weights + 12.0 * config.num_attention_heads * config.head_dim * seen
+    return (
+        4.0 if frozen else 6.0
+    ) * matrix_weights + 12.0 * config.num_attention_heads * config.head_dim * seen
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

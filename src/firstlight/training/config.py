@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError, describe_os_error, nearest
@@ -50,7 +50,7 @@ class DataConfig(_Section):
     verify: compare the shards with their sha256 before the first step.
     document_masking: tokens see only their own document; positions start anew in each.
     workers: threads that read rows ahead; the order of the rows does not depend on them.
-    prefetch: micro-batches that are read ahead.
+    prefetch: micro-batches that are read ahead; at least those of one step.
     pin_memory: page-locked batches, from which a GPU copies while it computes; null is where
         there is a CUDA GPU.
     """
@@ -64,6 +64,12 @@ class DataConfig(_Section):
     pin_memory: bool | None = None
 
 
+def _number_of_rows(value: object) -> object:
+    if value == "auto" or (type(value) is int and value > 0):
+        return value
+    raise ValueError(f"must be a whole number above 0, or auto (given: {value!r})")
+
+
 class BatchConfig(_Section):
     """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows.
 
@@ -75,7 +81,7 @@ class BatchConfig(_Section):
     global_batch_tokens: tokens a step; decides the accumulation instead of it.
     """
 
-    micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = 8
+    micro_batch_size: Annotated[int | Literal["auto"], PlainValidator(_number_of_rows)] = 8
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     global_batch_tokens: int | None = Field(None, gt=0)
 

@@ -20,6 +20,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware import Hardware, find_hardware, free_memory_bytes, is_out_of_memory
 from firstlight.models import empty_model
+from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
@@ -99,6 +100,8 @@ def try_step(recipe: Recipe, hardware: Hardware) -> None:
     assert recipe.data.seq_len is not None
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0))
+    if recipe.lora is not None:
+        attach(model, recipe)
     # One micro-batch takes as much as several after each other.
     single = recipe.batch.model_copy(update={"global_batch_tokens": None})
     program = TrainingProgram(recipe.model_copy(update={"batch": single}), model, hardware)

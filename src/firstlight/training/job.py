@@ -30,6 +30,7 @@ from firstlight.models import Llama, MoEConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.adapters import AdapterBase
 from firstlight.training.config import Recipe
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
 from firstlight.training.program import TrainingProgram
@@ -50,20 +51,24 @@ class Job:
         dataset: TokenDataset,
         validation: TokenDataset | None,
         init_from: str | None,
+        base: AdapterBase | None,
     ) -> None:
         recipe = program.recipe
         assert recipe.run.dir is not None
         assert recipe.data.seq_len is not None
         self.program, self.recipe, self.hardware = program, recipe, program.hardware
         self.model, self.optimizer, self.tokenizer = program.model, program.optimizer, tokenizer
-        self.dataset, self.validation, self.init_from = dataset, validation, init_from
+        self.dataset, self.validation = dataset, validation
+        self.init_from, self.base = init_from, base
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
         self.accumulation = recipe.batch.accumulation(self.seq_len)
         self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self.accumulation)
         self.state = TrainState()
         self.saved_step = -1
         self.evaluation: Evaluation | None = None
-        self._flops_per_token = train_flops_per_token(meta_model(self.model.config), self.seq_len)
+        self._flops_per_token = train_flops_per_token(
+            meta_model(self.model.config), self.seq_len, frozen=recipe.lora is not None
+        )
         self.metrics: JsonLines
         self._samples: JsonLines
         self._loader: TokenLoader
@@ -96,7 +101,8 @@ class Job:
                 rows_seen=self.state.rows_seen,
                 document_masking=self.recipe.data.document_masking,
                 workers=self.recipe.data.workers,
-                prefetch=self.recipe.data.prefetch,
+                # A step takes all its micro-batches at its beginning.
+                prefetch=max(self.recipe.data.prefetch, self.accumulation),
                 pin_memory=self._pin_memory,
             )
             with (
@@ -218,10 +224,9 @@ class Job:
         self._samples.sync()
         checkpoint = capture(
             self.state,
-            self.model,
-            self.optimizer,
-            self.program.scaler,
+            self.program,
             self.tokenizer,
+            self.base,
             {
                 "init_from": self.init_from,
                 "recipe": self.recipe.model_dump(),
@@ -238,6 +243,7 @@ class Job:
         return {
             "dir": str(self.dataset.folder.resolve()),
             "seq_len": self.seq_len,
+            "document_masking": self.recipe.data.document_masking,
             "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
             "tokenizer_sha256": self.tokenizer.fingerprint,
         }

@@ -33,8 +33,8 @@ from firstlight.huggingface import (
     training_notes,
 )
 from firstlight.models import Model, ModelConfig, empty_model, padded_vocab_size
-from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
 from firstlight.training.config import Recipe
@@ -85,8 +85,13 @@ def set_up(
         )
     torch.manual_seed(recipe.run.seed)
     multiple = recipe.efficiency.vocab_multiple
-    if newest is not None:
-        model: Model = empty_model(_resumed_config(recipe, newest, tell), multiple)
+    base: AdapterBase | None = None
+    if recipe.lora is not None and newest is None:
+        base = starting_base(init_from)
+    if recipe.lora is not None and newest is not None:
+        model, base = resumed_base(recipe, newest)
+    elif newest is not None:
+        model = empty_model(_resumed_config(recipe, newest, tell), multiple)
     elif init_from is not None:
         model = _starting_model(recipe, tokenizer, init_from, new_rows, tell)
     else:
@@ -101,8 +106,10 @@ def set_up(
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
+    if recipe.lora is not None:
+        attach(model, recipe)
     program = TrainingProgram(recipe, model, hardware)
-    job = Job(program, tokenizer, dataset, validation, origin)
+    job = Job(program, tokenizer, dataset, validation, origin, base)
     if newest is not None:
         _take_up(job, newest, tell)
     _require_disk(job)
@@ -152,6 +159,11 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     """The checkpoint's model, which the recipe must not contradict."""
     config = read_config(newest)
     state = load_checkpoint(newest).trainer_state
+    if state.get("lora_base") is not None:
+        raise CheckpointError(
+            f"{newest} is of a run with lora: put the recipe's lora section back, or start a new "
+            f"run in another run.dir with --init-from {newest}"
+        )
     started_from = state.get("init_from")
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
     if padded_vocab_size(config.vocab_size, multiple) != padded_vocab_size(
@@ -189,6 +201,12 @@ def _starting_model(
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
         now = tokenizer.vocab_size
+        if recipe.lora is not None:
+            raise ConfigError(
+                f"lora freezes the embedding, so the {now - old.vocab_size} tokens that the "
+                f"data's tokenizer has beyond that of {init_from} could not be learned: train all "
+                "weights (without the lora section) first"
+            )
         # A tokenizer may have tokens that its model never had rows for.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
@@ -304,7 +322,7 @@ def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
                 f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
                 "now (--init-from starts a new run from its weights)"
             )
-    job.state = restore(checkpoint, job.model, job.optimizer, job.program.scaler)
+    job.state = restore(checkpoint, job.program)
     job.saved_step, job.init_from = job.state.step, saved.get("init_from")
     tell(f"resuming from {folder} (step {job.state.step})")
     before, now = saved.get("recipe", {}), job.recipe.model_dump()
@@ -326,7 +344,7 @@ def _require_disk(job: Job) -> None:
     every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
     left = job.max_steps - job.state.step
     saves = math.ceil(left / every) if every else 1
-    parameters = count_parameters(job.model).total
+    parameters = sum(p.numel() for p in job.optimizer.parameters.values())
     needed = checkpoint_bytes(parameters, job.optimizer.state_bytes) * min(
         saves, config.keep_last + 1
     )

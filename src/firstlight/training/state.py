@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint
-from firstlight.errors import CheckpointError
+from firstlight.errors import CheckpointError, ModelError
 from firstlight.huggingface import model_files
+from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
 from firstlight.models import Model
-from firstlight.optim.optimizer import Optimizer
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.scaling import LossScaler
+from firstlight.training.adapters import AdapterBase
+from firstlight.training.program import TrainingProgram
 from firstlight.weights import file_tensors, weights_to_save
 
 _RNG_PREFIX = "rng."
@@ -37,51 +38,63 @@ class TrainState:
 
 def capture(
     state: TrainState,
-    model: Model,
-    optimizer: Optimizer,
-    scaler: LossScaler | None,
+    program: TrainingProgram,
     tokenizer: Tokenizer,
+    base: AdapterBase | None,
     origin: dict[str, Any],
 ) -> Checkpoint:
     """The checkpoint of a run as it is now.
 
     Args:
+        base: of a run with `lora`.
         origin: what the run is made of, as JSON values: recipe, data, init_from.
     """
-    with optimizer.master_weights():
-        weights = weights_to_save(model)
+    model, scaler = program.model, program.scaler
+    files = model_files(model.config, tokenizer)
+    if base is None:
+        with program.optimizer.master_weights():
+            weights = weights_to_save(model)
+    else:
+        assert program.recipe.lora is not None
+        files |= adapter_files(model, program.recipe.lora, base.name)
+        weights = adapter_tensors(model)
     return Checkpoint(
-        files=model_files(model.config, tokenizer),
+        files=files,
         model=weights,
-        optimizer={**optimizer.state_tensors(), **_random_states()},
+        optimizer={**program.optimizer.state_tensors(), **_random_states()},
         trainer_state={
             "step": state.step,
             "tokens_seen": state.tokens_seen,
             "loader": {"rows_seen": state.rows_seen},
             "loss_scale": None if scaler is None else scaler.state_dict(),
+            "lora_base": None if base is None else asdict(base),
             **origin,
         },
     )
 
 
-def restore(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, scaler: LossScaler | None
-) -> TrainState:
+def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     """Put a checkpoint's weights, moments, loss scale and random-number states back.
 
     Raises:
         CheckpointError: it does not fit the model or optimizer, or lacks something.
     """
-    with optimizer.master_weights():
-        _restore_weights(checkpoint, model)
+    if program.recipe.lora is not None:
+        try:
+            fill_adapter(program.model, checkpoint.model, "the checkpoint's adapter")
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+    else:
+        with program.optimizer.master_weights():
+            _restore_weights(checkpoint, program.model)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
-    optimizer.load_state_tensors(moments)
+    program.optimizer.load_state_tensors(moments)
     _restore_random_states(randoms)
     saved = checkpoint.trainer_state
-    # A run that went on from another precision has no scale yet.
-    if scaler is not None and saved.get("loss_scale") is not None:
-        scaler.load_state_dict(saved["loss_scale"])
+    # A run that went on in another precision has no scale yet.
+    if program.scaler is not None and saved.get("loss_scale") is not None:
+        program.scaler.load_state_dict(saved["loss_scale"])
     try:
         return TrainState(saved["step"], saved["tokens_seen"], saved["loader"]["rows_seen"])
     except (KeyError, TypeError) as error:

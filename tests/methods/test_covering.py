@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from covering import Choice, Pair, covering_set, legal_pairs, pairs_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def factors_of(sizes: list[int]) -> dict[str, list[str]]:
+    return {f"f{i}": [f"v{value}" for value in range(size)] for i, size in enumerate(sizes)}
+
+
+def covered(rows: list[dict[str, str]]) -> set[Pair]:
+    return set().union(*map(pairs_of, rows))
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=6))
+def test_every_pair_is_in_a_combination_of_all_factors(sizes: list[int]) -> None:
+    factors = factors_of(sizes)
+    legal = legal_pairs(factors, lambda *_: False)
+    assert len(legal) == sum(a * b for a, b in combinations(sizes, 2))
+    rows = covering_set(factors, legal)
+    assert covered(rows) == legal
+    assert all(list(row) == list(factors) for row in rows)
+
+
+@given(st.lists(st.integers(2, 4), min_size=2, max_size=5), st.data())
+def test_refused_pairs_never_meet_and_all_others_do(sizes: list[int], data: st.DataObject) -> None:
+    factors = factors_of(sizes)
+    # The first value goes with everything, so that each legal pair has a combination.
+    choices = [(name, value) for name, values in factors.items() for value in values[1:]]
+    everything = [frozenset(p) for p in combinations(choices, 2) if p[0][0] != p[1][0]]
+    refused = set(data.draw(st.lists(st.sampled_from(everything), unique=True)))
+    legal = legal_pairs(factors, lambda one, other: frozenset((one, other)) in refused)
+    assert covered(covering_set(factors, legal)) == legal
+
+
+def test_the_set_is_far_smaller_than_all_combinations() -> None:
+    factors = factors_of([5, 4, 4, 3, 2, 2, 2, 2])
+    rows = covering_set(factors, legal_pairs(factors, lambda *_: False))
+    assert 20 <= len(rows) <= 28  # 5 x 4 at least; all are 3,840
+
+
+def test_a_pair_that_nothing_can_complete_is_an_error() -> None:
+    factors = factors_of([2, 2, 1])
+
+    def refused(one: Choice, other: Choice) -> bool:
+        return {one, other} == {("f0", "v1"), ("f2", "v0")}
+
+    with pytest.raises(ValueError, match="no combination holds"):
+        covering_set(factors, legal_pairs(factors, refused))
+
+
+def test_the_same_input_gives_the_same_set() -> None:
+    factors = factors_of([3, 3, 2, 2])
+    legal = legal_pairs(factors, lambda *_: False)
+    assert covering_set(factors, legal) == covering_set(factors, set(sorted(legal, key=sorted)))
