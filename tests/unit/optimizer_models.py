@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,15 @@ GPT2 = GPT2Config(
     tie_word_embeddings=False,
 )
 TIED = GPT2.model_copy(update={"tie_word_embeddings": True})
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch: these tensors are too small for more, which only wait on each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def new_model(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32) -> Model:

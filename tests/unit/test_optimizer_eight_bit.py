@@ -3,18 +3,28 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from optimizer_models import LLAMA, full_weights, make, new_model, same, steps, weights
+from optimizer_models import (
+    LLAMA,
+    full_weights,
+    make,
+    new_model,
+    one_thread,
+    same,
+    steps,
+    weights,
+)
 from torch import nn
 
 from firstlight.errors import CheckpointError, ConfigError, MissingDependencyError
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.optim import eight_bit
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+
+pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 #: Large enough for 8 bits: embedding, head and MLP.
 CONFIG = LlamaConfig(
@@ -28,15 +38,6 @@ CONFIG = LlamaConfig(
 each = pytest.mark.parametrize(
     "library", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)]
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are too small for two, and bitsandbytes waits for both at every update."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def eight_bits(library: str, **values: Any) -> OptimizerConfig:

@@ -10,6 +10,7 @@ from optimizer_models import (
     full_weights,
     make,
     new_model,
+    one_thread,
     same,
     steps,
     weights,
@@ -19,6 +20,8 @@ from torch import nn
 from firstlight.errors import ConfigError
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
+
+pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 BF16 = torch.bfloat16
 each = pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd"])

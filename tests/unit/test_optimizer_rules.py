@@ -9,6 +9,7 @@ from optimizer_models import (
     make,
     moved,
     new_model,
+    one_thread,
     same,
     set_gradients,
     steps,
@@ -21,6 +22,8 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import MoEConfig
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.optim.stacked_muon import StackedMuon, orthogonalised
+
+pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 NAMES = ["adamw", "adafactor", "muon", "sgd"]
 WAYS = ["for-loop", "foreach", "fused"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
 from firstlight.efficiency.attention import resolve_attention
+from firstlight.efficiency.compilation import same_bits
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.efficiency.precision import (
     autocast,
@@ -24,4 +25,5 @@ __all__ = [
     "plain_loss",
     "resolve_attention",
     "resolve_precision",
+    "same_bits",
 ]

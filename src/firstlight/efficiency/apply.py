@@ -43,7 +43,8 @@ def apply_methods(
     Raises:
         ConfigError: a method can't work with this model or hardware.
     """
-    choose_attention(model, resolve_attention(config, hardware, documents))
+    dtype = resolve_precision(config, hardware)
+    choose_attention(model, resolve_attention(config, hardware, dtype, documents))
     if config.loss_chunk_tokens:
         chunk_loss(model, config.loss_chunk_tokens)
     if config.precision == "fp8":

@@ -19,8 +19,8 @@ from firstlight.models.ops import (
     AttentionFunction,
     MaskFunction,
     attention,
+    blockwise_attention,
     dense_mask,
-    plain_attention,
 )
 
 _BACKENDS = {
@@ -31,12 +31,20 @@ _BACKENDS = {
 }
 
 
-def resolve_attention(config: EfficiencyConfig, hardware: Hardware, documents: bool) -> str:
-    """What "auto" is: torch's own choice, but flex for documents on CUDA, whose mask then costs
-    no memory."""
+def resolve_attention(
+    config: EfficiencyConfig, hardware: Hardware, dtype: torch.dtype, documents: bool
+) -> str:
+    """What "auto" is: torch's own choice, but for two cases.
+
+    Documents on CUDA take flex, whose mask costs no memory; compiled bf16 on a CPU takes
+    blockwise, which took 0.55 to 0.93 of the time there (GPT-2's heads, 256 to 1,024 tokens).
+    """
     if config.attention != "auto":
         return config.attention
-    return "flex" if documents and hardware.device.type == "cuda" else "sdpa"
+    if documents and hardware.device.type == "cuda":
+        return "flex"
+    compiled_bf16 = config.compile and dtype == torch.bfloat16
+    return "blockwise" if compiled_bf16 and hardware.device.type == "cpu" else "sdpa"
 
 
 def choose_attention(model: Model, way: str) -> None:
@@ -50,7 +58,8 @@ def choose_attention(model: Model, way: str) -> None:
 
 def _ways() -> dict[str, tuple[AttentionFunction, MaskFunction]]:
     ways: dict[str, tuple[AttentionFunction, MaskFunction]] = {
-        "plain": (plain_attention, dense_mask),
+        "plain": (functools.partial(blockwise_attention, blocks=1), dense_mask),
+        "blockwise": (blockwise_attention, dense_mask),
         "sdpa": (attention, dense_mask),
         "flex": (flex_attention, flex_mask),
     }

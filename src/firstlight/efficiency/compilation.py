@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor, nn
 
 from firstlight.efficiency.config import EfficiencyConfig
@@ -73,3 +74,24 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
     with functorch.patch(activation_memory_budget=config.activation_memory_budget):
         yield
+
+
+@contextlib.contextmanager
+def same_bits(config: EfficiencyConfig, hardware: Hardware) -> Iterator[None]:
+    """What is compiled inside for a CPU gives the same bits every time.
+
+    Otherwise threads add the gradient of the embedding up in no fixed order. torch's setting is
+    global, so it is put back; filling new memory, which comes with it, is left out.
+    """
+    if not config.compile or hardware.device.type != "cpu":
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]

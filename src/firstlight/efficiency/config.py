@@ -7,7 +7,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "bf16_params", "fp16", "fp8"]
-Attention = Literal["auto", "plain", "sdpa", "flash", "efficient", "math", "cudnn", "flex"]
+Attention = Literal[
+    "auto", "plain", "blockwise", "sdpa", "flash", "efficient", "math", "cudnn", "flex"
+]
 ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
@@ -23,7 +25,8 @@ class EfficiencyConfig(BaseModel):
     attention: how attention is computed. "auto" takes the fastest for the hardware at hand;
         "sdpa" is torch's fused attention, which chooses a kernel itself; "flash", "efficient",
         "cudnn", "math" name the kernel; "flex" is torch's compiled attention (CUDA); "plain" is
-        two matrix products and a softmax, which hold all T x T scores.
+        two matrix products and a softmax, which hold all T x T scores; "blockwise" is the same
+        for a quarter of the queries at a time, of use when compiled.
     activation_checkpointing: what the backward pass computes again instead of keeping it:
         "none"; "full", every layer; "selective", all but the matrix products and attention of
         every layer; "budget", what torch.compile chooses for `activation_memory_budget`.

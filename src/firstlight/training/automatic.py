@@ -33,12 +33,13 @@ def decide(
     before = saved.get("efficiency", {})
     config = recipe.efficiency
     chosen: dict[str, Any] = {}
+    dtype = resolve_precision(config, hardware)
     if config.precision == "auto":
-        dtype = resolve_precision(config, hardware)
         chosen["precision"] = before.get("precision", "bf16" if dtype == torch.bfloat16 else "fp32")
     if config.attention == "auto":
         masked = recipe.data.document_masking
-        chosen["attention"] = before.get("attention", resolve_attention(config, hardware, masked))
+        attention = resolve_attention(config, hardware, dtype, masked)
+        chosen["attention"] = before.get("attention", attention)
     recipe = recipe.model_copy(update={"efficiency": config.model_copy(update=chosen)})
     if recipe.batch.micro_batch_size == "auto":
         rows = saved.get("batch", {}).get("micro_batch_size")

@@ -14,6 +14,7 @@ from firstlight.efficiency import (
     parameter_dtype,
     plain_loss,
     resolve_precision,
+    same_bits,
 )
 from firstlight.hardware import Hardware
 from firstlight.models import Model
@@ -75,10 +76,11 @@ class TrainingProgram:
         """
         self.optimizer.set_learning_rate(share_of_peak)
         self.model.train()
-        with matmul_precision(self.recipe.efficiency):
+        config = self.recipe.efficiency
+        with matmul_precision(config), same_bits(config, self.hardware):
             result = train_step(self.loss_sum, self.optimizer, batches, self.scaler)
         self._steps += 1
-        every = self.recipe.efficiency.empty_cache_steps
+        every = config.empty_cache_steps
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
         return result

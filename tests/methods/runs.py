@@ -1,0 +1,150 @@
+"""Short training runs of tiny models, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from switches import CPU, Combination, recipe_of
+from torch import Tensor
+
+from firstlight.data.loader import TokenLoader, rows_to_batch
+from firstlight.data.shards import TokenDataset
+from firstlight.lora import add_lora
+from firstlight.models import empty_model
+from firstlight.optim.schedule import warmup_cosine
+from firstlight.training.config import Recipe
+from firstlight.training.program import TrainingProgram
+
+STEPS, SEED = 20, 7
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run.
+
+    Attributes:
+        losses: of each step, and of the validation rows after the last.
+        start, weights: the trained parameters before the first step and after the last.
+        skipped: steps that fp16 left out.
+        graphs: what torch.compile made.
+    """
+
+    losses: list[float]
+    start: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    skipped: int
+    graphs: int
+
+
+def train_tiny(combination: Combination, data: Path) -> Outcome:
+    """20 steps of a combination, on the rows that every combination gets."""
+    return train_recipe(recipe_of(combination, str(data)))
+
+
+def train_recipe(recipe: Recipe) -> Outcome:
+    """20 steps of a recipe."""
+    # What was compiled before counts towards a limit.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(SEED)
+    program = _program(recipe)
+    start = _trained(program)
+    losses, skipped = _steps(program)
+    return Outcome(
+        [*losses, _validation_loss(program)],
+        start,
+        _trained(program),
+        skipped,
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
+
+
+def _program(recipe: Recipe) -> TrainingProgram:
+    assert recipe.model is not None
+    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(SEED))
+    if recipe.lora is not None:
+        add_lora(model, recipe.lora, torch.Generator().manual_seed(SEED))
+    return TrainingProgram(recipe, model, CPU)
+
+
+def _steps(program: TrainingProgram) -> tuple[list[float], int]:
+    recipe = program.recipe
+    assert recipe.data.seq_len is not None
+    dataset = TokenDataset(recipe.data.dir, "train", verify=False)
+    losses, skipped = [], 0
+    with TokenLoader(
+        dataset,
+        recipe.data.seq_len,
+        recipe.batch.rows,
+        SEED,
+        document_masking=recipe.data.document_masking,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+    ) as loader:
+        for step in range(STEPS):
+            count = recipe.batch.accumulation(recipe.data.seq_len)
+            batches = [loader.next_batch() for _ in range(count)]
+            result = program.step(batches, warmup_cosine(step, STEPS, 2, 0.1))
+            losses.append(result.loss)
+            skipped += result.skipped
+    return losses, skipped
+
+
+@torch.no_grad()
+def _validation_loss(program: TrainingProgram) -> float:
+    recipe = program.recipe
+    assert recipe.data.seq_len is not None
+    dataset = TokenDataset(recipe.data.dir, "val", verify=False)
+    batch = rows_to_batch(
+        dataset, [0, 1, 2], recipe.data.seq_len, 0, document_masking=recipe.data.document_masking
+    )
+    program.model.eval()
+    loss = program.evaluation_loss(batch.input_ids, batch.labels, batch.document_ids)
+    return float(loss) / batch.num_valid
+
+
+def _trained(program: TrainingProgram) -> dict[str, Tensor]:
+    with program.optimizer.master_weights():
+        return {
+            name: p.detach().clone()
+            for name, p in program.model.named_parameters()
+            if p.requires_grad
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from another, in the units of `Switch.loss` and `Switch.weights`."""
+
+    loss: float
+    weights: float
+
+
+def difference(run: Outcome, plain: Outcome) -> Difference:
+    """The largest difference of the losses, and the distance between the trained weights.
+
+    Rows that pad a vocabulary are in one run only, and must be as they were: zero.
+    """
+    assert run.weights.keys() == plain.weights.keys()
+    apart = travelled = 0.0
+    for name, expected in plain.weights.items():
+        found = run.weights[name]
+        assert not found[len(expected) :].any()
+        apart += float((found[: len(expected)] - expected).double().square().sum())
+        travelled += float((expected - plain.start[name]).double().square().sum())
+    losses = [abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)]
+    return Difference(max(losses), math.sqrt(apart / travelled))
+
+
+def same_bits(run: Outcome, other: Outcome) -> bool:
+    """Whether two runs have the same losses and weights to the last bit."""
+    return run.losses == other.losses and _equal(run.weights, other.weights)
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

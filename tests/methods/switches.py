@@ -1,0 +1,277 @@
+"""The switches of a recipe, and how near each must stay to the plain fp32 run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from covering import Choice, covering_set, legal_pairs
+
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import Recipe, parse_recipe
+
+#: "plain": the value of the plain run. "mathematics": asks for other numbers, so the plain run
+#: beside it has the value too. "exact": the same numbers to the last bit. "rounding": the same
+#: sums in another order, in fp32. "approximate": numbers of fewer bits.
+Kind = Literal["plain", "mathematics", "exact", "rounding", "approximate"]
+
+CPU = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=True)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One value of one method.
+
+    Attributes:
+        factor: the method; a run has one value of each.
+        value: its name in tests' names and tables.
+        kind: see `Kind`.
+        settings: `section.key` and value.
+        loss: the most by which the loss of a step may differ, in nats.
+        weights: the most by which the trained weights may differ, as a share of the way that
+            training moved them (both L2 norms).
+        needs: a package beyond those that the tests install.
+        slow: it takes half a minute.
+    """
+
+    factor: str
+    value: str
+    kind: Kind
+    settings: tuple[tuple[str, Any], ...] = ()
+    loss: float = 0.0
+    weights: float = 0.0
+    needs: str | None = None
+    slow: bool = False
+
+    @property
+    def missing(self) -> bool:
+        """Whether what it needs is not installed."""
+        return self.needs is not None and importlib.util.find_spec(self.needs) is None
+
+
+def _efficiency(
+    factor: str, value: str, kind: Kind, loss: float = 0.0, weights: float = 0.0, **keys: Any
+) -> Switch:
+    settings = tuple((f"efficiency.{key}", keys[key]) for key in keys)
+    return Switch(factor, value, kind, settings, loss, weights)
+
+
+def _optimizer(value: str, kind: Kind, rate: float, **more: Any) -> Switch:
+    settings = (("optimizer.name", value.split("-")[0]), ("optimizer.learning_rate", rate))
+    return Switch("optimizer", value, kind, settings, **more)
+
+
+_ROUNDING: dict[str, float] = {"loss": 1e-4, "weights": 1e-3}
+
+SWITCHES = [
+    Switch("model", "llama", "mathematics"),
+    Switch("model", "gpt2", "mathematics"),
+    _efficiency("precision", "fp32", "plain"),
+    _efficiency("precision", "tf32", "exact", precision="tf32"),
+    _efficiency("precision", "bf16", "approximate", 0.03, 0.1, precision="bf16"),
+    _efficiency("precision", "bf16_params", "approximate", 0.03, 0.1, precision="bf16_params"),
+    _efficiency("precision", "fp16", "approximate", 0.01, 0.03, precision="fp16"),
+    _efficiency("attention", "sdpa", "plain"),
+    _efficiency("attention", "plain", "rounding", attention="plain", **_ROUNDING),
+    _efficiency("attention", "math", "rounding", attention="math", **_ROUNDING),
+    _efficiency("attention", "flash", "rounding", attention="flash", **_ROUNDING),
+    _efficiency("checkpointing", "none", "plain"),
+    _efficiency("checkpointing", "full", "exact", activation_checkpointing="full"),
+    _efficiency("checkpointing", "selective", "exact", activation_checkpointing="selective"),
+    _efficiency(
+        "checkpointing", "budget", "rounding", activation_checkpointing="budget", **_ROUNDING
+    ),
+    _efficiency("offload", "no", "plain"),
+    _efficiency("offload", "yes", "exact", activation_offload=True),
+    _efficiency("loss", "whole", "plain"),
+    _efficiency("loss", "chunks", "rounding", loss_chunk_tokens=24, **_ROUNDING),
+    _efficiency("update", "after", "plain"),
+    _efficiency("update", "in-backward", "exact", optimizer_in_backward=True),
+    _efficiency("vocabulary", "as-is", "plain"),
+    _efficiency("vocabulary", "padded", "rounding", vocab_multiple=64, **_ROUNDING),
+    _efficiency("cache", "kept", "plain"),
+    _efficiency("cache", "emptied", "exact", empty_cache_steps=2),
+    _efficiency("compile", "no", "plain"),
+    _efficiency("compile", "eager", "exact", compile=True, compile_backend="eager"),
+    _efficiency("compile", "aot_eager", "exact", compile=True, compile_backend="aot_eager"),
+    _efficiency(
+        "compile",
+        "regional",
+        "exact",
+        compile=True,
+        compile_backend="aot_eager",
+        compile_regional=True,
+    ),
+    _optimizer("adamw", "plain", 1e-2),
+    _optimizer("adamw8bit", "approximate", 1e-2, loss=0.1, weights=0.3, needs="bitsandbytes"),
+    _optimizer("adafactor", "mathematics", 3e-2),
+    _optimizer("muon", "mathematics", 1e-2),
+    _optimizer("sgd", "mathematics", 1e-1),
+    Switch("implementation", "auto", "plain"),
+    *(
+        Switch(
+            "implementation", name, "rounding", (("optimizer.implementation", name),), **_ROUNDING
+        )
+        for name in ("for-loop", "foreach", "fused")
+    ),
+    Switch("clipping", "on", "plain"),
+    Switch("clipping", "off", "mathematics", (("optimizer.max_grad_norm", 0.0),)),
+    Switch("batch", "whole", "plain"),
+    Switch(
+        "batch",
+        "accumulated",
+        "rounding",
+        (("batch.micro_batch_size", 2), ("batch.gradient_accumulation_steps", 2)),
+        **_ROUNDING,
+    ),
+    Switch(
+        "batch",
+        "global-tokens",
+        "rounding",
+        (
+            ("batch.micro_batch_size", 1),
+            ("batch.gradient_accumulation_steps", None),
+            ("batch.global_batch_tokens", 128),
+        ),
+        **_ROUNDING,
+    ),
+    Switch("documents", "mixed", "plain"),
+    Switch("documents", "masked", "mathematics", (("data.document_masking", True),)),
+    Switch("readers", "one", "plain"),
+    Switch("readers", "three", "exact", (("data.workers", 3), ("data.prefetch", 5))),
+    Switch("adapters", "none", "plain"),
+    Switch("adapters", "lora", "mathematics", (("lora.rank", 4),)),
+    Switch("adapters", "dora", "mathematics", (("lora.rank", 4), ("lora.dora", True))),
+    Switch(
+        "adapters",
+        "nf4",
+        "mathematics",
+        (("lora.rank", 4), ("lora.quantize", "nf4")),
+        needs="bitsandbytes",
+    ),
+]
+
+#: What compiles with inductor, each too slow for the pairs.
+COMPILED = [
+    _efficiency("compile", "inductor", "rounding", compile=True, **_ROUNDING),
+    Switch(
+        "optimizer",
+        "adamw8bit-torchao",
+        "approximate",
+        (
+            ("optimizer.name", "adamw8bit"),
+            ("optimizer.eight_bit_library", "torchao"),
+            ("optimizer.learning_rate", 1e-2),
+        ),
+        0.1,
+        0.3,
+        needs="torchao",
+        slow=True,
+    ),
+]
+
+_BY_CHOICE: dict[Choice, Switch] = {(s.factor, s.value): s for s in [*SWITCHES, *COMPILED]}
+
+#: A value of each factor; a factor left out has its plain one.
+Combination = frozenset[Choice]
+
+
+def factors(installed_only: bool = True) -> dict[str, list[str]]:
+    """Every factor with its values, the plain one first."""
+    found: dict[str, list[str]] = {}
+    for switch in SWITCHES:
+        if not (installed_only and switch.missing):
+            found.setdefault(switch.factor, []).append(switch.value)
+    return found
+
+
+def switches(combination: Combination) -> list[Switch]:
+    """The switches that a combination sets, the plain ones left out."""
+    chosen = [_BY_CHOICE[choice] for choice in sorted(combination)]
+    return [switch for switch in chosen if switch.kind != "plain"]
+
+
+def of_kinds(combination: Combination, *kinds: Kind) -> Combination:
+    """What a combination sets of some kinds."""
+    return frozenset((s.factor, s.value) for s in switches(combination) if s.kind in kinds)
+
+
+def recipe_of(combination: Combination, data: str = "data") -> Recipe:
+    """20 steps of a model small enough to be trained in a fraction of a second.
+
+    Raises:
+        ConfigError: the keys can't stand in one recipe.
+    """
+    model = {"model_type": dict(combination).get("model", "llama"), **_SHAPE}
+    if model["model_type"] == "llama":
+        model["num_key_value_heads"] = 2
+    values: dict[str, Any] = {
+        "run": {"device": "cpu"},
+        "model": model,
+        "data": {"dir": data, "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "schedule": {"max_steps": 20, "warmup_steps": 2},
+        "optimizer": {"learning_rate": 1e-2},
+        "efficiency": {"precision": "fp32", "attention": "sdpa"},
+    }
+    for switch in switches(combination):
+        for name, value in switch.settings:
+            section, key = name.split(".")
+            values.setdefault(section, {})[key] = value
+    return parse_recipe(values)
+
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def refusal(combination: Combination, hardware: Hardware = CPU) -> str | None:
+    """What is said against a combination; None if it may be trained."""
+    try:
+        require_combination(recipe_of(combination), hardware)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _is_refused(one: Choice, other: Choice) -> bool:
+    # Some values need another one beside them; what is refused with that too is refused.
+    def refused(*more: Choice) -> bool:
+        return refusal(frozenset((one, other, *more))) is not None
+
+    return refused() and refused(*_needed(one, other))
+
+
+def _needed(*choices: Choice) -> list[Choice]:
+    taken = {factor for factor, _ in choices}
+    companions = {
+        ("checkpointing", "budget"): ("compile", "aot_eager"),
+        ("update", "in-backward"): ("clipping", "off"),
+    }
+    wanted = [companions[choice] for choice in choices if choice in companions]
+    return [choice for choice in wanted if choice[0] not in taken]
+
+
+def refused_pairs() -> set[frozenset[Choice]]:
+    """Every pair of values that no combination may hold."""
+    everything = legal_pairs(factors(installed_only=False), lambda *_: False)
+    return {pair for pair in everything if _is_refused(*sorted(pair))}
+
+
+def pairwise_combinations() -> list[Combination]:
+    """Combinations in which every two values that may meet do."""
+    names = factors()
+    refused = refused_pairs()
+    legal = legal_pairs(names, lambda one, other: frozenset((one, other)) in refused)
+    return [frozenset(row.items()) for row in covering_set(names, legal)]
