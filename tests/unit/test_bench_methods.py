@@ -195,7 +195,7 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
     reasons = {row.name: why_skipped(row, _CPU, 4, quick=True) for row in all_rows(_CPU)}
     skipped = {name for name, reason in reasons.items() if reason}
     assert skipped - {"fp16"} == set(
-        "offload tf32 fp8 paged-adamw8bit efficient cudnn flex compile-cudagraphs "
+        "offload tf32 fp8 paged-adamw8bit qlora efficient cudnn flex compile-cudagraphs "
         "adamw8bit-torchao compile-budget".split()
     )
     assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
@@ -534,6 +534,17 @@ def test_a_process_that_takes_too_long_is_ended(
     monkeypatch.setattr(sys, "executable", str(stuck))
     with pytest.raises(TimeoutError):
         methods_run._run_process({}, os.environ, 0.01)
+
+
+def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
+    steps: list[str] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the block's end is what raises
+        with methods_run._signals_waiting():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("started")
+        steps.append("not reached")
+    assert steps == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_children_live_in_the_environment_of_training_but_for_what_the_person_has_set(

@@ -263,7 +263,7 @@ def summarize(
     first = result[0]
     for row in result:
         if row["status"] == "measured":
-            row["speed_ratio"] = first["samples_per_second"] / row["samples_per_second"]
+            row["speed_ratio"] = row["samples_per_second"] / first["samples_per_second"]
             row["memory_ratio"] = row["peak_bytes"] / first["peak_bytes"]
     return result
 

@@ -50,8 +50,8 @@ from firstlight.bench.methods_data import Tokens
 from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware, find_hardware, synchronize
-from firstlight.lora.layers import add_lora
 from firstlight.models import empty_model
+from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
@@ -104,6 +104,8 @@ def _import_libraries(recipe: Recipe) -> None:
     A missing one is refused later, by what needs it.
     """
     names = ["torch._dynamo"]  # which torch's optimizers import at their first step
+    if recipe.lora is not None and recipe.lora.quantize == "nf4":
+        names.append("bitsandbytes")
     if recipe.efficiency.compile:
         names.append("torch._inductor.compile_fx")
     if "8bit" in recipe.optimizer.name:
@@ -122,7 +124,7 @@ def _program(recipe: Recipe, hardware: Hardware) -> Callable[[Sequence[Batch], f
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     if recipe.lora is not None:
-        add_lora(model, recipe.lora, torch.Generator().manual_seed(recipe.run.seed))
+        attach(model, recipe)
     program = TrainingProgram(recipe, model, hardware)
     return lambda batches, share: program.step(batches, share).loss
 

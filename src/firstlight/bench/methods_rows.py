@@ -207,6 +207,11 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         Row("larger-batch", larger_batch(micro_batch_size)),
         Row("document-masking", {"data.document_masking": True}),
         Row("lora", {"lora.rank": 8}),
+        Row(
+            "qlora",
+            {"lora.rank": 8, "lora.quantize": "nf4"},
+            _IS_CPU + "CPUs have no kernels for 4 bits",
+        ),
         Row("compile", compiled),
         Row("compile-regional", {**compiled, "efficiency.compile_regional": True}),
         Row(
@@ -258,6 +263,7 @@ def _attention_rows(hardware: Hardware) -> list[Row]:
         Row("sdpa", {"efficiency.attention": "sdpa"}),
         Row(prefix + "flash", {"efficiency.attention": "flash", **half}),
         Row("math", {"efficiency.attention": "math"}),
+        Row("blockwise", {"efficiency.attention": "blockwise"}),
         Row("efficient", {"efficiency.attention": "efficient"}, no_kernel),
         Row(prefix + "cudnn", {"efficiency.attention": "cudnn", **half}, no_kernel),
         Row("flex", {"efficiency.attention": "flex"}, no_kernel),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,28 +194,49 @@ def _run_process(
     Raises:
         TimeoutError: it took longer than `seconds`.
     """
-    process = subprocess.Popen(
-        # -P: what lies in the current folder is not imported.
-        [sys.executable, "-P", "-m", "firstlight.bench.methods_once", json.dumps(request)],
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        # A group of its own, torch.compile's helpers among them.
-        start_new_session=True,
-    )
-    with process:
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        finally:
-            # No helper outlives its row: it would slow the next one.
-            _end_group(process.pid)
-            process.wait()
+    process = None
+    try:
+        with _signals_waiting():
+            process = subprocess.Popen(
+                # -P: what lies in the current folder is not imported.
+                [sys.executable, "-P", "-m", "firstlight.bench.methods_once", json.dumps(request)],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                # A group of its own, torch.compile's helpers among them.
+                start_new_session=True,
+            )
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    finally:
+        if process is not None:
+            with process:  # waits for it and closes its pipes
+                # No helper outlives its row: it would slow the next one.
+                _end_group(process.pid)
     return process.returncode, out, err
+
+
+@contextlib.contextmanager
+def _signals_waiting() -> Iterator[None]:
+    """Inside the block, signals that would raise an exception wait until its end: a process that
+    is being started would be lost."""
+    arrived: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda got, _: arrived.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for got in arrived:
+        signal.raise_signal(got)
 
 
 def _end_group(group: int) -> None:

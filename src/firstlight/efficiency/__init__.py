@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
 from firstlight.efficiency.attention import resolve_attention
-from firstlight.efficiency.compilation import same_bits
+from firstlight.efficiency.compilation import can_compile, same_bits
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.efficiency.precision import (
     autocast,
@@ -19,6 +19,7 @@ __all__ = [
     "LossFunction",
     "apply_methods",
     "autocast",
+    "can_compile",
     "loss_function",
     "matmul_precision",
     "parameter_dtype",

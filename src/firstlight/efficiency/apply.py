@@ -62,7 +62,7 @@ def loss_function(model: Model, config: EfficiencyConfig, hardware: Hardware) ->
         ConfigError: compilation is asked for and can't work here.
     """
     forward: Callable[..., Tensor] = model
-    if config.compile:
+    if config.compile is True:
         require_compiler(config, hardware)
         forward = compiled(model, config)
     dtype = resolve_precision(config, hardware)

@@ -43,7 +43,7 @@ def resolve_attention(
         return config.attention
     if documents and hardware.device.type == "cuda":
         return "flex"
-    compiled_bf16 = config.compile and dtype == torch.bfloat16
+    compiled_bf16 = config.compile is True and dtype == torch.bfloat16
     return "blockwise" if compiled_bf16 and hardware.device.type == "cpu" else "sdpa"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,12 +26,20 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
     Raises:
         ConfigError: there is no C++ compiler, which a CPU needs.
     """
-    needs_cpp = hardware.device.type == "cpu" and config.compile_backend == "inductor"
-    if needs_cpp and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    needs_cpp = config.compile_backend == "inductor" and hardware.device.type == "cpu"
+    if needs_cpp and not can_compile(hardware):
         raise ConfigError(
             "efficiency.compile needs a C++ compiler on a CPU: install g++ or clang, "
             "or set efficiency.compile to false"
         )
+
+
+def can_compile(hardware: Hardware) -> bool:
+    """Whether what torch.compile's inductor needs is there."""
+    if hardware.device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    is_cpu = hardware.device.type == "cpu"
+    return is_cpu and any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def compiled(model: Model, config: EfficiencyConfig) -> Callable[..., Tensor]:
@@ -83,7 +92,7 @@ def same_bits(config: EfficiencyConfig, hardware: Hardware) -> Iterator[None]:
     Otherwise threads add the gradient of the embedding up in no fixed order. torch's setting is
     global, so it is put back; filling new memory, which comes with it, is left out.
     """
-    if not config.compile or hardware.device.type != "cpu":
+    if config.compile is not True or hardware.device.type != "cpu":
         yield
         return
     settings: Any = torch.utils.deterministic

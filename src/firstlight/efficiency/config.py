@@ -41,8 +41,10 @@ class EfficiencyConfig(BaseModel):
     empty_cache_steps: give the GPU's unused cached memory back every so many steps; 0 never.
     vocab_multiple: the embedding and the head get rows up to a multiple of this (64 suits matrix
         units); 1 adds none. The rows beyond the vocabulary have no logits and are not exported.
-    compile: torch.compile the training step's forward and backward pass. Costs seconds to a
-        minute at the start; needs a C++ compiler on CPUs.
+    compile: torch.compile the training step's forward and backward pass: fewer passes over
+        memory, and less of it. Costs seconds to a minute at the start; needs a C++ compiler on
+        CPUs, triton on GPUs. "auto" does it where those are there and the run is so long that it
+        pays.
     compile_backend: torch.compile's: "inductor", or "aot_eager" and "eager" to look for errors.
     compile_mode: torch.compile's; "max-autotune" and "reduce-overhead" are for GPUs.
     compile_regional: compile one layer and use it for all, instead of the whole model: a
@@ -60,7 +62,7 @@ class EfficiencyConfig(BaseModel):
     optimizer_in_backward: bool = False
     empty_cache_steps: int = Field(0, ge=0)
     vocab_multiple: int = Field(1, ge=1)
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"

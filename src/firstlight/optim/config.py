@@ -18,10 +18,10 @@ class OptimizerConfig(BaseModel):
 
     name: "adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter;
         the default. "adamw8bit": both moments in 8 bits with a scale for every 256 values
-        (Dettmers et al. 2022), 2.03 bytes; the same number of steps to nearly the same loss, and
-        no faster: each step unpacks and packs the moments. "paged_adamw8bit": the same, in memory
-        that CUDA moves to the CPU's when the GPU's is full (bitsandbytes; CUDA only); slower
-        only while it is moving. "adafactor" (Shazeer and Stern 2018): the second moment as one
+        (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
+        moments, which on a CPU takes ten times AdamW's update and more. "paged_adamw8bit": the
+        same, in memory that CUDA moves to the CPU's when the GPU's is full, at the price of the
+        moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): the second moment as one
         row and one column a matrix and no first one, nearly 0 bytes; steps of a size relative to
         the parameter's, so it needs a learning_rate of its own, about 1e-2. "muon": Muon for the
         matrices and stacked experts inside the layers (Jordan et al. 2024), 4 bytes, AdamW for

@@ -160,6 +160,8 @@ def _torchao_rule(
     with quiet_import():
         # Or the first step would import it.
         importlib.import_module("torch._inductor.compile_fx")
+    # Said once, in the first step: that torch can't keep the compiled update for the next run.
+    warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer = library.AdamW8bit(groups, **settings)
 
     def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

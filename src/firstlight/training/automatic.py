@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 
-from firstlight.efficiency import resolve_attention, resolve_precision
-from firstlight.hardware import Hardware
+from firstlight.efficiency import can_compile, resolve_attention, resolve_precision
+from firstlight.hardware import Hardware, peak_flops
+from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.training.config import Recipe
 from firstlight.training.fit import largest_micro_batch
 
+#: A run of so many seconds at the machine's full matrix rate, so of some times as many in fact,
+#: is worth the minute that compiling may take.
+_WORTH_COMPILING_SECONDS = 240.0
+
 
 def decide(
-    recipe: Recipe, saved: Mapping[str, Any], hardware: Hardware, tell: Callable[[str], None]
+    recipe: Recipe,
+    saved: Mapping[str, Any],
+    hardware: Hardware,
+    epoch_tokens: int,
+    tell: Callable[[str], None],
 ) -> Recipe:
     """The recipe with every "auto" replaced by what it comes to here.
 
@@ -25,6 +34,7 @@ def decide(
         recipe: with its model and row length.
         saved: the checkpoint's recipe, {} for a new run.
         hardware: to run on.
+        epoch_tokens: of the training split.
         tell: called with each choice worth knowing.
 
     Raises:
@@ -36,11 +46,16 @@ def decide(
     dtype = resolve_precision(config, hardware)
     if config.precision == "auto":
         chosen["precision"] = before.get("precision", "bf16" if dtype == torch.bfloat16 else "fp32")
+    if config.compile == "auto":
+        seconds = _ideal_seconds(recipe, hardware, dtype, epoch_tokens)
+        pays = seconds >= _WORTH_COMPILING_SECONDS and can_compile(hardware)
+        chosen["compile"] = before.get("compile", pays)
+    config = config.model_copy(update=chosen)
     if config.attention == "auto":
         masked = recipe.data.document_masking
         attention = resolve_attention(config, hardware, dtype, masked)
-        chosen["attention"] = before.get("attention", attention)
-    recipe = recipe.model_copy(update={"efficiency": config.model_copy(update=chosen)})
+        config = config.model_copy(update={"attention": before.get("attention", attention)})
+    recipe = recipe.model_copy(update={"efficiency": config})
     if recipe.batch.micro_batch_size == "auto":
         rows = saved.get("batch", {}).get("micro_batch_size")
         if rows is None:
@@ -48,3 +63,18 @@ def decide(
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _ideal_seconds(
+    recipe: Recipe, hardware: Hardware, dtype: torch.dtype, epoch_tokens: int
+) -> float:
+    """How long the run would take if the hardware did nothing but multiply, at its best rate."""
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    per_token = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len)
+    tokens, batch = epoch_tokens, recipe.batch
+    if recipe.schedule.max_steps is not None:
+        rows = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
+        a_step = rows * (batch.gradient_accumulation_steps or 1) * recipe.data.seq_len
+        tokens = recipe.schedule.max_steps * (batch.global_batch_tokens or a_step)
+    return per_token * tokens / peak_flops(hardware.device, dtype)

@@ -36,7 +36,7 @@ def ineffective(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
         yield "efficiency.activation_offload gains nothing on a CPU, where all is in its memory"
     if config.empty_cache_steps:
         yield f"efficiency.empty_cache_steps does nothing on a {device} device"
-    if config.compile and config.compile_mode != "default":
+    if config.compile is True and config.compile_mode != "default":
         yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
 
 
@@ -46,12 +46,12 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
     assert recipe.data.seq_len is not None
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
-    if config.activation_checkpointing == "budget" and not config.compile:
+    if config.activation_checkpointing == "budget" and config.compile is not True:
         yield (
             "efficiency.activation_checkpointing budget is torch.compile's: set "
             "efficiency.compile to true, or activation_checkpointing to selective"
         )
-    if not config.compile and (config.compile_regional or config.compile_mode != "default"):
+    if config.compile is not True and (config.compile_regional or config.compile_mode != "default"):
         yield (
             "efficiency.compile_regional and compile_mode say how to compile: set "
             "efficiency.compile to true, or leave them out"
@@ -105,7 +105,7 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
     if device != "cuda" and config.attention in ("efficient", "cudnn", "flex"):
         yield (
             f"efficiency.attention {config.attention} needs a CUDA GPU, and this is "
-            f"{hardware.name}: use auto, sdpa, flash, math or plain"
+            f"{hardware.name}: use auto, sdpa, flash, math, blockwise or plain"
         )
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
     if fast_only and config.precision in ("fp32", "tf32"):

@@ -102,7 +102,7 @@ def set_up(
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     saved = {} if newest is None else load_checkpoint(newest).trainer_state.get("recipe", {})
-    recipe = decide(recipe, saved, hardware, tell)
+    recipe = decide(recipe, saved, hardware, dataset.num_tokens, tell)
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None

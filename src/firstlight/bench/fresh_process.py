@@ -1,0 +1,97 @@
+"""One measurement in a process of its own: nothing of another one is in its memory or caches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from firstlight.errors import FirstlightError
+
+#: What the environment of `firstlight train` has; see `cli/main.py`.
+TRAINING_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def training_environment() -> dict[str, str]:
+    """This process's, as `firstlight train` would have it: what the person has set stands."""
+    return TRAINING_ENVIRONMENT | os.environ
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's, without what firstlight has added to it."""
+    return {k: v for k, v in os.environ.items() if TRAINING_ENVIRONMENT.get(k) != v}
+
+
+def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run `python -m MODULE REQUEST`, and return the JSON object of its last line on stdout.
+
+    Whatever interrupts this ends the process, and those that it started.
+
+    Args:
+        module: one that ends in `answer`.
+        request: is passed as JSON.
+        environment: of the process.
+
+    Returns:
+        What it said; {"error": {"type", "message"}} where firstlight refused, and with the type
+        "Failed" where the process did not come to its end.
+    """
+    process = subprocess.Popen(
+        # -P: what lies in the current folder is not imported.
+        [sys.executable, "-P", "-m", module, json.dumps(request)],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        # A group of its own, torch.compile's helpers among them.
+        start_new_session=True,
+    )
+    with process:
+        try:
+            out, err = process.communicate()
+        finally:
+            # No helper outlives its run: it would slow the next one.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        return {"error": {"type": "Failed", "message": _last_words(process.returncode, err)}}
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def _last_words(code: int, err: str) -> str:
+    """Why a process failed, in one line."""
+    if code == -signal.SIGKILL:
+        return "killed by signal 9: most likely out of memory"
+    if code < 0:
+        return f"killed by signal {-code}"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {code}"
+
+
+def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
+    """In the process: do what a request asks for, and write the one line of the result.
+
+    Args:
+        measure: takes the request and returns the result; a FirstlightError is a result too.
+        request: as JSON.
+    """
+    # Where memory runs out, Linux ends this process and not the one that reports it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        result = measure(json.loads(request))
+    except FirstlightError as error:
+        result = {"error": {"type": type(error).__name__, "message": str(error)}}
+    # Past whatever a library may print.
+    sys.stdout.flush()
+    os.write(1, (json.dumps(result) + "\n").encode())

@@ -1,0 +1,152 @@
+"""Training loops that `firstlight bench training` compares with: GPT-2 in plain torch.
+
+Each is what a careful person writes in one file, without this library: the model of linear layers
+and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64, and
+torch's fused AdamW.
+
+- "reference", in the manner of nanoGPT's train.py: fp32 parameters, matrix products in bf16 by
+  autocast, weight decay on matrices only, gradients clipped to a norm of 1.
+- "reference-fp32": the same without autocast, for machines whose fp32 products are faster.
+- "pure-bf16", in the manner of the optimised script of LLMs-from-scratch, chapter 5: the
+  parameters and AdamW's moments are bf16 and nothing else, no gradient is clipped.
+
+Shape letters as in `models/ops.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models import GPT2Config
+
+_VOCAB_MULTIPLE = 64
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.1
+_MAX_GRAD_NORM = 1.0
+
+#: (input_ids [B, T], labels [B, T], learning rate) -> the loss before the update
+LoopStep = Callable[[Tensor, Tensor, float], float]
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        C = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.attention_norm = nn.LayerNorm(C, config.layer_norm_epsilon)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.attention_out = nn.Linear(C, C)
+        self.mlp_norm = nn.LayerNorm(C, config.layer_norm_epsilon)
+        self.mlp_in = nn.Linear(C, config.intermediate_size)
+        self.mlp_out = nn.Linear(config.intermediate_size, C)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        q_BTC, k_BTC, v_BTC = self.qkv(self.attention_norm(x_BTC)).chunk(3, dim=-1)
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q_BTC, k_BTC, v_BTC)
+        )
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTC = x_BTC + self.attention_out(y_BHTD.transpose(1, 2).flatten(2))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x_BTC)), approximate="tanh")
+        return x_BTC + self.mlp_out(hidden)  # type: ignore[no-any-return]
+
+
+class PlainGPT2(nn.Module):
+    """GPT-2 with the head tied to the embedding; its mean loss over all labels.
+
+    Args:
+        config: its shape; dropout is left out.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        rows = math.ceil(config.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        self.tokens = nn.Embedding(rows, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_stream = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                scale = math.sqrt(2 * config.num_hidden_layers) if into_stream else 1.0
+                nn.init.normal_(parameter, 0.0, config.initializer_range / scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Mean cross-entropy (nats)."""
+        places_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        x_BTC = self.tokens(input_ids_BT) + self.positions(places_T)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC)
+        logits_BTV = self.head(self.norm(x_BTC))
+        return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+
+def autocast_loop(
+    config: GPT2Config, device: torch.device, *, bf16: bool, compile_model: bool
+) -> LoopStep:
+    """The step of "reference", or without `bf16` of "reference-fp32".
+
+    Args:
+        config: the model's shape.
+        device: to run on.
+        bf16: matrix products by autocast.
+        compile_model: False leaves torch.compile out, for tests.
+    """
+    model = PlainGPT2(config).to(device)
+    forward = torch.compile(model) if compile_model else model
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": _WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, fused=True)
+    precision: contextlib.AbstractContextManager[object] = (
+        torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+    )
+
+    def step(input_ids: Tensor, labels: Tensor, learning_rate: float) -> float:
+        _set_learning_rate(optimizer, learning_rate)
+        with precision:
+            loss = forward(input_ids, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach().item()  # type: ignore[no-any-return]
+
+    return step
+
+
+def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: bool) -> LoopStep:
+    """The step of "pure-bf16". Arguments as in `autocast_loop`."""
+    model = PlainGPT2(config).to(device, torch.bfloat16)
+    forward = torch.compile(model) if compile_model else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
+
+    def step(input_ids: Tensor, labels: Tensor, learning_rate: float) -> float:
+        _set_learning_rate(optimizer, learning_rate)
+        optimizer.zero_grad()
+        loss = forward(input_ids, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach().item()  # type: ignore[no-any-return]
+
+    return step
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
