@@ -107,10 +107,10 @@ SWITCHES = [
         compile_backend="aot_eager",
         compile_regional=True,
     ),
-    _optimizer("adamw", "plain", 1e-2),
-    _optimizer("adamw8bit", "approximate", 1e-2, loss=0.1, weights=0.3, needs="bitsandbytes"),
-    _optimizer("adafactor", "mathematics", 3e-2),
-    _optimizer("muon", "mathematics", 1e-2),
+    _optimizer("adamw", "plain", 2e-3),
+    _optimizer("adamw8bit", "approximate", 2e-3, loss=0.1, weights=0.3, needs="bitsandbytes"),
+    _optimizer("adafactor", "mathematics", 1e-2),
+    _optimizer("muon", "mathematics", 5e-3),
     _optimizer("sgd", "mathematics", 1e-1),
     Switch("implementation", "auto", "plain"),
     *(
@@ -166,7 +166,7 @@ COMPILED = [
         (
             ("optimizer.name", "adamw8bit"),
             ("optimizer.eight_bit_library", "torchao"),
-            ("optimizer.learning_rate", 1e-2),
+            ("optimizer.learning_rate", 2e-3),
         ),
         0.1,
         0.3,
@@ -215,8 +215,8 @@ def recipe_of(combination: Combination, data: str = "data") -> Recipe:
         "model": model,
         "data": {"dir": data, "seq_len": 32},
         "batch": {"micro_batch_size": 4},
-        "schedule": {"max_steps": 20, "warmup_steps": 2},
-        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"max_steps": 20, "warmup_steps": 4},
+        "optimizer": {"learning_rate": 2e-3},
         "efficiency": {"precision": "fp32", "attention": "sdpa"},
     }
     for switch in switches(combination):

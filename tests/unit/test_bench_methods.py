@@ -128,7 +128,8 @@ def test_plain_is_without_any_method() -> None:
     assert (efficiency.precision, efficiency.attention) == ("fp32", "plain")
     assert (recipe.optimizer.name, recipe.optimizer.implementation) == ("adamw", "for-loop")
     assert recipe.batch.accumulation(256) == 1
-    chosen = {"precision", "attention"}
+    assert efficiency.compile is False
+    chosen = {"precision", "attention", "compile"}
     rest = efficiency.model_dump(exclude=chosen)
     assert rest == Recipe.model_fields["efficiency"].default.model_dump(exclude=chosen)
 

@@ -1,0 +1,126 @@
+"""Runs that train adapters: what they write, how they go on, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from firstlight.checkpoint import resolve_model_folder
+from firstlight.data.prepare import prepare
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.generation.engine import generate
+from firstlight.huggingface import load_model
+from firstlight.lora import ADAPTER_WEIGHTS_NAME, is_adapter
+from firstlight.stored import WEIGHTS_NAME
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.config import parse_recipe
+from firstlight.training.loop import train
+
+
+@pytest.fixture
+def base(recipe: dict[str, Any], tmp_path: Path) -> Path:
+    """A run of all weights to start from."""
+    train(parse_recipe({**recipe, "run": {**recipe["run"], "dir": str(tmp_path / "base")}}))
+    return tmp_path / "base"
+
+
+def lora_recipe(recipe: dict[str, Any], **lora: Any) -> dict[str, Any]:
+    recipe = {key: values for key, values in recipe.items() if key != "model"}
+    recipe["evaluation"] = {"every_steps": 0, "max_rows": 4, "sample_prompts": []}
+    return {**recipe, "lora": {"rank": 4, "dropout": 0.1, **lora}}
+
+
+def losses(run: str) -> list[float]:
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [entry["val/loss"] for line in lines if "val/loss" in (entry := json.loads(line))]
+
+
+@pytest.mark.parametrize(
+    "dora, precision", [(False, "fp32"), (True, "bf16"), (True, "bf16_params")]
+)
+def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(
+    dora: bool, precision: str, recipe: dict[str, Any], base: Path
+) -> None:
+    settings = lora_recipe(recipe, dora=dora)
+    settings["efficiency"] = {"precision": precision}
+    settings["optimizer"] = {"learning_rate": 0.02}
+    whole = train(parse_recipe(settings), init_from=base).checkpoint
+    assert whole is not None
+    expected = (whole / ADAPTER_WEIGHTS_NAME).read_bytes()
+    shutil.rmtree(whole)
+    assert train(parse_recipe(settings), resume=True).checkpoint == whole
+    assert (whole / ADAPTER_WEIGHTS_NAME).read_bytes() == expected
+
+
+def test_a_checkpoint_of_adapters_is_one_of_a_model(
+    recipe: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    settings = lora_recipe(recipe, dropout=0.0)
+    settings["optimizer"] = {"learning_rate": 0.02}
+    settings["schedule"] = {**recipe["schedule"], "max_steps": 30}
+    result = train(parse_recipe(settings), init_from=base)
+    folder = result.checkpoint
+    assert folder is not None
+    assert is_adapter(folder)
+    assert not (folder / WEIGHTS_NAME).exists()
+    content = json.loads((folder / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == str(resolve_model_folder(base))
+    tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS_NAME)
+    assert all(tensor.dtype == torch.float32 and tensor.any() for tensor in tensors.values())
+    assert losses(recipe["run"]["dir"])[-1] < losses(str(base))[-1] - 0.002
+    assert generate(tmp_path / "run", "the", max_new_tokens=3, seed=0).text is not None
+    merged, plain = (
+        load_model(folder).model.state_dict(),
+        load_model(resolve_model_folder(base)).model.state_dict(),
+    )
+    changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
+    assert changed == {n for n in plain if "_proj" in n}
+    # And a run of all weights, or of other adapters, may start from it.
+    again = {**settings, "run": {**recipe["run"], "dir": str(tmp_path / "again")}}
+    train(parse_recipe(again), init_from=folder)
+
+
+def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
+    recipe: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="name them with --init-from"):
+        train(parse_recipe({**lora_recipe(recipe), "model": recipe["model"]}))
+    train(parse_recipe(lora_recipe(recipe)), init_from=base)
+    with pytest.raises(CheckpointError, match="is of a run with lora: put"):
+        train(parse_recipe(recipe), resume=True)
+    run = {**recipe["run"], "dir": str(base)}
+    with pytest.raises(CheckpointError, match="is of a run without lora: leave"):
+        train(parse_recipe({**lora_recipe(recipe), "run": run}), resume=True)
+    weights = resolve_model_folder(base) / WEIGHTS_NAME
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not the model that it was"):
+        train(parse_recipe(lora_recipe(recipe)), resume=True)
+
+
+def test_tokens_that_the_base_lacks_are_refused(
+    recipe: dict[str, Any], base: Path, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prepare([corpus], tokenizer.extended(["<new>"]), tmp_path / "more")
+    settings = lora_recipe(recipe)
+    settings["data"] = {**settings["data"], "dir": str(tmp_path / "more")}
+    with pytest.raises(ConfigError, match="lora freezes the embedding, so the 1 tokens"):
+        train(parse_recipe(settings), init_from=base)
+
+
+def test_a_run_beside_4_bits_learns_and_goes_on(recipe: dict[str, Any], base: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = lora_recipe(recipe, quantize="nf4", dropout=0.0)
+    settings["schedule"] = {**recipe["schedule"], "max_steps": 30}
+    settings["optimizer"] = {"learning_rate": 0.02}
+    train(parse_recipe(settings), init_from=base)
+    assert losses(recipe["run"]["dir"])[-1] < losses(str(base))[-1] - 0.002
+    settings["schedule"]["max_steps"] = 32
+    train(parse_recipe(settings), resume=True)
