@@ -13,9 +13,9 @@ from torch import Tensor
 
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.data.shards import TokenDataset
-from firstlight.lora import add_lora
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine
+from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
 
@@ -45,15 +45,15 @@ def train_tiny(combination: Combination, data: Path) -> Outcome:
     return train_recipe(recipe_of(combination, str(data)))
 
 
-def train_recipe(recipe: Recipe) -> Outcome:
-    """20 steps of a recipe."""
+def train_recipe(recipe: Recipe, seed: int = SEED) -> Outcome:
+    """20 steps of a recipe; the seed decides the order of the rows and dropout."""
     # What was compiled before counts towards a limit.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     program = _program(recipe)
     start = _trained(program)
-    losses, skipped = _steps(program)
+    losses, skipped = _steps(program, seed)
     return Outcome(
         [*losses, _validation_loss(program)],
         start,
@@ -68,7 +68,7 @@ def _program(recipe: Recipe) -> TrainingProgram:
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(SEED))
     if recipe.lora is not None:
-        add_lora(model, recipe.lora, torch.Generator().manual_seed(SEED))
+        attach(model, recipe)
     program = TrainingProgram(recipe, model, CPU)
     if program.scaler is not None:
         # A run finds a scale that fits by skipping some of its first steps; a comparison can't.
@@ -76,7 +76,7 @@ def _program(recipe: Recipe) -> TrainingProgram:
     return program
 
 
-def _steps(program: TrainingProgram) -> tuple[list[float], int]:
+def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
     recipe = program.recipe
     assert recipe.data.seq_len is not None
     dataset = TokenDataset(recipe.data.dir, "train", verify=False)
@@ -85,7 +85,7 @@ def _steps(program: TrainingProgram) -> tuple[list[float], int]:
         dataset,
         recipe.data.seq_len,
         recipe.batch.rows,
-        SEED,
+        seed,
         document_masking=recipe.data.document_masking,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,

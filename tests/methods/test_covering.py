@@ -56,4 +56,4 @@ def test_a_pair_that_nothing_can_complete_is_an_error() -> None:
 def test_the_same_input_gives_the_same_set() -> None:
     factors = factors_of([3, 3, 2, 2])
     legal = legal_pairs(factors, lambda *_: False)
-    assert covering_set(factors, legal) == covering_set(factors, set(sorted(legal, key=sorted)))
+    assert covering_set(factors, legal) == covering_set(factors, {*sorted(legal, key=sorted)})

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstlight.checkpoint import resolve_model_folder
+from firstlight.checkpoint import MANIFEST_NAME, resolve_model_folder
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
@@ -41,9 +41,7 @@ def losses(run: str) -> list[float]:
     return [entry["val/loss"] for line in lines if "val/loss" in (entry := json.loads(line))]
 
 
-@pytest.mark.parametrize(
-    "dora, precision", [(False, "fp32"), (True, "bf16"), (True, "bf16_params")]
-)
+@pytest.mark.parametrize("dora, precision", [(False, "bf16"), (True, "bf16_params")])
 def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(
     dora: bool, precision: str, recipe: dict[str, Any], base: Path
 ) -> None:
@@ -63,7 +61,7 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
 ) -> None:
     settings = lora_recipe(recipe, dropout=0.0)
     settings["optimizer"] = {"learning_rate": 0.02}
-    settings["schedule"] = {**recipe["schedule"], "max_steps": 30}
+    settings["schedule"] = {**recipe["schedule"], "max_steps": 24}
     result = train(parse_recipe(settings), init_from=base)
     folder = result.checkpoint
     assert folder is not None
@@ -98,6 +96,8 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
     with pytest.raises(CheckpointError, match="is of a run without lora: leave"):
         train(parse_recipe({**lora_recipe(recipe), "run": run}), resume=True)
     weights = resolve_model_folder(base) / WEIGHTS_NAME
+    # Without it, a model folder like any other, and not a checkpoint that is damaged.
+    (weights.parent / MANIFEST_NAME).unlink()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
@@ -118,9 +118,9 @@ def test_tokens_that_the_base_lacks_are_refused(
 def test_a_run_beside_4_bits_learns_and_goes_on(recipe: dict[str, Any], base: Path) -> None:
     pytest.importorskip("bitsandbytes")
     settings = lora_recipe(recipe, quantize="nf4", dropout=0.0)
-    settings["schedule"] = {**recipe["schedule"], "max_steps": 30}
+    settings["schedule"] = {**recipe["schedule"], "max_steps": 24}
     settings["optimizer"] = {"learning_rate": 0.02}
     train(parse_recipe(settings), init_from=base)
     assert losses(recipe["run"]["dir"])[-1] < losses(str(base))[-1] - 0.002
-    settings["schedule"]["max_steps"] = 32
+    settings["schedule"]["max_steps"] = 26
     train(parse_recipe(settings), resume=True)

@@ -252,6 +252,19 @@ def test_a_run_goes_on_with_another_implementation(name: str) -> None:
         torch.testing.assert_close(value, expected[key], atol=1e-6, rtol=1e-5)
 
 
+def test_a_step_counter_that_python_reads_stays_on_the_cpu() -> None:
+    """Reading it from a GPU at every update would wait for the GPU."""
+    model = new_model()
+    first = Optimizer(model, make("adamw"))
+    steps(model, first, range(1))
+    elsewhere = new_model().to("meta")
+    optimizer = Optimizer(elsewhere, make("adamw", implementation="foreach"))
+    optimizer.load_state_tensors(first.state_tensors())
+    state = optimizer._torch_optimizers[0].state[elsewhere.get_parameter("lm_head.weight")]
+    assert state["step"].device.type == "cpu"
+    assert state["exp_avg"].device.type == "meta"
+
+
 def test_state_of_another_dtype_is_refused_by_name() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw"))

@@ -21,13 +21,13 @@ class OptimizerConfig(BaseModel):
         (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
         moments, which on a CPU takes ten times AdamW's update and more. "paged_adamw8bit": the
         same, in memory that CUDA moves to the CPU's when the GPU's is full, at the price of the
-        moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): the second moment as one
-        row and one column a matrix and no first one, nearly 0 bytes; steps of a size relative to
-        the parameter's, so it needs a learning_rate of its own, about 1e-2. "muon": Muon for the
-        matrices and stacked experts inside the layers (Jordan et al. 2024), 4 bytes, AdamW for
-        embeddings, head and norms, 8 bytes; fewer steps to the same loss, each with 15 matrix
-        products a matrix on top. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum 0; the
-        cheapest step, and slow to learn a Transformer.
+        moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): the second moment
+        as one row and one column a matrix and no first one, nearly 0 bytes; steps of a size
+        relative to the parameter's, so it needs a learning_rate of its own, about 1e-2. "muon":
+        Muon for the matrices and stacked experts inside the layers (Jordan et al. 2024), 4 bytes,
+        AdamW for embeddings, head and norms, 8 bytes; each update costs 15 matrix products a
+        matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum
+        0; the cheapest update, and slow to learn a Transformer.
     implementation: how torch runs AdamW (Muon's too) and SGD: "fused", one kernel that reads and
         writes each value once (an update is bound by memory, not arithmetic); "foreach", one
         kernel an operation over all parameters, with temporary copies as large as the

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.optim.config import OptimizerConfig
-from firstlight.optim.rules import Layout, Rule
+from firstlight.optim.rule import Layout, Rule
 
 #: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
 _BLOCK = 256
@@ -94,11 +94,8 @@ def _bitsandbytes_rule(kind: str, groups: list[dict[str, Any]], settings: dict[s
 
     def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         # The library takes the memory itself, since it may be paged.
-        before = optimizer.state.pop(parameter, None)
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
-        state: dict[str, Any] = optimizer.state.pop(parameter)
-        if before is not None:
-            optimizer.state[parameter] = before
+        state: dict[str, Any] = optimizer.state[parameter]
         for key, tensor in tensors.items():
             if key == "step":
                 state[key] = int(tensor)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.master import MasterWeights
-from firstlight.optim.rules import Layout, Rule, make_rules
+from firstlight.optim.rule import Layout, Rule
+from firstlight.optim.rules import make_rules
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 

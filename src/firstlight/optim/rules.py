@@ -1,9 +1,8 @@
-"""Which parameter gets which rule, and what each rule keeps of a parameter."""
+"""Which parameter gets which rule, and what torch's own optimizers keep of a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,31 +10,13 @@ from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.eight_bit import eight_bit_rule
+from firstlight.optim.rule import Layout, Rule
 from firstlight.optim.stacked_muon import StackedMuon
 
 Parameters = Mapping[str, nn.Parameter]
 
-#: Shape and dtype of each tensor that a rule keeps of a parameter, by the tensor's name.
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A torch optimizer, and how its state is written and read as plain tensors.
-
-    Attributes:
-        optimizer: updates its parameters.
-        layout: what it keeps of a parameter once it has made a step.
-        flatten: one parameter's state as plain tensors; they may share its memory.
-        rebuild: one parameter's state from such tensors, which it copies.
-    """
-
-    optimizer: torch.optim.Optimizer
-    layout: Callable[[Tensor], Layout]
-    flatten: Callable[[Mapping[str, Any]], dict[str, Tensor]]
-    rebuild: Callable[[nn.Parameter, Mapping[str, Tensor]], dict[str, Any]]
 
 
 def make_rules(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
@@ -120,9 +101,6 @@ def _muon_of(
 
 
 def _adamw8bit(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
-    # The libraries' module is read for those who use it.
-    from firstlight.optim.eight_bit import eight_bit_rule
-
     groups = decay_groups(parameters, config.weight_decay)
     return [eight_bit_rule(groups, config)]
 

@@ -1,0 +1,60 @@
+"""The table of docs/methods.md that says how near each method stays to the plain fp32 run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from runs import Difference
+from switches import Switch
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+BEGIN = "<!-- nearness: written by tests/methods -->"
+END = "<!-- end of nearness -->"
+
+_WORDS = {
+    "mathematics": "asks for other numbers: compared with the same run without methods",
+    "exact": "equal to the last bit",
+    "rounding": "the same sums in another order",
+    "approximate": "numbers of fewer bits",
+}
+
+
+def bounds_table(switches: Iterable[Switch]) -> str:
+    """A row for each switch with its class and bounds, which depend on no machine."""
+    lines = [
+        "| recipe keys | class | any step's loss, nats | trained weights |",
+        "|---|---|---|---|",
+    ]
+    for switch in switches:
+        keys = ", ".join(f"`{name}: {_yaml(value)}`" for name, value in switch.settings)
+        loss = f"{switch.loss:g}" if switch.loss else "-"
+        weights = f"{100 * switch.weights:g} %" if switch.weights else "-"
+        if switch.kind == "exact":
+            loss = weights = "0"
+        if keys and switch.kind != "plain":
+            lines.append(f"| {keys} | {_WORDS[switch.kind]} | {loss} | {weights} |")
+    return "\n".join(lines)
+
+
+def _yaml(value: object) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value))  # type: ignore[call-overload,no-any-return]
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with the table between its two marks.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    before, rest = page.split(f"{BEGIN}\n", 1)
+    _, after = rest.split(END, 1)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def measured_table(measured: dict[tuple[str, str], Difference]) -> list[str]:
+    """Lines for the terminal: what was measured on this machine."""
+    lines = [f"{'method':32}{'loss, nats':>12}{'weights':>12}"]
+    for (name, model), found in measured.items():
+        lines.append(f"{name + ' ' + model:32}{found.loss:>12.1e}{found.weights:>12.1e}")
+    return lines

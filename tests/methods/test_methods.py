@@ -1,0 +1,227 @@
+"""Each method, and every pair of methods, beside the plain fp32 run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runs import Difference, Outcome, difference, same_bits, train_recipe, train_tiny
+from switches import (
+    ALONE,
+    SWITCHES,
+    Combination,
+    Switch,
+    factors,
+    needed,
+    of_kinds,
+    pairwise_combinations,
+    recipe_of,
+    refusal,
+    refused_pairs,
+    switches,
+)
+from table import PAGE, bounds_table, measured_table, with_table
+
+from firstlight.data.prepare import prepare
+from firstlight.files import write_file
+from firstlight.tokenizer import train_tokenizer
+
+_MODELS = ("llama", "gpt2")
+_COMPARED = [s for s in [*SWITCHES, *ALONE] if s.kind not in ("plain", "mathematics")]
+#: Precisions whose products round otherwise once torch.compile has put them together.
+_FEWER_BITS = {"bf16", "bf16_params", "fp16"}
+
+
+class Runs:
+    """Runs over one data folder, each done once."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self._done: dict[Combination, Outcome] = {}
+        self.measured: dict[tuple[str, str], Difference] = {}
+
+    def of(self, combination: Combination) -> Outcome:
+        wanted = frozenset((s.factor, s.value) for s in switches(combination))
+        if wanted not in self._done:
+            self._done[wanted] = train_tiny(wanted, self.data)
+        return self._done[wanted]
+
+    def plain(self, combination: Combination) -> Outcome:
+        """The fp32 run with no method, and the same mathematics."""
+        return self.of(of_kinds(combination, "mathematics"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models as small as these lose time to a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Runs:
+    # 300 tokens: no multiple of 64.
+    folder = tmp_path_factory.mktemp("methods") / "data"
+    prepare([corpus], train_tokenizer(texts, 300), folder)
+    return Runs(folder)
+
+
+def _alone(switch: Switch, model: str) -> Combination:
+    choice = (switch.factor, switch.value)
+    return frozenset((("model", model), choice, *needed(choice)))
+
+
+def _marks(switch: Switch) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow] if switch.slow else []
+    if switch.missing:
+        marks.append(pytest.mark.skip(reason=f"{switch.needs} is not installed"))
+    return marks
+
+
+# --- one method ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", _MODELS)
+@pytest.mark.parametrize(
+    "switch",
+    [pytest.param(s, id=f"{s.factor}-{s.value}", marks=_marks(s)) for s in _COMPARED],
+)
+def test_a_method_stays_as_near_to_the_plain_run_as_the_table_says(
+    runs: Runs, switch: Switch, model: str
+) -> None:
+    if switch.value == "inductor" and model == "gpt2":
+        pytest.skip("compiles for many seconds: llama's run does, the slow tests do both")
+    combination = _alone(switch, model)
+    run, plain = runs.of(combination), runs.plain(combination)
+    found = difference(run, plain)
+    runs.measured[f"{switch.factor} {switch.value}", model] = found
+    assert run.skipped == 0
+    if switch.kind == "exact":
+        assert same_bits(run, plain)
+        return
+    assert found.loss <= switch.loss
+    assert found.weights <= switch.weights
+    # Numbers of fewer bits can't come out the same: the method was at work.
+    assert switch.kind != "approximate" or found.weights > 1e-4
+
+
+@pytest.mark.parametrize("model", _MODELS)
+def test_the_bounds_are_small_beside_what_training_does(runs: Runs, model: str) -> None:
+    plain = runs.plain(frozenset([("model", model)]))
+    learned = plain.losses[0] - plain.losses[-1]
+    assert learned > 1
+    assert all(switch.loss < learned / 100 for switch in _COMPARED)
+    # Another order of the rows ends somewhere else altogether.
+    other = train_recipe(recipe_of(frozenset([("model", model)]), str(runs.data)), seed=8)
+    assert difference(other, plain).weights > 0.5
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_recomputed_dropout_drops_the_same(runs: Runs, checkpointing: str) -> None:
+    outcomes = []
+    for choice in ("none", checkpointing):
+        recipe = recipe_of(
+            frozenset([("model", "gpt2"), ("checkpointing", choice)]), str(runs.data)
+        )
+        assert recipe.model is not None
+        dropout = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+        model = recipe.model.model_copy(update=dropout)
+        outcomes.append(train_recipe(recipe.model_copy(update={"model": model})))
+    assert same_bits(*outcomes)
+    assert not same_bits(outcomes[0], runs.plain(frozenset([("model", "gpt2")])))
+
+
+# --- several together ------------------------------------------------------------------------
+
+_PAIRS = pairwise_combinations()
+
+
+def _name(combination: Combination) -> str:
+    return "-".join(switch.value for switch in switches(combination))
+
+
+@pytest.mark.parametrize("combination", _PAIRS, ids=_name)
+def test_methods_together_stay_as_near_as_each_alone(runs: Runs, combination: Combination) -> None:
+    run, plain = runs.of(combination), runs.plain(combination)
+    inexact = runs.of(of_kinds(combination, "mathematics", "rounding", "approximate"))
+    values = {switch.value for switch in switches(combination)}
+    compiled = not values.isdisjoint({"aot_eager", "regional"})
+    assert (run.graphs > 0) == compiled
+    assert run.skipped == 0
+    if not (compiled and values & _FEWER_BITS):
+        # What is exact changes no bit of what the others do.
+        assert same_bits(run, inexact)
+    chosen = switches(combination)
+    found = difference(run, plain)
+    assert found.loss <= sum(switch.loss for switch in chosen)
+    assert found.weights <= sum(switch.weights for switch in chosen)
+
+
+def test_every_pair_of_values_that_may_meet_meets() -> None:
+    met = {frozenset((one, other)) for row in _PAIRS for one in row for other in row if one < other}
+    possible = {
+        frozenset(((a, one), (b, other)))
+        for a, ones in factors().items()
+        for b, others in factors().items()
+        for one in ones
+        for other in others
+        if a < b
+    }
+    assert met == possible - refused_pairs()
+    assert all(refusal(row) is None for row in _PAIRS)
+
+
+# --- torch.compile for real: up to half a minute each ------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", _MODELS)
+@pytest.mark.parametrize(
+    "with_it",
+    [
+        {},
+        {"compile_regional": True},
+        {"compile_mode": "reduce-overhead"},
+        {"compile_mode": "max-autotune"},
+        {"compile_mode": "max-autotune-no-cudagraphs"},
+        {"activation_checkpointing": "budget"},
+        {"activation_checkpointing": "full"},
+        {"loss_chunk_tokens": 24, "vocab_multiple": 64},
+    ],
+    ids=str,
+)
+def test_inductor_stays_near_to_the_plain_run(
+    runs: Runs, model: str, with_it: dict[str, object]
+) -> None:
+    combination = frozenset([("model", model)])
+    recipe = recipe_of(combination, str(runs.data))
+    config = recipe.efficiency.model_copy(update={"compile": True, **with_it})
+    run = train_recipe(recipe.model_copy(update={"efficiency": config}))
+    found = difference(run, runs.plain(combination))
+    assert run.graphs > 0
+    assert found.loss <= 2e-5
+    assert found.weights <= 2e-3
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_page_says_what_was_tested(
+    runs: Runs, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page gets classes and bounds, equal on every machine; the terminal what is measured."""
+    if runs.measured:
+        with capsys.disabled():
+            terminal = request.config.get_terminal_writer()
+            terminal.line()
+            for line in measured_table(runs.measured):
+                terminal.line(line)
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(page, bounds_table([*SWITCHES, *ALONE]))
+    if wanted != page:
+        write_file(PAGE, wanted)
+    assert wanted.count("equal to the last bit") >= sum(s.kind == "exact" for s in SWITCHES)

@@ -1,0 +1,373 @@
+"""The methods one by one, on tensors: what each computes, keeps and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._python_dispatch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
+from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
+from firstlight.efficiency.compilation import require_compiler
+from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
+from firstlight.efficiency.memory import offloaded_activations
+from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
+from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
+from firstlight.models.ops import (
+    attention,
+    blockwise_attention,
+    dense_mask,
+    document_positions,
+    head_loss,
+)
+
+CPU = find_hardware("cpu")
+
+
+def small_model(kind: str = "llama", **changes: Any) -> Model:
+    config: GPT2Config | LlamaConfig
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=131,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **changes,
+        )
+    else:
+        config = LlamaConfig(
+            vocab_size=131,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            **changes,
+        )
+    model = empty_model(config, 64)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def batch(rows: int = 3, length: int = 24) -> tuple[Tensor, Tensor]:
+    input_ids = torch.randint(131, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = input_ids.roll(-1, 1)
+    labels[0, :5] = -100
+    return input_ids, labels
+
+
+def gradients(model: Model, config: EfficiencyConfig) -> tuple[float, dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    apply_methods(model, config, CPU)
+    loss_sum = loss_function(model, config, CPU)
+    model.train()
+    torch.manual_seed(3)
+    loss = loss_sum(*batch())
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+@given(
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(0, 9),
+    st.integers(1, 6),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_blockwise_attention_is_attention(
+    groups: int, heads: int, new: int, before: int, blocks: int, windowed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(new * 100 + before)
+    total = new + before
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, 4, dtype=torch.float64, generator=generator)
+
+    q, k, v = drawn(heads * groups, new), drawn(heads, total), drawn(heads, total)
+    mask = dense_mask(torch.arange(before, total), total, 3 if windowed else None, None)
+    expected = attention(q, k, v, mask=mask)
+    torch.testing.assert_close(blockwise_attention(q, k, v, mask=mask, blocks=blocks), expected)
+
+
+def test_positions_start_anew_in_each_document() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 2, 2, 2]])
+    expected = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
+    assert torch.equal(document_positions(documents), expected)
+
+
+def test_documents_see_themselves_up_to_the_token_and_the_window() -> None:
+    mask = dense_mask(torch.arange(4), 4, 2, torch.tensor([[0, 0, 0, 1]]))
+    assert mask is not None
+    expected = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
+    assert torch.equal(mask[0, 0].int(), expected.int())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_sees_what_the_dense_mask_shows(window: int | None, documents: bool) -> None:
+    document_ids = torch.arange(40).div(7, rounding_mode="floor").int().expand(2, -1)
+    ids = document_ids if documents else None
+    positions = torch.arange(40)
+    block_mask = flex_mask(positions, 40, window, ids)
+    dense = dense_mask(positions, 40, window, ids)
+    if window is None and not documents:
+        assert block_mask is None
+        assert dense is None
+        return
+    from torch.nn.attention.flex_attention import create_mask
+
+    seen = create_mask(block_mask.mask_mod, 2, 1, 40, 40, device="cpu")
+    assert dense is not None
+    assert torch.equal(seen, dense.expand_as(seen))
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.sampled_from([1, 7, 64]))
+@settings(max_examples=30, deadline=None)
+def test_the_chunked_loss_is_the_loss(tokens: int, chunk: int, multiple: int) -> None:
+    vocab_size = 13
+    generator = torch.Generator().manual_seed(tokens)
+    head = nn.Linear(6, -(-vocab_size // multiple) * multiple, bias=False, dtype=torch.float64)
+    x = torch.randn(1, tokens, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(vocab_size, (1, tokens), generator=generator)
+    labels[0, ::3] = -100
+
+    def found(loss_of: Any) -> list[Tensor]:
+        x_leaf = x.clone().requires_grad_()
+        head.zero_grad()
+        loss = loss_of(x_leaf, head, vocab_size, labels)
+        (loss / 7).backward()
+        assert x_leaf.grad is not None
+        assert head.weight.grad is not None
+        return [loss.detach(), x_leaf.grad, head.weight.grad.clone()]
+
+    plain, chunked = found(head_loss), found(chunked_head_loss(chunk))
+    for one, other in zip(chunked, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        without = chunked_head_loss(chunk)(x, head, vocab_size, labels)
+    torch.testing.assert_close(without, plain[0], rtol=1e-12, atol=1e-12)
+
+
+class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the largest tensor that an operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_the_chunked_loss_never_holds_all_logits() -> None:
+    weight, x = torch.randn(1000, 8), torch.randn(512, 8)
+    labels = torch.zeros(512, dtype=torch.int64)
+    with _Watch() as watch:  # type: ignore[no-untyped-call]
+        # What the operator runs: from outside, it is one operation.
+        _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32)
+    assert watch.largest == 32 * 1000
+
+
+def test_the_chunked_loss_in_bf16_is_as_good_as_the_plain_one() -> None:
+    """Against fp64: no worse than twice autocast's own error."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 500, bias=False)
+    x, labels = torch.randn(2, 50, 64), torch.randint(500, (2, 50))
+
+    def found(loss_of: Any, dtype: torch.dtype) -> list[Tensor]:
+        wide = copy.deepcopy(head).to(dtype)
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = loss_of(leaf, wide, 500, labels)
+        loss.backward()
+        assert leaf.grad is not None
+        assert wide.weight.grad is not None
+        return [loss.detach().double(), leaf.grad.double(), wide.weight.grad.double()]
+
+    exact = found(head_loss, torch.float64)
+    plain, chunked = found(head_loss, torch.float32), found(chunked_head_loss(16), torch.float32)
+    for truth, one, other in zip(exact, plain, chunked, strict=True):
+        scale = truth.abs().max()
+        assert (other - truth).abs().max() / scale <= 2 * (one - truth).abs().max() / scale + 1e-6
+
+
+def test_a_changed_head_is_not_chunked() -> None:
+    model = small_model()
+    model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="leave lm_head out of lora"):
+        chunk_loss(model, 8)
+
+
+def test_offloading_keeps_parameters_in_place_and_copies_the_rest() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = weight
+    x = torch.randn(64, 64, requires_grad=True)
+    with offloaded_activations(layer):
+        y = layer(x).relu()
+    saved = y.grad_fn.next_functions[0][0]
+    assert saved is not None
+    kept_weight = saved._saved_mat2 if hasattr(saved, "_saved_mat2") else saved._saved_self
+    assert kept_weight.untyped_storage().data_ptr() in (
+        weight.untyped_storage().data_ptr(),
+        kept_weight.untyped_storage().data_ptr(),
+    )
+    # What is kept is a copy: changing the original changes no gradient.
+    before = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    with torch.no_grad():
+        y.zero_()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], before)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_with_dropout_gives_the_same_bits(kind: str, mode: str) -> None:
+    changes = {"resid_pdrop": 0.2} if kind == "gpt2" else {}
+    model = small_model(kind, **changes)
+    plain = EfficiencyConfig(precision="fp32")
+    loss, expected = gradients(model, plain)
+    other_loss, found = gradients(
+        model, plain.model_copy(update={"activation_checkpointing": mode})
+    )
+    assert other_loss == loss
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_checkpointing_keeps_less() -> None:
+    """Counted: the elements that autograd saves in the forward pass."""
+
+    def saved_elements(mode: str) -> int:
+        model = small_model()
+        config = EfficiencyConfig.model_validate(
+            {"precision": "fp32", "activation_checkpointing": mode}
+        )
+        apply_methods(model, config, CPU)
+        model.train()
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss_function(model, config, CPU)(*batch())
+        return count
+
+    assert saved_elements("full") < 0.5 * saved_elements("none")
+
+
+def test_a_wrapped_layer_computes_plainly_outside_training() -> None:
+    model = small_model().eval()
+    input_ids, _ = batch()
+    with torch.no_grad():
+        expected = model(input_ids)
+    apply_methods(model, EfficiencyConfig(precision="fp32", activation_checkpointing="full"), CPU)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_methods_leave_the_names_of_parameters_alone() -> None:
+    model = small_model()
+    names = list(model.state_dict())
+    config = EfficiencyConfig(
+        precision="fp32", activation_checkpointing="full", compile=True, compile_regional=True
+    )
+    apply_methods(model, config, CPU)
+    loss_function(model, config, CPU)
+    assert list(model.state_dict()) == names
+
+
+def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
+    model = small_model()
+    choose_attention(model, "math")
+    with torch.profiler.profile() as profile:
+        model(batch()[0])
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_attention_math" in names
+    choose_attention(model, "flash")
+    with torch.profiler.profile() as profile:
+        model(batch()[0])
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+
+
+@pytest.mark.parametrize(
+    "device, dtype, compiled, documents, expected",
+    [
+        ("cpu", torch.float32, True, False, "sdpa"),
+        ("cpu", torch.bfloat16, False, False, "sdpa"),
+        ("cpu", torch.bfloat16, True, False, "blockwise"),
+        ("cuda", torch.bfloat16, True, False, "sdpa"),
+        ("cuda", torch.bfloat16, True, True, "flex"),
+    ],
+)
+def test_what_automatic_attention_is(
+    device: str, dtype: torch.dtype, compiled: bool, documents: bool, expected: str
+) -> None:
+    hardware = Hardware(torch.device(device), "a machine", 2**30, bf16=True)
+    config = EfficiencyConfig(compile=compiled)
+    assert resolve_attention(config, hardware, dtype, documents) == expected
+    named = EfficiencyConfig(attention="math", compile=compiled)
+    assert resolve_attention(named, hardware, dtype, documents) == "math"
+
+
+def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 1.0, torch.bfloat16: 1.1}
+    monkeypatch.setattr(
+        "firstlight.hardware.measured_matmul_flops", lambda device, dtype: rates[dtype]
+    )
+    hardware = Hardware(torch.device("cpu"), "a CPU", 2**30, bf16=True)
+    bf16_is_faster.cache_clear()
+    assert resolve_precision(EfficiencyConfig(), hardware) == torch.float32
+    rates[torch.bfloat16] = 1.3
+    bf16_is_faster.cache_clear()
+    assert resolve_precision(EfficiencyConfig(), hardware) == torch.bfloat16
+    without = Hardware(torch.device("cpu"), "a CPU", 2**30, bf16=False)
+    assert resolve_precision(EfficiencyConfig(), without) == torch.float32
+    bf16_is_faster.cache_clear()
+
+
+def test_fp8_is_refused_without_its_matrix_units() -> None:
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9.*use bf16"):
+        require_fp8(CPU, small_model())
+
+
+def test_fp8_converts_the_layers_but_not_the_head() -> None:
+    pytest.importorskip("torchao")
+    model = small_model()
+    convert_to_fp8(model)
+    converted = {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
+    assert "lm_head" not in converted
+    assert len(converted) == 2 * 7
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.efficiency.compilation.shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="install g\\+\\+ or clang"):
+        require_compiler(EfficiencyConfig(compile=True), CPU)
+    require_compiler(EfficiencyConfig(compile=True, compile_backend="aot_eager"), CPU)
+
+
+def test_deterministic_mode_ends_with_the_step() -> None:
+    with same_bits(EfficiencyConfig(compile=True), CPU):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with same_bits(EfficiencyConfig(compile=False), CPU):
+        assert not torch.are_deterministic_algorithms_enabled()
