@@ -65,7 +65,7 @@ class MethodsBench:
         repeats: turns of all rows; None is 3, with `quick` 1.
         rows: names of rows or tables; empty is all. The plain run is always among them.
         device: as in a recipe's `run.device`.
-        quick: leave out what takes minutes, and measure no more after `QUICK_SECONDS`.
+        quick: leave out some rows, and measure no more after `QUICK_SECONDS`.
     """
 
     model: str | None = None

@@ -103,14 +103,15 @@ class Row:
         changes: keys of the recipe (`section.key`) that it sets; a rung of the ladder has only
             its own.
         needs_gpu: why it is skipped on a CPU; "" is where it isn't.
-        takes_minutes: too slow to start for `--quick`.
+        in_quick: whether `--quick` has it; not what takes minutes to start, or is much like
+            another row.
         huge_pages: whether torch takes huge pages for large tensors, as `firstlight train` does.
     """
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     needs_gpu: str = ""
-    takes_minutes: bool = False
+    in_quick: bool = True
     huge_pages: bool = True
 
 
@@ -207,17 +208,13 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         Row("larger-batch", larger_batch(micro_batch_size)),
         Row("document-masking", {"data.document_masking": True}),
         Row("lora", {"lora.rank": 8}),
-        Row(
-            "qlora",
-            {"lora.rank": 8, "lora.quantize": "nf4"},
-            _IS_CPU + "CPUs have no kernels for 4 bits",
-        ),
+        Row("qlora", {"lora.rank": 8, "lora.quantize": "nf4"}, in_quick=False),
         Row("compile", compiled),
         Row("compile-regional", {**compiled, "efficiency.compile_regional": True}),
         Row(
             "compile-budget",
             {**compiled, "efficiency.activation_checkpointing": "budget"},
-            takes_minutes=True,
+            in_quick=False,
         ),
         Row(
             "compile-cudagraphs",
@@ -234,13 +231,13 @@ def _optimizer_rows() -> list[Row]:
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
     return [
-        Row("foreach", {"optimizer.implementation": "foreach"}),
+        Row("foreach", {"optimizer.implementation": "foreach"}, in_quick=False),
         Row("fused", {"optimizer.implementation": "fused"}),
         Row("adamw8bit", other("adamw8bit", eight_bit_library="bitsandbytes")),
         Row(
             "adamw8bit-torchao",
             other("adamw8bit", eight_bit_library="torchao"),
-            takes_minutes=True,
+            in_quick=False,
         ),
         Row(
             "paged-adamw8bit",
@@ -261,9 +258,9 @@ def _attention_rows(hardware: Hardware) -> list[Row]:
     prefix = "bf16+" if half else ""
     return [
         Row("sdpa", {"efficiency.attention": "sdpa"}),
-        Row(prefix + "flash", {"efficiency.attention": "flash", **half}),
-        Row("math", {"efficiency.attention": "math"}),
-        Row("blockwise", {"efficiency.attention": "blockwise"}),
+        Row(prefix + "flash", {"efficiency.attention": "flash", **half}, in_quick=False),
+        Row("math", {"efficiency.attention": "math"}, in_quick=False),
+        Row("blockwise", {"efficiency.attention": "blockwise"}, in_quick=False),
         Row("efficient", {"efficiency.attention": "efficient"}, no_kernel),
         Row(prefix + "cudnn", {"efficiency.attention": "cudnn", **half}, no_kernel),
         Row("flex", {"efficiency.attention": "flex"}, no_kernel),
@@ -320,6 +317,6 @@ def why_skipped(row: Row, hardware: Hardware, micro_batch_size: int, quick: bool
         operations: Any = torch.ops.mkldnn
         if not operations._is_mkldnn_fp16_supported():
             return "this CPU multiplies no fp16: a step would take minutes"
-    if row.takes_minutes and quick:
-        return "takes minutes to start: left out by --quick"
+    if quick and not row.in_quick:
+        return "left out by --quick"
     return ""

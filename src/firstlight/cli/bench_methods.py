@@ -37,7 +37,7 @@ from firstlight.console import say
 @click.option(
     "--quick",
     is_flag=True,
-    help="A small model, one turn, without what takes minutes to start: done in five minutes.",
+    help="A small model, one turn, fewer rows, and an end after five minutes at most.",
 )
 @click.option(
     "--out",

@@ -64,7 +64,8 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
     The copies are in the order of the GPU's work, so nothing is read before it is written.
     """
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = (*model.parameters(), *model.buffers())
+    parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         is_parameter = tensor.untyped_storage().data_ptr() in parameters

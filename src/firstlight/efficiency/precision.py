@@ -90,6 +90,6 @@ def _fp8_layers(model: nn.Module) -> set[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and name != "lm_head"
+        and name.removesuffix(".base_layer") != "lm_head"
         and all(size % 16 == 0 for size in module.weight.shape)
     }

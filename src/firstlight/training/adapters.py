@@ -10,7 +10,8 @@ import torch
 from firstlight.checkpoint import load_checkpoint, resolve_model_folder
 from firstlight.errors import CheckpointError, ConfigError, ModelError
 from firstlight.huggingface import base_identity, load_model
-from firstlight.lora import add_lora
+from firstlight.hardware import Hardware
+from firstlight.lora import add_lora, require_nf4
 from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.training.config import Recipe
@@ -78,19 +79,22 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
     return model, base
 
 
-def attach(model: Model, recipe: Recipe) -> None:
+def attach(model: Model, recipe: Recipe, hardware: Hardware) -> None:
     """Put the adapters of the recipe's `lora` section into the model, its other weights frozen.
 
     Frozen matrices are kept in the dtype that they are multiplied in.
 
     Args:
         recipe: with its precision decided.
+        hardware: that the model will be moved to.
 
     Raises:
         ConfigError: a target is no linear layer, or 4 bits don't work here.
         MissingDependencyError: 4 bits need bitsandbytes.
     """
     assert recipe.lora is not None
+    if recipe.lora.quantize == "nf4":
+        require_nf4(hardware.device)
     frozen = {
         "bf16": torch.bfloat16,
         "bf16_params": torch.bfloat16,

@@ -55,6 +55,9 @@ def decide(
         masked = recipe.data.document_masking
         attention = resolve_attention(config, hardware, dtype, masked)
         config = config.model_copy(update={"attention": before.get("attention", attention)})
+    if config != recipe.efficiency:
+        way = "compiled" if config.compile is True else "not compiled"
+        tell(f"chosen for this machine: {config.precision}, attention {config.attention}, {way}")
     recipe = recipe.model_copy(update={"efficiency": config})
     if recipe.batch.micro_batch_size == "auto":
         rows = saved.get("batch", {}).get("micro_batch_size")

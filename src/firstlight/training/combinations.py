@@ -82,11 +82,13 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
 def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:
     accumulation = recipe.batch.accumulation(seq_len)
     if accumulation > 1:
-        rows = recipe.batch.rows * accumulation
+        change = f"batch.micro_batch_size to {recipe.batch.rows * accumulation}"
+        if recipe.batch.gradient_accumulation_steps is not None:
+            change += " and batch.gradient_accumulation_steps to 1"
         yield (
             "efficiency.optimizer_in_backward updates after every backward pass, so it can't "
-            f"accumulate gradients over {accumulation} of them: set batch.micro_batch_size to "
-            f"{rows} (with activation_checkpointing full if that doesn't fit), or switch it off"
+            f"accumulate gradients over {accumulation} of them: set {change} (with "
+            "activation_checkpointing full if that doesn't fit), or switch it off"
         )
     if recipe.optimizer.max_grad_norm > 0:
         yield (

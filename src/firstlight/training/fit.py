@@ -101,7 +101,7 @@ def try_step(recipe: Recipe, hardware: Hardware) -> None:
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0))
     if recipe.lora is not None:
-        attach(model, recipe)
+        attach(model, recipe, hardware)
     # One micro-batch takes as much as several after each other.
     single = recipe.batch.model_copy(update={"global_batch_tokens": None})
     program = TrainingProgram(recipe.model_copy(update={"batch": single}), model, hardware)

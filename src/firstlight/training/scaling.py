@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,8 +67,10 @@ class LossScaler:
             CheckpointError: something is missing or of the wrong kind.
         """
         try:
-            self.scale = float(state["scale"])
-            self.good_steps = int(state["good_steps"])
-            self.skipped_steps = int(state["skipped_steps"])
+            scale = float(state["scale"])
+            counts = int(state["good_steps"]), int(state["skipped_steps"])
+            if not 0 < scale < math.inf:
+                raise ValueError(f"{scale} is no scale")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
+        self.scale, (self.good_steps, self.skipped_steps) = scale, counts

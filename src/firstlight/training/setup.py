@@ -107,7 +107,7 @@ def set_up(
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
     if recipe.lora is not None:
-        attach(model, recipe)
+        attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     job = Job(program, tokenizer, dataset, validation, origin, base)
     if newest is not None:

@@ -1,0 +1,338 @@
+"""What can't work together is refused, and what the message advises can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from switches import CPU, refused_pairs
+
+from firstlight.efficiency import apply_methods
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware
+from firstlight.models import empty_model
+from firstlight.optim.optimizer import Optimizer
+from firstlight.training.adapters import attach
+from firstlight.training.combinations import ineffective, require_combination
+from firstlight.training.config import parse_recipe
+
+#: Never computed on: only its kind is looked at.
+GPU = Hardware(torch.device("cuda"), "a GPU of a test", 2**34, bf16=True)
+_APPLE = Hardware(torch.device("mps"), "an Apple GPU of a test", 2**34, bf16=False)
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Settings that can't stand together.
+
+    Attributes:
+        one, other: the two sides; each is legal without the other.
+        advice: each a change that the message names and that helps.
+        needed: what stands beside both.
+        alone: what stands beside `one` where `other` does not.
+        hardware: where it is refused.
+    """
+
+    one: Settings
+    other: Settings
+    advice: list[Settings]
+    needed: Settings
+    hardware: Hardware = CPU
+    alone: Settings = field(default_factory=dict)
+
+
+_IN_BACKWARD = {"efficiency.optimizer_in_backward": True}
+_OFF = {"efficiency.optimizer_in_backward": False}
+_NO_CLIPPING = {"optimizer.max_grad_norm": 0.0}
+_MASKED = {"data.document_masking": True}
+_WINDOW = {"model.model_type": "mistral", "model.sliding_window": 16}
+_NAMED_GPU = {"run.device": "cuda"}
+_DROPOUT = {"model.model_type": "gpt2", "model.attn_pdrop": 0.1}
+
+
+def _attention(name: str) -> Settings:
+    return {"efficiency.attention": name}
+
+
+def _precision(name: str) -> Settings:
+    return {"efficiency.precision": name}
+
+
+def _on_gpu(attention: str, other: Settings, *advice: Settings, **needed: Any) -> Refusal:
+    return Refusal(_attention(attention), other, list(advice), {**_NAMED_GPU, **needed}, GPU)
+
+
+_BF16: Settings = {"efficiency.precision": "bf16"}
+
+REFUSALS = {
+    "in-backward-accumulation": Refusal(
+        _IN_BACKWARD,
+        {"batch.gradient_accumulation_steps": 2},
+        [{"batch.micro_batch_size": 8, "batch.gradient_accumulation_steps": 1}, _OFF],
+        _NO_CLIPPING,
+    ),
+    "in-backward-global-tokens": Refusal(
+        _IN_BACKWARD,
+        {"batch.global_batch_tokens": 256},
+        [{"batch.micro_batch_size": 8}, _OFF],
+        _NO_CLIPPING,
+    ),
+    "in-backward-clipping": Refusal(
+        _IN_BACKWARD,
+        {"optimizer.max_grad_norm": 1.0},
+        [_NO_CLIPPING, _OFF],
+        {},
+        alone=_NO_CLIPPING,
+    ),
+    "in-backward-fp16": Refusal(_IN_BACKWARD, _precision("fp16"), [_BF16, _OFF], _NO_CLIPPING),
+    "budget-uncompiled": Refusal(
+        {"efficiency.activation_checkpointing": "budget"},
+        {"efficiency.compile": False},
+        [
+            {"efficiency.compile": True},
+            {"efficiency.activation_checkpointing": "selective"},
+        ],
+        {},
+        alone={"efficiency.compile": True},
+    ),
+    "regional-uncompiled": Refusal(
+        {"efficiency.compile_regional": True},
+        {"efficiency.compile": False},
+        [{"efficiency.compile": True}, {"efficiency.compile_regional": False}],
+        {},
+        alone={"efficiency.compile": True},
+    ),
+    "mode-uncompiled": Refusal(
+        {"efficiency.compile_mode": "max-autotune"},
+        {"efficiency.compile": False},
+        [{"efficiency.compile": True}, {"efficiency.compile_mode": "default"}],
+        {},
+        alone={"efficiency.compile": True},
+    ),
+    "mode-backend": Refusal(
+        {"efficiency.compile_mode": "reduce-overhead"},
+        {"efficiency.compile_backend": "aot_eager"},
+        [{"efficiency.compile_backend": "inductor"}, {"efficiency.compile_mode": "default"}],
+        {"efficiency.compile": True},
+    ),
+    "fp8-gpt2": Refusal(
+        _precision("fp8"),
+        {"model.model_type": "gpt2"},
+        [_BF16, {"model.model_type": "llama"}],
+        {},
+        GPU,
+    ),
+    **{
+        f"{name}-{what}": _on_gpu(
+            name,
+            masked,
+            *map(_attention, ("auto", "flex", "efficient")),
+            **_BF16,
+        )
+        for name in ("flash", "cudnn")
+        for what, masked in (("documents", _MASKED), ("window", _WINDOW))
+    },
+    **{
+        f"{name}-{low}": _on_gpu(name, _precision(low), _BF16, _attention("efficient"))
+        for name in ("flash", "cudnn")
+        for low in ("fp32", "tf32")
+    },
+    **{
+        f"{name}-dropout": _on_gpu(
+            name, _DROPOUT, {"model.attn_pdrop": 0.0}, _attention("auto"), **_BF16
+        )
+        for name in ("flash", "flex")
+    },
+    **{
+        f"{name}-cpu": Refusal(
+            _attention(name),
+            {},
+            list(map(_attention, ("auto", "sdpa", "flash", "math", "plain"))),
+            {},
+        )
+        for name in ("efficient", "cudnn", "flex")
+    },
+    "pinned-cpu": Refusal({"data.pin_memory": True}, {}, [{"data.pin_memory": None}], {}),
+    **{
+        f"8bit-{name}": Refusal(
+            {"optimizer.name": "adamw8bit"},
+            {"optimizer.implementation": name},
+            [{"optimizer.implementation": "auto"}, {"optimizer.name": "adamw"}],
+            {},
+        )
+        for name in ("for-loop", "foreach", "fused")
+    },
+    "adafactor-fused": Refusal(
+        {"optimizer.name": "adafactor"},
+        {"optimizer.implementation": "fused"},
+        [{"optimizer.implementation": "foreach"}, {"optimizer.name": "adamw"}],
+        {},
+    ),
+    "paged-torchao": Refusal(
+        {"optimizer.name": "paged_adamw8bit"},
+        {"optimizer.eight_bit_library": "torchao"},
+        [{"optimizer.eight_bit_library": "bitsandbytes"}, {"optimizer.name": "adamw8bit"}],
+        {},
+    ),
+}
+
+
+def check(settings: Settings, hardware: Hardware) -> None:
+    """Refuse what a run would refuse before its first step.
+
+    Raises:
+        ConfigError: as the run.
+    """
+    values: dict[str, Any] = {
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 30,
+            "max_position_embeddings": 32,
+        },
+        "data": {"dir": "data", "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "efficiency": {"precision": "bf16"},
+    }
+    for name, value in settings.items():
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = value
+    require_combination(parse_recipe(values), hardware)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_names_both_sides_and_its_advice_works(name: str) -> None:
+    refusal = REFUSALS[name]
+    both = {**refusal.needed, **refusal.one, **refusal.other}
+    with pytest.raises(ConfigError) as error:
+        check(both, refusal.hardware)
+    said = str(error.value)
+    assert "\n" not in said
+    for settings in (refusal.one, *refusal.advice):
+        for setting in settings:
+            assert setting.split(".")[1] in said
+    for advice in refusal.advice:
+        check({**both, **advice}, refusal.hardware)
+
+
+@pytest.mark.parametrize("name", [n for n, refusal in REFUSALS.items() if refusal.other])
+def test_each_side_without_the_other_is_legal(name: str) -> None:
+    refusal = REFUSALS[name]
+    check({**refusal.needed, **refusal.alone, **refusal.one}, refusal.hardware)
+    check({**refusal.needed, **refusal.other}, refusal.hardware)
+
+
+def test_every_pair_that_is_refused_is_in_the_table() -> None:
+    found = {frozenset(f"{factor}={value}" for factor, value in pair) for pair in refused_pairs()}
+    assert found == {
+        frozenset(pair)
+        for pair in (
+            ("update=in-backward", "batch=accumulated"),
+            ("update=in-backward", "batch=global-tokens"),
+            ("update=in-backward", "clipping=on"),
+            ("update=in-backward", "precision=fp16"),
+            ("checkpointing=budget", "compile=no"),
+            ("optimizer=adamw8bit", "implementation=for-loop"),
+            ("optimizer=adamw8bit", "implementation=foreach"),
+            ("optimizer=adamw8bit", "implementation=fused"),
+            ("optimizer=adafactor", "implementation=fused"),
+        )
+    }
+
+
+def test_all_conflicts_are_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        check(
+            {
+                **_IN_BACKWARD,
+                **_precision("fp16"),
+                **_attention("flex"),
+                "batch.gradient_accumulation_steps": 2,
+                "data.pin_memory": True,
+            },
+            CPU,
+        )
+    said = str(error.value)
+    assert said.count("; ") == 4
+    for part in ("accumulate", "clip", "overflowed", "efficiency.attention flex", "pin_memory"):
+        assert part in said
+
+
+def _recipe(**sections: Settings) -> Any:
+    return parse_recipe(
+        {
+            "model": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "vocab_size": 30,
+            },
+            "data": {"dir": "data", "seq_len": 32},
+            **sections,
+        }
+    )
+
+
+def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> None:
+    recipe = _recipe(
+        efficiency={"loss_chunk_tokens": 8, "precision": "fp32"},
+        lora={"targets": ["lm_head", "q_proj"]},
+    )
+    model = empty_model(recipe.model)
+    model.init_weights(torch.Generator().manual_seed(0))
+    attach(model, recipe)
+    with pytest.raises(ConfigError, match=r"leave lm_head out of lora\.targets") as error:
+        apply_methods(model, recipe.efficiency, CPU)
+    assert "set efficiency.loss_chunk_tokens to 0" in str(error.value)
+    # Both ways out.
+    apply_methods(model, recipe.efficiency.model_copy(update={"loss_chunk_tokens": 0}), CPU)
+    other = _recipe(efficiency={"precision": "fp32"}, lora={"targets": ["q_proj"]})
+    plain = empty_model(recipe.model)
+    plain.init_weights(torch.Generator().manual_seed(0))
+    attach(plain, other)
+    apply_methods(plain, recipe.efficiency, CPU)
+
+
+def test_fp8_on_a_cpu_is_refused_with_bf16_as_the_way_out() -> None:
+    recipe = _recipe(efficiency={"precision": "fp8"})
+    with pytest.raises(ConfigError, match=r"needs a GPU with fp8 matrix units .*: use bf16"):
+        apply_methods(empty_model(recipe.model), recipe.efficiency, CPU)
+
+
+def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
+    recipe = _recipe(optimizer={"name": "paged_adamw8bit"})
+    model = empty_model(recipe.model)
+    with pytest.raises(ConfigError, match="the device is cpu: set it to adamw8bit"):
+        Optimizer(model, recipe.optimizer)
+
+
+@pytest.mark.parametrize(
+    "settings,hardware,said",
+    [
+        (_precision("tf32"), CPU, ["efficiency.precision tf32 is fp32 on a cpu device"]),
+        (_precision("tf32"), GPU, []),
+        ({"efficiency.activation_offload": True}, CPU, ["gains nothing on a CPU"]),
+        ({"efficiency.activation_offload": True}, _APPLE, []),
+        ({"efficiency.empty_cache_steps": 5}, _APPLE, ["does nothing on a mps device"]),
+        ({"efficiency.empty_cache_steps": 5}, GPU, []),
+        (
+            {"efficiency.compile": True, "efficiency.compile_mode": "max-autotune"},
+            CPU,
+            ["compile_mode max-autotune is for GPUs"],
+        ),
+        ({}, CPU, []),
+    ],
+)
+def test_what_changes_nothing_here_is_said(
+    settings: Settings, hardware: Hardware, said: list[str]
+) -> None:
+    values = {name.split(".")[1]: value for name, value in settings.items()}
+    notes = list(ineffective(_recipe(efficiency=values), hardware))
+    assert len(notes) == len(said)
+    assert all(part in note for part, note in zip(said, notes, strict=True))
