@@ -32,7 +32,9 @@ def pairs_of(row: Mapping[str, str]) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
-def covering_set(factors: Mapping[str, Sequence[str]], legal: set[Pair]) -> list[dict[str, str]]:
+def covering_set(
+    factors: Mapping[str, Sequence[str]], legal: set[Pair], wanted: set[Pair] | None = None
+) -> list[dict[str, str]]:
     """Combinations, one value for each factor, that hold legal pairs only and each at least once.
 
     Between values that cover as much, the first of its factor is taken.
@@ -40,11 +42,12 @@ def covering_set(factors: Mapping[str, Sequence[str]], legal: set[Pair]) -> list
     Args:
         factors: names and values; at least two factors.
         legal: of `legal_pairs`.
+        wanted: those of them that must be held; None is all.
 
     Raises:
         ValueError: a legal pair is in no combination of legal pairs.
     """
-    missing = set(legal)
+    missing = set(legal if wanted is None else wanted)
     rows = []
     while missing:
         start = min(missing, key=sorted)

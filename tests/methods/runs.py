@@ -68,7 +68,7 @@ def _program(recipe: Recipe) -> TrainingProgram:
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(SEED))
     if recipe.lora is not None:
-        attach(model, recipe)
+        attach(model, recipe, CPU)
     program = TrainingProgram(recipe, model, CPU)
     if program.scaler is not None:
         # A run finds a scale that fits by skipping some of its first steps; a comparison can't.

@@ -35,6 +35,7 @@ class Switch:
         loss: the most by which the loss of a step may differ, in nats.
         weights: the most by which the trained weights may differ, as a share of the way that
             training moved them (both L2 norms).
+        amplifies: by how much it makes differences of the others grow.
         needs: a package beyond those that the tests install.
         slow: it takes half a minute.
     """
@@ -45,6 +46,7 @@ class Switch:
     settings: tuple[tuple[str, Any], ...] = ()
     loss: float = 0.0
     weights: float = 0.0
+    amplifies: float = 1.0
     needs: str | None = None
     slow: bool = False
 
@@ -79,6 +81,7 @@ SWITCHES = [
     _efficiency("precision", "fp16", "approximate", 0.001, 0.03, precision="fp16"),
     _efficiency("attention", "sdpa", "plain"),
     _efficiency("attention", "plain", "rounding", *_ROUNDING, attention="plain"),
+    _efficiency("attention", "blockwise", "rounding", *_ROUNDING, attention="blockwise"),
     _efficiency("attention", "math", "rounding", *_ROUNDING, attention="math"),
     _efficiency("attention", "flash", "rounding", *_ROUNDING, attention="flash"),
     _efficiency("checkpointing", "none", "plain"),
@@ -108,7 +111,8 @@ SWITCHES = [
     _optimizer("adamw", "plain", 2e-3),
     _optimizer("adamw8bit", "approximate", 2e-3, loss=0.005, weights=0.2, needs="bitsandbytes"),
     _optimizer("adafactor", "mathematics", 1e-2),
-    _optimizer("muon", "mathematics", 5e-3),
+    # It makes all singular values of an update alike, those that are only rounding included.
+    _optimizer("muon", "mathematics", 5e-3, amplifies=30.0),
     _optimizer("sgd", "mathematics", 1e-1),
     Switch("implementation", "auto", "plain"),
     *(
@@ -157,7 +161,7 @@ SWITCHES = [
 #: What runs alone and not in the pairs: inductor compiles for too long.
 ALONE = [
     _efficiency("compile", "eager", "exact", compile=True, compile_backend="eager"),
-    _efficiency("compile", "inductor", "rounding", *_ROUNDING, compile=True),
+    _efficiency("compile", "inductor", "rounding", *_ROUNDING, compile=True, compile_regional=True),
     Switch(
         "optimizer",
         "adamw8bit-torchao",
@@ -216,7 +220,7 @@ def recipe_of(combination: Combination, data: str = "data") -> Recipe:
         "batch": {"micro_batch_size": 4},
         "schedule": {"max_steps": 20, "warmup_steps": 4},
         "optimizer": {"learning_rate": 2e-3},
-        "efficiency": {"precision": "fp32", "attention": "sdpa"},
+        "efficiency": {"precision": "fp32", "attention": "sdpa", "compile": False},
     }
     for switch in switches(combination):
         for name, value in switch.settings:
@@ -256,7 +260,7 @@ def needed(*choices: Choice) -> list[Choice]:
     """Values without which some can't be, and which the others leave open."""
     taken = {factor for factor, _ in choices}
     companions = {
-        ("checkpointing", "budget"): ("compile", "aot_eager"),
+        ("checkpointing", "budget"): ("compile", "regional"),
         ("update", "in-backward"): ("clipping", "off"),
     }
     wanted = [companions[choice] for choice in choices if choice in companions]
@@ -269,9 +273,18 @@ def refused_pairs() -> set[frozenset[Choice]]:
     return {pair for pair in everything if _is_refused(*sorted(pair))}
 
 
-def pairwise_combinations() -> list[Combination]:
-    """Combinations in which every two values that may meet do."""
+def pairwise_combinations() -> tuple[list[Combination], list[Combination]]:
+    """Combinations in which every two values that may meet do: those that take a second each, and
+    those in which the whole model is compiled."""
     names = factors()
     refused = refused_pairs()
     legal = legal_pairs(names, lambda one, other: frozenset((one, other)) in refused)
-    return [frozenset(row.items()) for row in covering_set(names, legal)]
+    quick = {pair for pair in legal if _WHOLE not in pair}
+    compiled = legal - quick
+    return (
+        [frozenset(row.items()) for row in covering_set(names, quick, quick)],
+        [frozenset(row.items()) for row in covering_set(names, legal, compiled)],
+    )
+
+
+_WHOLE: Choice = ("compile", "aot_eager")

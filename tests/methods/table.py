@@ -13,7 +13,7 @@ BEGIN = "<!-- nearness: written by tests/methods -->"
 END = "<!-- end of nearness -->"
 
 _WORDS = {
-    "mathematics": "asks for other numbers: compared with the same run without methods",
+    "mathematics": "another computation, asked for",
     "exact": "equal to the last bit",
     "rounding": "the same sums in another order",
     "approximate": "numbers of fewer bits",
@@ -27,18 +27,22 @@ def bounds_table(switches: Iterable[Switch]) -> str:
         "|---|---|---|---|",
     ]
     for switch in switches:
-        keys = ", ".join(f"`{name}: {_yaml(value)}`" for name, value in switch.settings)
-        loss = f"{switch.loss:g}" if switch.loss else "-"
-        weights = f"{100 * switch.weights:g} %" if switch.weights else "-"
-        if switch.kind == "exact":
-            loss = weights = "0"
-        if keys and switch.kind != "plain":
-            lines.append(f"| {keys} | {_WORDS[switch.kind]} | {loss} | {weights} |")
+        if switch.kind == "plain" or not switch.settings:
+            continue
+        keys = ", ".join(
+            f"`{name}: {_yaml(value)}`"
+            for name, value in switch.settings
+            if name != "optimizer.learning_rate" and value is not None
+        )
+        loss, weights = f"{switch.loss:.6g}", f"{100 * switch.weights:g} %"
+        if switch.kind == "mathematics":
+            loss = weights = "-"
+        lines.append(f"| {keys} | {_WORDS[switch.kind]} | {loss} | {weights} |")
     return "\n".join(lines)
 
 
 def _yaml(value: object) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value))  # type: ignore[call-overload,no-any-return]
+    return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value))
 
 
 def with_table(page: str, table: str) -> str:

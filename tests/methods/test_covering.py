@@ -57,3 +57,12 @@ def test_the_same_input_gives_the_same_set() -> None:
     factors = factors_of([3, 3, 2, 2])
     legal = legal_pairs(factors, lambda *_: False)
     assert covering_set(factors, legal) == covering_set(factors, {*sorted(legal, key=sorted)})
+
+
+def test_only_what_is_wanted_needs_to_be_held() -> None:
+    factors = factors_of([3, 3, 3])
+    legal = legal_pairs(factors, lambda *_: False)
+    wanted = {pair for pair in legal if ("f0", "v2") in pair}
+    rows = covering_set(factors, legal, wanted)
+    assert len(rows) == 3
+    assert wanted <= covered(rows)

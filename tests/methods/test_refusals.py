@@ -151,7 +151,7 @@ REFUSALS = {
         f"{name}-cpu": Refusal(
             _attention(name),
             {},
-            list(map(_attention, ("auto", "sdpa", "flash", "math", "plain"))),
+            list(map(_attention, ("auto", "sdpa", "flash", "math", "blockwise", "plain"))),
             {},
         )
         for name in ("efficient", "cudnn", "flex")
@@ -198,7 +198,7 @@ def check(settings: Settings, hardware: Hardware) -> None:
         },
         "data": {"dir": "data", "seq_len": 32},
         "batch": {"micro_batch_size": 4},
-        "efficiency": {"precision": "bf16"},
+        "efficiency": {"precision": "bf16", "compile": False},
     }
     for name, value in settings.items():
         section, key = name.split(".")
@@ -286,7 +286,7 @@ def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> 
     )
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0))
-    attach(model, recipe)
+    attach(model, recipe, CPU)
     with pytest.raises(ConfigError, match=r"leave lm_head out of lora\.targets") as error:
         apply_methods(model, recipe.efficiency, CPU)
     assert "set efficiency.loss_chunk_tokens to 0" in str(error.value)
@@ -295,7 +295,7 @@ def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> 
     other = _recipe(efficiency={"precision": "fp32"}, lora={"targets": ["q_proj"]})
     plain = empty_model(recipe.model)
     plain.init_weights(torch.Generator().manual_seed(0))
-    attach(plain, other)
+    attach(plain, other, CPU)
     apply_methods(plain, recipe.efficiency, CPU)
 
 

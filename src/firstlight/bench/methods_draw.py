@@ -38,7 +38,8 @@ def draw(result: Mapping[str, Any]) -> bytes:
     machine = result["machine"]
     figure.suptitle(
         f"{result['model']}, {result['micro_batch_size']} x {result['seq_len']} tokens; "
-        f"{machine['name']}" + ("" if result["complete"] else " (not complete)")
+        f"{machine['name']}" + ("" if result["complete"] else " (not complete)"),
+        parse_math=False,  # a path may have dollar signs
     )
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)

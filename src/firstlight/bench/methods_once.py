@@ -124,7 +124,7 @@ def _program(recipe: Recipe, hardware: Hardware) -> Callable[[Sequence[Batch], f
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     if recipe.lora is not None:
-        attach(model, recipe)
+        attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     return lambda batches, share: program.step(batches, share).loss
 

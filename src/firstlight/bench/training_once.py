@@ -100,7 +100,7 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     """
     recipe = parse_recipe(request["recipe"])
     hardware = find_hardware(recipe.run.device)
-    _import_libraries(request["program"])
+    _import_libraries(request["program"], recipe)
     torch.set_num_threads(request["threads"])
     torch.manual_seed(recipe.run.seed)
     assert recipe.data.seq_len is not None
@@ -137,10 +137,11 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _import_libraries(program: str) -> None:
+def _import_libraries(program: str, recipe: Recipe) -> None:
     """Import what comes late otherwise, so that it doesn't count as the program's memory."""
     importlib.import_module("torch._dynamo")
-    importlib.import_module("torch._inductor.compile_fx")
+    if program != "firstlight" or recipe.efficiency.compile:
+        importlib.import_module("torch._inductor.compile_fx")
     if program == "trainer":
         importlib.import_module("transformers.trainer")
 

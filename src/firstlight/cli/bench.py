@@ -7,6 +7,9 @@ from typing import Any
 
 import click
 
+from firstlight.cli.bench_gemm import gemm_command
+from firstlight.cli.bench_methods import methods_command
+from firstlight.cli.bench_training import training_command
 from firstlight.cli.output import human_bytes, say_table, with_json
 from firstlight.console import say
 
@@ -88,6 +91,9 @@ def loading_command(
         say(f"written: {out / 'loading.json'}, {out / 'loading.png'}")
     return result
 
+
+for command in (methods_command, training_command, gemm_command):
+    bench_group.add_command(command)
 
 _HEADER = ("way", "peak", "/ file", "/ model", "import", "load", "first logits", "/ transformers")
 

@@ -128,6 +128,12 @@ def _say_result(result: dict[str, Any]) -> None:
         f"medians of {result['repeats']} x {result['steps']} steps"
     )
     say(f"large matrix products: {rates}; the higher is the ceiling")
+    if machine["load"] is not None and machine["load"] > machine["cpus"] and _waits(result):
+        say(
+            f"other work keeps this machine busy (load {machine['load']:.1f} on {machine['cpus']} "
+            "CPUs): threads that wait by spinning, as outside of firstlight's environment, wait "
+            "longer for it; --same-environment takes that difference away"
+        )
     measured = [row for row in result["rows"] if row["status"] == "measured"]
     if measured:
         say_table([_HEADER, *(_cells(row) for row in measured)])
@@ -137,6 +143,12 @@ def _say_result(result: dict[str, Any]) -> None:
         elif row["chosen"]:
             chosen = (f"{key} {value}" for key, value in row["chosen"].items())
             say(f"{row['name']}: {', '.join(chosen)}")
+
+
+def _waits(result: dict[str, Any]) -> bool:
+    """Whether there are rows in another environment than firstlight's."""
+    programs = {row["program"] for row in result["rows"]}
+    return not result["same_environment"] and programs != {"firstlight"}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -136,10 +136,12 @@ def _bitsandbytes_layout(parameter: Tensor) -> Layout:
 
 
 def _flatten_bitsandbytes(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
+    flat = {
         key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
         for key, value in state.items()
     }
+    # All parameters have the same tables, and a file can't hold the same memory twice.
+    return {key: value.clone() if key.startswith("qmap") else value for key, value in flat.items()}
 
 
 # torchao

@@ -91,7 +91,7 @@ def _fits(recipe: Recipe, hardware: Hardware, rows: int) -> bool:
 
 
 def try_step(recipe: Recipe, hardware: Hardware) -> None:
-    """Do two steps of one micro-batch: the first makes the optimizer's state, the second has it.
+    """Do two steps: the first makes the optimizer's state, the second has it.
 
     Raises:
         RuntimeError, MemoryError: it does not fit.
@@ -102,15 +102,15 @@ def try_step(recipe: Recipe, hardware: Hardware) -> None:
     model.init_weights(torch.Generator().manual_seed(0))
     if recipe.lora is not None:
         attach(model, recipe, hardware)
-    # One micro-batch takes as much as several after each other.
-    single = recipe.batch.model_copy(update={"global_batch_tokens": None})
-    program = TrainingProgram(recipe.model_copy(update={"batch": single}), model, hardware)
+    program = TrainingProgram(recipe, model, hardware)
     shape = (recipe.batch.rows, recipe.data.seq_len)
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
+    # From the second on, the gradients of those before are there too.
+    count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     for _ in range(2):
-        program.step([batch], share_of_peak=0.0)
+        program.step([batch] * count, share_of_peak=0.0)
 
 
 def main() -> int:

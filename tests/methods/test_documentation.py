@@ -1,0 +1,102 @@
+"""docs/methods.md has a row for everything that a recipe can switch, and names real tests."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from table import BEGIN, END, PAGE, with_table
+
+from firstlight.efficiency import EfficiencyConfig
+from firstlight.lora import LoraConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.training.config import BatchConfig, DataConfig
+
+#: Keys that are no methods, or whose values make one together.
+_OTHERS = {
+    "data.dir",
+    "data.seq_len",
+    "data.verify",
+    "lora.alpha",
+    "lora.dropout",
+    "lora.targets",
+}
+_COLUMNS = 6
+
+
+def _rows() -> dict[str, list[str]]:
+    """The cells of each row of the page's tables of methods, by recipe key."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"\| `([a-z_.]+(?:: [\w-]+)?)` \|", line)
+        if match and line.count("|") == _COLUMNS + 1:
+            assert match[1] not in found, f"{match[1]} has two rows"
+            found[match[1]] = [cell.strip() for cell in line.strip("|").split("|")]
+    return found
+
+
+def _methods() -> Iterator[str]:
+    """`section.key`, or `section.key: value` for each value where the values have names."""
+    sections: dict[str, type[BaseModel]] = {
+        "batch": BatchConfig,
+        "data": DataConfig,
+        "efficiency": EfficiencyConfig,
+        "lora": LoraConfig,
+    }
+    for section, kind in sections.items():
+        for key, field in kind.model_fields.items():
+            if f"{section}.{key}" not in _OTHERS:
+                yield from _named(f"{section}.{key}", field.annotation)
+    for key in ("name", "implementation", "eight_bit_library"):
+        yield from _named(f"optimizer.{key}", OptimizerConfig.model_fields[key].annotation)
+    yield "batch.micro_batch_size: auto"
+    yield "efficiency.compile: auto"
+
+
+def _named(key: str, annotation: object) -> Iterator[str]:
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from (f"{key}: {value}" for value in typing.get_args(annotation))
+    else:
+        yield key
+
+
+def test_every_key_and_value_has_its_row_and_no_other_has() -> None:
+    assert sorted(_rows()) == sorted(_methods())
+
+
+@pytest.mark.parametrize("key", _rows())
+def test_a_row_says_what_why_how_near_and_how_it_is_proved(key: str) -> None:
+    _, why, nearness, _, proof, _ = _rows()[key]
+    assert len(why) > 10
+    classes = "exact|rounding|approximate: .* nats, .* %|mathematics|plain|untested|as its|of what"
+    assert re.match(classes, nearness)
+    assert re.search(r"\b(alone|together|refused)\b|`test_\w+`", proof)
+    untested = "untested" in nearness
+    assert not untested or "no GPU" in nearness or "GPU" in nearness
+
+
+def test_the_tests_that_the_page_names_exist() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    tests = Path(__file__).resolve().parents[1]
+    defined = {
+        name: str(path.relative_to(tests.parent))
+        for path in tests.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    named = re.findall(r"`(test_\w+)`(?: \(`([\w/.]+)`\))?", page)
+    assert len(named) > 10
+    for name, place in named:
+        assert defined[name].startswith(place or "tests/methods/")
+
+
+def test_the_table_goes_between_its_marks_and_nowhere_else() -> None:
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    changed = with_table(page, "one\ntwo")
+    assert changed == f"before\n{BEGIN}\none\ntwo\n{END}\nafter\n"
+    assert with_table(changed, "one\ntwo") == changed
+    with pytest.raises(ValueError, match="not enough values"):
+        with_table("no marks", "table")

@@ -1,0 +1,115 @@
+"""A run that is interrupted and goes on ends as one that is not, whatever its number formats."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.stored import WEIGHTS_NAME
+from firstlight.training.loop import TrainResult, train
+from firstlight.training.metrics import read_json_lines
+
+_CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "fp16": {"efficiency": {"precision": "fp16"}},
+    "bf16_params": {"efficiency": {"precision": "bf16_params"}},
+    "adamw8bit": {
+        "efficiency": {"precision": "fp32"},
+        "optimizer": {"name": "adamw8bit", "eight_bit_library": "bitsandbytes"},
+    },
+    "all-at-once": {
+        "efficiency": {
+            "precision": "bf16_params",
+            "activation_checkpointing": "full",
+            "loss_chunk_tokens": 24,
+            "vocab_multiple": 64,
+            "optimizer_in_backward": True,
+        },
+        "optimizer": {"name": "muon", "max_grad_norm": 0.0},
+        "data": {"document_masking": True, "workers": 3, "prefetch": 3},
+    },
+}
+
+#: Metrics that are no outcome of the computation.
+_MEASURED = {"tokens_per_second", "mfu", "memory_bytes", "seconds", "data_wait_seconds"}
+
+
+class StoppedError(Exception):
+    """Ends a run from within, as Ctrl-C would."""
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+
+
+def _recipe(base: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    values = copy.deepcopy(base)
+    values["run"]["dir"] = str(folder)
+    values["schedule"] = {"max_steps": 6, "warmup_steps": 1}
+    values["checkpoint"] = {"every_steps": 3}
+    values["evaluation"] = {"every_steps": 3, "max_rows": 4, "sample_tokens": 2}
+    # Wide enough that 8-bit optimizers keep some moments in 8 bits.
+    values["model"] |= {"hidden_size": 64}
+    for section, settings in _CASES[name].items():
+        values.setdefault(section, {}).update(settings)
+    values["efficiency"]["compile"] = False
+    return values
+
+
+def _outcome(result: TrainResult) -> tuple[list[dict[str, Any]], bytes]:
+    records = [
+        {key: value for key, value in record.items() if key not in _MEASURED}
+        for record in read_json_lines(result.run_folder / "metrics.jsonl")
+    ]
+    return records, (result.checkpoint / WEIGHTS_NAME).read_bytes()
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_a_resumed_run_ends_in_the_same_weights_as_an_unbroken_one(
+    recipe: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    if name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    whole = train(_recipe(recipe, tmp_path / "whole", name))
+    broken = _recipe(recipe, tmp_path / "broken", name)
+
+    def stop(record: Mapping[str, Any]) -> None:
+        # Step 4 is done, and lost: the newest checkpoint is that of step 3.
+        if record["step"] == 4:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(broken, on_step=stop)
+    resumed = train(broken, resume=True)
+    records, weights = _outcome(whole)
+    assert _outcome(resumed) == (records, weights)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["train/loss"] < records[0]["train/loss"]
+    if name == "fp16":
+        assert {"loss_scale", "skipped_steps"} <= records[-1].keys()
+
+
+def test_the_loss_scale_goes_on_where_it_was(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.training.scaling._STEPS_BETWEEN_GROWTHS", 4)
+    whole = train(_recipe(recipe, tmp_path / "whole", "fp16"))
+    records, _ = _outcome(whole)
+    # Four good steps in a row double the scale, and two more don't.
+    good = [not now["skipped_steps"] for now in records]
+    assert all(good)
+    assert [record["loss_scale"] for record in records] == [2.0**16] * 3 + [2.0**17] * 3
+    broken = _recipe(recipe, tmp_path / "broken", "fp16")
+
+    def stop(record: Mapping[str, Any]) -> None:
+        if record["step"] == 4:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(broken, on_step=stop)
+    assert _outcome(train(broken, resume=True))[0] == records

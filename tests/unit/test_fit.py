@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.errors import ConfigError
+from firstlight.hardware import find_hardware
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.fit import cuts, largest_micro_batch, try_step
+from firstlight.training.loop import train
+from firstlight.training.program import TrainingProgram
+from firstlight.training.step import StepResult
+
+_CPU = find_hardware("cpu")
+
+
+def recipe_of(rows: int | str = "auto", total: int = 12, **sections: Any) -> Recipe:
+    return parse_recipe(
+        {
+            "model": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "vocab_size": 30,
+                "max_position_embeddings": 16,
+            },
+            "data": {"dir": "data", "seq_len": 16},
+            "batch": {"micro_batch_size": rows, "global_batch_tokens": total * 16},
+            "efficiency": {"precision": "fp32"},
+            **sections,
+        }
+    )
+
+
+# --- which sizes are tried ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "total,expected",
+    [
+        (1, [1]),
+        (2, [2, 1]),
+        (12, [12, 6, 3, 1]),
+        (32, [32, 16, 8, 4, 2, 1]),
+        (7, [7, 1]),
+        (15, [15, 5, 1]),
+        (30, [30, 15, 6, 3, 1]),
+    ],
+)
+def test_sizes_are_halved_where_that_cuts_the_batch_evenly(total: int, expected: list[int]) -> None:
+    assert list(cuts(total)) == expected
+
+
+@given(st.integers(1, 5000))
+def test_every_size_divides_the_batch_and_is_at_most_half_of_the_one_before(total: int) -> None:
+    found = list(cuts(total))
+    assert found[0] == total
+    assert found[-1] == 1
+    assert all(total % rows == 0 for rows in found)
+    assert all(b <= a // 2 for a, b in itertools.pairwise(found))
+
+
+# --- the search --------------------------------------------------------------------------------
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | str]) -> list[int]:
+    """Let the process that tries be one that answers by the number of rows: with an exit code
+    (a signal if negative), or with a refusal. Returns the list of what it was asked."""
+    asked: list[int] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        request = json.loads(options["input"])
+        assert request["device"] == "cpu"
+        recipe = parse_recipe(request["recipe"])
+        asked.append(recipe.batch.rows)
+        said = answer(recipe.batch.rows)
+        if isinstance(said, str):
+            return subprocess.CompletedProcess(command, 3, json.dumps({"error": said}) + "\n", "")
+        return subprocess.CompletedProcess(command, said, "", "a trace\nWords: the last line\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_halving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = answering(monkeypatch, lambda rows: 0 if rows <= 4 else 4)
+    told: list[str] = []
+    assert largest_micro_batch(recipe_of(total=12), _CPU, told.append) == 3
+    assert asked == [12, 6, 3]
+    assert told == ["micro-batch of 3 rows: the largest that fits of a step's 12"]
+
+
+def test_a_process_that_the_system_killed_needed_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, lambda rows: 0 if rows == 1 else -9)
+    assert largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None) == 1
+
+
+def test_no_row_that_fits_is_an_error_with_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch, lambda rows: 4)
+    with pytest.raises(ConfigError, match="not even a micro-batch of one row of 16 tokens fits"):
+        largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
+    assert asked == [4, 2, 1]
+
+
+def test_a_refusal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch, lambda rows: "this can't be")
+    with pytest.raises(ConfigError, match=r"^this can't be$"):
+        largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
+    assert asked == [4]
+
+
+def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, lambda rows: 1)
+    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(give a number"):
+        largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "batch,said",
+    [
+        ({"micro_batch_size": "auto"}, r"needs batch\.global_batch_tokens.*multiple of .* 16"),
+        (
+            {
+                "micro_batch_size": "auto",
+                "global_batch_tokens": 64,
+                "gradient_accumulation_steps": 2,
+            },
+            r"no batch\.gradient_accumulation_steps",
+        ),
+        ({"micro_batch_size": "auto", "global_batch_tokens": 40}, "take 32 or 48"),
+        ({"micro_batch_size": "auto", "global_batch_tokens": 4}, "take 16$"),
+    ],
+)
+def test_auto_needs_a_batch_to_cut(batch: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        largest_micro_batch(recipe_of(batch=batch), _CPU, lambda _: None)
+
+
+# --- one try -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows,expected", [(4, 1), (2, 2), (1, 2)])
+def test_a_try_holds_what_a_step_of_several_micro_batches_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int, expected: int
+) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+    step = TrainingProgram.step
+
+    def watched(self: TrainingProgram, batches: Any, share_of_peak: float) -> StepResult:
+        seen.append([tuple(batch.input_ids.shape) for batch in batches])
+        return step(self, batches, share_of_peak)
+
+    monkeypatch.setattr(TrainingProgram, "step", watched)
+    try_step(recipe_of(rows, total=4), _CPU)
+    assert seen == [[(rows, 16)] * expected] * 2
+
+
+def test_a_try_takes_documents_padding_and_adapters_along() -> None:
+    try_step(
+        recipe_of(
+            2,
+            total=4,
+            data={"dir": "data", "seq_len": 16, "document_masking": True},
+            lora={"rank": 2},
+            efficiency={"precision": "bf16", "vocab_multiple": 64, "loss_chunk_tokens": 8},
+        ),
+        _CPU,
+    )
+
+
+def test_methods_that_cant_work_together_are_refused_by_the_process_itself() -> None:
+    recipe = recipe_of(efficiency={"precision": "fp32", "optimizer_in_backward": True})
+    with pytest.raises(ConfigError, match=r"set optimizer\.max_grad_norm to 0"):
+        largest_micro_batch(recipe, _CPU, lambda _: None)
+
+
+# --- real memory ---------------------------------------------------------------------------------
+
+_LIMIT = """
+import resource, sys
+from pathlib import Path
+import firstlight.training.fit
+lines = dict(l.split(":", 1) for l in Path("/proc/self/status").read_text().splitlines())
+used = int(lines["VmData"].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + {more},) * 2)
+sys.exit(firstlight.training.fit.main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux alone says VmData")
+def test_where_memory_is_short_a_smaller_micro_batch_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 4 rows of 512 tokens have 164 MB of logits, which are in memory several times: 400 MB hold
+    # fewer than 4 rows, and one.
+    recipe = parse_recipe(
+        {
+            "model": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "vocab_size": 20_000,
+                "max_position_embeddings": 512,
+            },
+            "data": {"dir": "data", "seq_len": 512},
+            "batch": {"micro_batch_size": "auto", "global_batch_tokens": 4 * 512},
+            "efficiency": {"precision": "fp32", "attention": "sdpa"},
+        }
+    )
+    run = subprocess.run
+
+    def limited(command: list[str], **options: Any) -> Any:
+        assert command[-2:] == ["-m", "firstlight.training.fit"]
+        program = _LIMIT.format(more=400_000_000)
+        return run([sys.executable, "-P", "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "run", limited)
+    rows = largest_micro_batch(recipe, _CPU, lambda _: None)
+    assert rows in (1, 2)
+
+
+def test_a_run_with_auto_takes_the_whole_batch_where_there_is_room(recipe: dict[str, Any]) -> None:
+    recipe["batch"] = {"micro_batch_size": "auto", "global_batch_tokens": 128}
+    recipe["schedule"] = {"max_steps": 2, "warmup_steps": 0}
+    recipe["efficiency"] = {"precision": "fp32"}
+    result = train(recipe)
+    saved = yaml.safe_load((result.run_folder / "recipe.yaml").read_text(encoding="utf-8"))
+    assert saved["batch"]["micro_batch_size"] == 4
+    assert saved["batch"]["global_batch_tokens"] == 128
