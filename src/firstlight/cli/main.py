@@ -33,7 +33,8 @@ _ENVIRONMENT = {
 #: In training alone: memory that is used again and again is worth making huge pages of, memory
 #: that is filled once, as by loading a model, is not (2 to 8 times slower to fill were seen).
 _TRAINING_ENVIRONMENT = {
-    # Large tensors in huge pages: 0.8 of the time a step on CPUs, where page faults cost most.
+    # Large tensors in huge pages, on CPUs, where page faults cost most: with memory that is kept
+    # between steps (efficiency/allocator.py) 0.7 of the time a step; without, it can cost.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 

@@ -9,6 +9,7 @@ import torch
 from firstlight.data.loader import Batch
 from firstlight.efficiency import (
     apply_methods,
+    keep_memory,
     loss_function,
     matmul_precision,
     parameter_dtype,
@@ -45,6 +46,7 @@ class TrainingProgram:
 
     def __init__(self, recipe: Recipe, model: Model, hardware: Hardware) -> None:
         require_combination(recipe, hardware)
+        keep_memory(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
         self.model = model.to(hardware.device)
