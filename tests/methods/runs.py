@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
 
 STEPS, SEED = 20, 7
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Models as small as these lose time to a second thread, much where others compute too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

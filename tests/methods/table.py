@@ -32,7 +32,7 @@ def bounds_table(switches: Iterable[Switch]) -> str:
         keys = ", ".join(
             f"`{name}: {_yaml(value)}`"
             for name, value in switch.settings
-            if name != "optimizer.learning_rate" and value is not None
+            if name != "optimizer.learning_rate"
         )
         loss, weights = f"{switch.loss:.6g}", f"{100 * switch.weights:g} %"
         if switch.kind == "mathematics":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from runs import one_thread
 from switches import CPU, Combination, recipe_of
 from torch import Tensor
 
@@ -19,6 +21,12 @@ from firstlight.training.config import Recipe
 from firstlight.training.step import StepResult, train_step
 
 _SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def _rows(data: Path, masked: bool) -> Batch:

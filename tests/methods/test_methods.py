@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from covering import pairs_of
-from runs import Difference, Outcome, difference, same_bits, train_recipe, train_tiny
+from runs import (
+    Difference,
+    Outcome,
+    difference,
+    one_thread,
+    same_bits,
+    train_recipe,
+    train_tiny,
+)
 from switches import (
     ALONE,
     SWITCHES,
@@ -28,6 +35,13 @@ from table import PAGE, bounds_table, measured_table, with_table
 from firstlight.data.prepare import prepare
 from firstlight.files import write_file
 from firstlight.tokenizer import train_tokenizer
+
+#: What two methods do to each other: the loss and weights that come on top.
+_INTERACTIONS: dict[Combination, tuple[float, float]] = {
+    # Adafactor's steps are as large as the matrix's root mean square, which rows of zeros lower:
+    # 20 on 300 by 3 %.
+    frozenset({("optimizer", "adafactor"), ("vocabulary", "padded")}): (0.005, 0.05),
+}
 
 # torch's compiler looks at every input's gradient, that of a layer's input included.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -58,12 +72,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models as small as these lose time to a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +176,10 @@ def test_methods_together_stay_as_near_as_each_alone(runs: Runs, combination: Co
         assert same_bits(run, inexact)
     chosen = switches(combination)
     amplified = max(switch.amplifies for switch in chosen)
+    more = [bounds for pair, bounds in _INTERACTIONS.items() if pair <= combination]
     found = difference(run, plain)
-    assert found.loss <= amplified * sum(switch.loss for switch in chosen)
-    assert found.weights <= amplified * sum(switch.weights for switch in chosen)
+    assert found.loss <= amplified * sum(s.loss for s in chosen) + sum(loss for loss, _ in more)
+    assert found.weights <= amplified * sum(s.weights for s in chosen) + sum(w for _, w in more)
 
 
 def test_every_pair_of_values_that_may_meet_meets() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import one_thread
 
 from firstlight.stored import WEIGHTS_NAME
 from firstlight.training.loop import TrainResult, train
@@ -40,6 +41,12 @@ _MEASURED = {"tokens_per_second", "mfu", "memory_bytes", "seconds", "data_wait_s
 
 class StoppedError(Exception):
     """Ends a run from within, as Ctrl-C would."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import select
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,10 @@ def run_of(seconds: list[float], peak: int, loss: float = 3.0) -> dict[str, Any]
 
 def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> None:
     replies = {
-        "firstlight": [run_of([2.0, 2.0, 4.0], 100), run_of([1.0, 8.0, 1.0], 300, 4.0)],
+        "firstlight": [
+            {**run_of([2.0, 2.0, 4.0], 100), "first_step_seconds": 30.0},
+            run_of([1.0, 8.0, 1.0], 300, 4.0),
+        ],
         "firstlight a.b=c": [run_of([1.0, 1.0, 1.0], 50), run_of([1.0, 1.0, 1.0], 50)],
         "reference": [run_of([4.0, 4.0, 5.0], 400), run_of([4.0, 2.0, 5.0], 400)],
     }
@@ -126,7 +130,7 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> N
     assert ours["share_of_ceiling"] == 0.1
     assert ours["cpu_seconds"] == 4.0
     assert (ours["total_peak_bytes"], ours["peak_bytes"]) == (200, 190)
-    assert (ours["final_loss"], ours["first_step_seconds"]) == (3.5, 9.0)
+    assert (ours["final_loss"], ours["first_step_seconds"]) == (3.5, 30.0)
     assert reference["tokens_per_second"] == 10.0
     # The first turn was 4 s to 2 s, the second 4 s to 1 s.
     assert ours["speed_ratio"] == 2.0
@@ -302,6 +306,8 @@ def a_batch() -> Batch:
 def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     theirs = PlainGPT2(_TINY)
+    # Gradients so large that they are clipped, each step by another factor.
+    nn.init.normal_(theirs.head.weight, 0.0, 0.5)
     monkeypatch.setattr("firstlight.bench.reference_loops.PlainGPT2", lambda config: theirs)
     loop = autocast_loop(_TINY, _CPU.device, bf16=False, compile_model=False)
     recipe = tiny_recipe()
@@ -310,10 +316,14 @@ def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.Monkey
     ours.finish_loading()
     program = TrainingProgram(recipe, ours, _CPU)
     batch = a_batch()
+    norms = []
     for step in range(3):
         rate = recipe.optimizer.learning_rate * (step + 1) / 4
         loss = loop(batch.input_ids, batch.labels, rate)
-        assert program.step([batch], (step + 1) / 4).loss == pytest.approx(loss, rel=1e-6)
+        result = program.step([batch], (step + 1) / 4)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+        norms.append(result.grad_norm)
+    assert min(norms) > 1
     found = ours.state_dict()
     for name, value in weights_of(theirs).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
@@ -425,6 +435,7 @@ def test_all_programs_train_on_the_same_rows(
         "efficiency.compile": False,
     }
     assert runs["reference"]["chosen"] == {}
+    assert runs["reference"]["losses"] != runs["reference-fp32"]["losses"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -491,6 +502,7 @@ def test_a_refusal_is_a_result(
     }
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux waits for orphans so")
 def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_path: Path) -> None:
     module.write_text(
         "import os, pathlib, signal, subprocess, sys\n"
@@ -505,9 +517,11 @@ def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_pat
     own, child = map(int, (tmp_path / "pids").read_text().split())
     with pytest.raises(ProcessLookupError):
         os.kill(own, 0)
-    # Nobody waits for the orphan's exit code; dead it is.
-    with contextlib.suppress(FileNotFoundError):
-        assert "zombie" in Path(f"/proc/{child}/status").read_text(encoding="utf-8")
+    # The orphan dies when the system gets to it, and may be gone already.
+    with contextlib.suppress(ProcessLookupError):
+        death = select.poll()
+        death.register(os.pidfd_open(child), select.POLLIN)
+        assert death.poll(60_000)
 
 
 def test_the_other_programs_do_not_get_what_firstlight_sets(

@@ -25,4 +25,5 @@ def keep_memory(hardware: Hardware) -> bool:
     if mallopt is None:  # another C library
         return False
     settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20), (_MMAP_THRESHOLD, 1 << 30))
-    return all([bool(mallopt(*setting)) for setting in settings])
+    taken = [bool(mallopt(*setting)) for setting in settings]
+    return all(taken)

@@ -9,8 +9,8 @@ import torch
 
 from firstlight.checkpoint import load_checkpoint, resolve_model_folder
 from firstlight.errors import CheckpointError, ConfigError, ModelError
-from firstlight.huggingface import base_identity, load_model
 from firstlight.hardware import Hardware
+from firstlight.huggingface import base_identity, load_model
 from firstlight.lora import add_lora, require_nf4
 from firstlight.lora.files import base_name
 from firstlight.models import Model

@@ -10,12 +10,15 @@ import torch
 from firstlight.efficiency import can_compile, resolve_attention, resolve_precision
 from firstlight.hardware import Hardware, peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.training.config import Recipe
+from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.fit import largest_micro_batch
 
 #: A run of so many seconds at the machine's full matrix rate, so of some times as many in fact,
 #: is worth the minute that compiling may take.
 _WORTH_COMPILING_SECONDS = 240.0
+
+#: Tokens of a forward pass from which on a CPU multiplies at its full rate.
+_BUSY_TOKENS = 1024
 
 
 def decide(
@@ -59,13 +62,30 @@ def decide(
         way = "compiled" if config.compile is True else "not compiled"
         tell(f"chosen for this machine: {config.precision}, attention {config.attention}, {way}")
     recipe = recipe.model_copy(update={"efficiency": config})
-    if recipe.batch.micro_batch_size == "auto":
+    if recipe.batch.micro_batch_size in (None, "auto"):
         rows = saved.get("batch", {}).get("micro_batch_size")
-        if rows is None:
+        if rows is None and recipe.batch.micro_batch_size == "auto":
             rows = largest_micro_batch(recipe, hardware, tell)
+        elif rows is None:
+            rows = _rows_that_keep_busy(recipe, hardware)
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware) -> int:
+    """Rows of a micro-batch where nothing is said: a CPU is no faster with more than this, and
+    the activations take the memory of one."""
+    seq_len, tokens = recipe.data.seq_len, recipe.batch.global_batch_tokens
+    assert seq_len is not None
+    accumulation = recipe.batch.gradient_accumulation_steps
+    if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
+        return tokens // (accumulation * seq_len)
+    if hardware.device.type != "cpu" or tokens is None or tokens % seq_len:
+        return DEFAULT_ROWS
+    total = tokens // seq_len
+    most = min(max(_BUSY_TOKENS // seq_len, 1), DEFAULT_ROWS)
+    return next(rows for rows in range(most, 0, -1) if total % rows == 0)
 
 
 def _ideal_seconds(
@@ -77,7 +97,7 @@ def _ideal_seconds(
     per_token = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len)
     tokens, batch = epoch_tokens, recipe.batch
     if recipe.schedule.max_steps is not None:
-        rows = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
+        rows = 1 if batch.micro_batch_size == "auto" else batch.rows
         a_step = rows * (batch.gradient_accumulation_steps or 1) * recipe.data.seq_len
         tokens = recipe.schedule.max_steps * (batch.global_batch_tokens or a_step)
     return per_token * tokens / peak_flops(hardware.device, dtype)

@@ -37,7 +37,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
-from firstlight.training.config import Recipe
+from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.job import Job
 from firstlight.training.program import TrainingProgram
 from firstlight.training.state import restore
@@ -268,7 +268,7 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Re
             "lower the one or raise the other"
         )
     require_row(dataset, seq_len)
-    rows, memory = recipe.batch.micro_batch_size, psutil.virtual_memory().total
+    rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
     # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
