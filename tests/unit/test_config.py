@@ -424,7 +424,10 @@ def test_every_recipe_of_the_project_parses(path: Path) -> None:
     assert recipe.model is not None
     seq_len = recipe.data.seq_len or recipe.model.max_position_embeddings
     assert seq_len <= recipe.model.max_position_embeddings
-    assert recipe.batch.accumulation(seq_len) >= 1
+    if recipe.batch.micro_batch_size is None:
+        assert recipe.batch.global_rows(seq_len) >= 1
+    else:
+        assert recipe.batch.accumulation(seq_len) >= 1
 
 
 @pytest.mark.parametrize("section", _SECTIONS)

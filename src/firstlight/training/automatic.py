@@ -74,17 +74,18 @@ def decide(
 
 
 def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware) -> int:
-    """Rows of a micro-batch where nothing is said: a CPU is no faster with more than this, and
-    the activations take the memory of one."""
+    """Rows of a micro-batch where nothing is said, that cut the step evenly: a CPU is no faster
+    with more than this, and keeps fewer activations."""
     seq_len, tokens = recipe.data.seq_len, recipe.batch.global_batch_tokens
     assert seq_len is not None
     accumulation = recipe.batch.gradient_accumulation_steps
     if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
         return tokens // (accumulation * seq_len)
-    if hardware.device.type != "cpu" or tokens is None or tokens % seq_len:
+    if tokens is None or tokens % seq_len:
         return DEFAULT_ROWS
-    total = tokens // seq_len
-    most = min(max(_BUSY_TOKENS // seq_len, 1), DEFAULT_ROWS)
+    total, most = tokens // seq_len, DEFAULT_ROWS
+    if hardware.device.type == "cpu":
+        most = min(max(_BUSY_TOKENS // seq_len, 1), most)
     return next(rows for rows in range(most, 0, -1) if total % rows == 0)
 
 
