@@ -41,7 +41,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, empty_model
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.config import BatchConfig, Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
@@ -171,7 +171,7 @@ def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> Non
     recipe = plan.rows[0].recipe
     assert recipe.efficiency == Recipe.model_fields["efficiency"].default
     assert recipe.optimizer == Recipe.model_fields["optimizer"].default
-    assert recipe.batch.accumulation(1024) * recipe.batch.rows == 4
+    assert recipe.batch == BatchConfig(global_batch_tokens=4096)
     quick = make_plan(TrainingBench(device="cpu", programs=[], quick=True, steps=2))
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == ("small", 256, 2, 1)
 

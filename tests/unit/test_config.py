@@ -257,8 +257,8 @@ def test_all_mistakes_are_reported_at_once() -> None:
     for part in (
         "data.dir is missing",
         "data.seq_len: input should be a valid integer (given: 'long')",
-        "optimizer.name: input should be 'adamw', 'adamw8bit', 'paged_adamw8bit', 'adafactor', 'muon' "
-        "or 'sgd' (given: 'lion')",
+        "optimizer.name: input should be 'adamw', 'adamw8bit', 'paged_adamw8bit', 'adafactor', "
+        "'muon' or 'sgd' (given: 'lion')",
         "optimizer.betas: ",
         "unknown key optimizer.lr",
         "schedule.max_steps: input should be greater than 0 (given: 0)",

@@ -28,6 +28,7 @@ from firstlight.bench.fresh_process import ask, plain_environment, training_envi
 from firstlight.bench.gemm import ceiling
 from firstlight.bench.methods_data import write_tokens
 from firstlight.bench.methods_rows import SMALL, find_model
+from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.bench.training_report import FIRSTLIGHT, REFERENCE, Row, summarize
 from firstlight.console import progress_bar, say
 from firstlight.errors import ConfigError, nearest
@@ -35,6 +36,7 @@ from firstlight.files import write_json
 from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.training.automatic import decide
 from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe, load_recipe
 
@@ -178,8 +180,8 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
         write_json(path, values)
         try:
             recipe = load_recipe(path, overrides)
-            _require_same_batch(recipe, values)
-            require_combination(recipe, hardware)
+            _require_same_batch(recipe, values, hardware)
+            require_combination(_decided(recipe, hardware), hardware)
         except ConfigError as error:
             message = str(error).removeprefix(f"{path}: ")
             where = f"--set {variant}: " if variant else ""
@@ -187,15 +189,23 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
     return recipe
 
 
-def _require_same_batch(recipe: Recipe, values: Mapping[str, Any]) -> None:
+def _require_same_batch(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> None:
     seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
     if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
         raise ConfigError(
             f"every row trains {tokens} tokens a step in rows of {seq_len}: use --seq-len and "
             "--micro-batch-size, and only batch.micro_batch_size to cut the step otherwise"
         )
-    if recipe.batch.micro_batch_size != "auto":
-        recipe.batch.accumulation(seq_len)
+    _decided(recipe, hardware).batch.accumulation(seq_len)
+
+
+def _decided(recipe: Recipe, hardware: Hardware) -> Recipe:
+    """As it will be run, but with one row a micro-batch where the largest that fits is yet to be
+    found: that takes time, and other processes."""
+    if recipe.batch.micro_batch_size == "auto":
+        batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
+        recipe = recipe.model_copy(update={"batch": batch})
+    return decide(recipe, {}, hardware, EPOCH_TOKENS, lambda _: None)
 
 
 def choose_programs(

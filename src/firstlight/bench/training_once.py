@@ -60,7 +60,7 @@ from firstlight.training.program import TrainingProgram
 _RISE_STEPS = 4
 
 #: What is left open is decided as for a run of this length.
-_EPOCH_TOKENS = 10**9
+EPOCH_TOKENS = 10**9
 
 
 class StepClock:
@@ -154,7 +154,7 @@ def _firstlight(
     recipe: Recipe, tokens: Tokens, steps: int, hardware: Hardware, clock: StepClock
 ) -> tuple[list[float], dict[str, Any]]:
     """The losses, and what was chosen for the keys that the recipe leaves open."""
-    decided = decide(recipe, {}, hardware, _EPOCH_TOKENS, lambda _: None)
+    decided = decide(recipe, {}, hardware, EPOCH_TOKENS, lambda _: None)
     assert decided.model is not None
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed))

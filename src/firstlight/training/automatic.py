@@ -53,6 +53,9 @@ def decide(
         seconds = _ideal_seconds(recipe, hardware, dtype, epoch_tokens)
         pays = seconds >= _WORTH_COMPILING_SECONDS and can_compile(hardware)
         chosen["compile"] = before.get("compile", pays)
+    if config.loss_chunk_tokens is None:
+        chunk = _loss_chunk_tokens(recipe, hardware, dtype)
+        chosen["loss_chunk_tokens"] = before.get("loss_chunk_tokens", chunk)
     config = config.model_copy(update=chosen)
     if config.attention == "auto":
         masked = recipe.data.document_masking
@@ -71,6 +74,19 @@ def decide(
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -> int:
+    """In fp32 on a CPU the chunks cost no time, and all logits much memory; where torch.compile
+    fuses bf16's head and loss, chunks would be slower."""
+    assert recipe.model is not None
+    worth_it = (
+        hardware.device.type == "cpu"
+        and dtype == torch.float32
+        and recipe.model.vocab_size >= 16384
+        and recipe.lora is None
+    )
+    return 512 if worth_it else 0
 
 
 def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware) -> int:
