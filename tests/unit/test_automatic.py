@@ -68,9 +68,10 @@ def test_everything_automatic_becomes_a_value(machine: dict[str, Any]) -> None:
     assert found.efficiency.precision == "bf16"
     assert found.efficiency.attention == "sdpa"
     assert found.efficiency.compile is False
+    assert found.efficiency.loss_chunk_tokens == 0
     assert found.batch.micro_batch_size == 4
     # And nothing else.
-    keys = {"precision", "attention", "compile"}
+    keys = {"precision", "attention", "compile", "loss_chunk_tokens"}
     assert found.efficiency.model_dump(exclude=keys) == recipe.efficiency.model_dump(exclude=keys)
     sections = {"efficiency", "batch"}
     assert found.model_dump(exclude=sections) == recipe.model_dump(exclude=sections)
@@ -78,7 +79,12 @@ def test_everything_automatic_becomes_a_value(machine: dict[str, Any]) -> None:
 
 def test_what_is_given_is_left_alone(machine: dict[str, Any]) -> None:
     recipe = recipe_of(
-        efficiency={"precision": "fp32", "attention": "math", "compile": True},
+        efficiency={
+            "precision": "fp32",
+            "attention": "math",
+            "compile": True,
+            "loss_chunk_tokens": 7,
+        },
         batch={"micro_batch_size": 2},
     )
     told: list[str] = []
@@ -100,7 +106,8 @@ def test_a_resumed_run_keeps_what_auto_came_to(machine: dict[str, Any]) -> None:
 
 def test_a_resumed_run_takes_what_the_recipe_says_now(machine: dict[str, Any]) -> None:
     first = decided(recipe_of())
-    recipe = recipe_of(efficiency={"precision": "fp32", "attention": "plain", "compile": True})
+    given = {"precision": "fp32", "attention": "plain", "compile": True, "loss_chunk_tokens": 7}
+    recipe = recipe_of(efficiency=given)
     found = decided(recipe, first)
     assert found.efficiency == recipe.efficiency
 
@@ -132,3 +139,25 @@ def test_choices_are_told(machine: dict[str, Any]) -> None:
     told: list[str] = []
     decide(recipe_of(), {}, _CPU, 10**6, told.append)
     assert told == ["chosen for this machine: bf16, attention sdpa, not compiled"]
+
+
+def test_the_loss_is_chunked_where_that_costs_nothing(machine: dict[str, Any]) -> None:
+    large = {**recipe_of().model_dump()["model"], "vocab_size": 50257}
+    machine["dtype"] = torch.float32
+    assert decided(recipe_of(model=large)).efficiency.loss_chunk_tokens == 512
+    assert decided(recipe_of()).efficiency.loss_chunk_tokens == 0
+    machine["dtype"] = torch.bfloat16
+    assert decided(recipe_of(model=large)).efficiency.loss_chunk_tokens == 0
+
+
+def test_a_step_on_a_cpu_is_cut_into_rows_that_keep_it_busy(machine: dict[str, Any]) -> None:
+    def rows(**batch: Any) -> Any:
+        recipe = recipe_of(
+            batch={"micro_batch_size": None, **batch}, data={"dir": "data", "seq_len": 512}
+        )
+        return decided(recipe).batch.micro_batch_size
+
+    assert rows(global_batch_tokens=16 * 512) == 2
+    assert rows(global_batch_tokens=15 * 512) == 1
+    assert rows(global_batch_tokens=16 * 512, gradient_accumulation_steps=4) == 4
+    assert rows() == 8
