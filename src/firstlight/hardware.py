@@ -190,9 +190,12 @@ def free_memory_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
+    limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(int(text) - int(used.read_text()), 0))
+        # Files that are only cached are given up when memory is needed.
+        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
+        taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
+        free = min(free, max(int(text) - taken, 0))
     return free
 
 

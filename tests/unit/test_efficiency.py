@@ -28,6 +28,9 @@ from firstlight.models.ops import (
     document_positions,
     head_loss,
 )
+from firstlight.training.adapters import attach
+from firstlight.training.config import parse_recipe
+from firstlight.training.program import TrainingProgram
 
 CPU = find_hardware("cpu")
 
@@ -178,7 +181,7 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     labels = torch.zeros(512, dtype=torch.int64)
     with _Watch() as watch:  # type: ignore[no-untyped-call]
         # What the operator runs: from outside, it is one operation.
-        _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32)
+        _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32, True)
     assert watch.largest == 32 * 1000
 
 
@@ -309,23 +312,34 @@ def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "device, dtype, compiled, documents, expected",
+    "device, dtype, compiled, documents, dropout, seq_len, expected",
     [
-        ("cpu", torch.float32, True, False, "sdpa"),
-        ("cpu", torch.bfloat16, False, False, "sdpa"),
-        ("cpu", torch.bfloat16, True, False, "blockwise"),
-        ("cuda", torch.bfloat16, True, False, "sdpa"),
-        ("cuda", torch.bfloat16, True, True, "flex"),
+        ("cpu", torch.float32, True, False, 0.0, 512, "sdpa"),
+        ("cpu", torch.bfloat16, False, False, 0.0, 512, "sdpa"),
+        ("cpu", torch.bfloat16, True, False, 0.0, 512, "blockwise"),
+        ("cpu", torch.bfloat16, True, False, 0.0, 2048, "sdpa"),
+        ("cuda", torch.bfloat16, True, False, 0.0, 512, "sdpa"),
+        ("cuda", torch.bfloat16, True, True, 0.0, 512, "flex"),
+        ("cuda", torch.bfloat16, True, True, 0.1, 512, "sdpa"),
     ],
 )
 def test_what_automatic_attention_is(
-    device: str, dtype: torch.dtype, compiled: bool, documents: bool, expected: str
+    device: str,
+    dtype: torch.dtype,
+    compiled: bool,
+    documents: bool,
+    dropout: float,
+    seq_len: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("firstlight.efficiency.attention.can_compile", lambda _: True)
     hardware = Hardware(torch.device(device), "a machine", 2**30, bf16=True)
-    config = EfficiencyConfig(compile=compiled)
-    assert resolve_attention(config, hardware, dtype, documents) == expected
-    named = EfficiencyConfig(attention="math", compile=compiled)
-    assert resolve_attention(named, hardware, dtype, documents) == "math"
+    model = GPT2Config(attn_pdrop=dropout)
+    for attention_, expected_ in (("auto", expected), ("math", "math")):
+        config = EfficiencyConfig.model_validate({"attention": attention_, "compile": compiled})
+        found = resolve_attention(config, hardware, dtype, model, seq_len, documents)
+        assert found == expected_
 
 
 def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,3 +385,37 @@ def test_deterministic_mode_ends_with_the_step() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     with same_bits(EfficiencyConfig(compile=False), CPU):
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_frozen_head_gets_no_gradient_made() -> None:
+    head = nn.Linear(6, 13, bias=False).requires_grad_(False)
+    x, labels = torch.randn(1, 9, 6), torch.randint(13, (1, 9))
+
+    def gradient(loss_of: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        loss_of(leaf, head, 13, labels).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(chunked_head_loss(4)), gradient(head_loss))
+    assert head.weight.grad is None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_params"])
+def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) -> None:
+    model = small_model()
+    recipe = parse_recipe(
+        {
+            "model": model.config.model_dump(),
+            "data": {"dir": "data", "seq_len": 24},
+            "lora": {"rank": 2},
+            "efficiency": {"precision": precision, "vocab_multiple": 64, "compile": False},
+        }
+    )
+    attach(model, recipe, CPU)
+    program = TrainingProgram(recipe, model, CPU)
+    for name, parameter in program.model.named_parameters():
+        if name.endswith("base_layer.weight"):
+            assert parameter.dtype == torch.bfloat16, name
+        if "lora_" in name:
+            assert parameter.dtype == torch.float32, name

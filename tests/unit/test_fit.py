@@ -203,7 +203,7 @@ sys.exit(firstlight.training.fit.main())
 def test_where_memory_is_short_a_smaller_micro_batch_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # 4 rows of 512 tokens have 490 MB of logits, which are in memory several times: 1 GB holds
+    # 4 rows of 512 tokens have 490 MB of logits, which are in memory several times: 1.3 GB hold
     # fewer than 4 rows, and one.
     recipe = parse_recipe(
         {
@@ -223,7 +223,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
 
     def limited(command: list[str], **options: Any) -> Any:
         assert command[-2:] == ["-m", "firstlight.training.fit"]
-        program = _LIMIT.format(more=1_000_000_000)
+        program = _LIMIT.format(more=1_300_000_000)
         return run([sys.executable, "-P", "-c", program], **options)
 
     monkeypatch.setattr(subprocess, "run", limited)

@@ -3,9 +3,10 @@
 How it is measured: the operands are random, made once for each number format, and the result is
 written over the last one, so that no memory is asked for meanwhile. A product that takes less
 than a measurement is multiplied once before it and repeated in it with the same operands: what
-fits into the caches is in them. Each round measures every product once; what a row says is the
-median over the rounds. Products that are compared are compared within each round, and their
-ratio is the median of the rounds' ratios: what else the machine does falls on both.
+fits into the caches is in them. Each round measures every product once, and three times the
+small ones that are there to be compared; what a row says is the median. What is compared is
+measured shortly after each other, and the ratio is the median of such pairs' ratios: what else
+the machine does falls on both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from firstlight.bench.gemm_products import (
+    COMPARED,
     STEP_TOKENS,
     GPT2Shape,
     Layout,
@@ -249,7 +251,8 @@ class GemmRun:
         bench: what is measured.
         products: all of them.
         seconds: for each number format and each product, what each round measured.
-        rounds: how many there are to be; 0 until it is known.
+        rounds: how many have begun.
+        complete: whether it is all that was to be measured.
     """
 
     def __init__(self, bench: GemmBench) -> None:
@@ -265,6 +268,7 @@ class GemmRun:
             name: [[] for _ in self.products] for name in bench.dtypes
         }
         self.rounds = 0
+        self.complete = False
         self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
     def measure(self) -> None:
@@ -273,22 +277,30 @@ class GemmRun:
         start = time.perf_counter()
         with progress_bar() as progress:
             operands, costs = self._warm_up(progress)
+            order = [
+                key
+                for turn in range(self.plan.turns)
+                for key in costs
+                if turn == 0 or self.products[key[0]].part in COMPARED
+            ]
             # Each is multiplied once before it is measured, if it is repeated.
-            work = [(n + (n > 1)) * once for n, once in costs.values()]
+            work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
+            round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
-            affordable = max(self.plan.min_rounds, int(left / sum(work)))
-            self.rounds = min(self.plan.max_rounds, affordable)
-            task = progress.add_task("multiplying", total=self.rounds * sum(work))
-            for turn in range(self.rounds):
-                for (number, name), cost in zip(costs, work, strict=True):
+            affordable = max(self.plan.min_rounds, int(left / round_seconds))
+            rounds = min(self.plan.max_rounds, affordable)
+            task = progress.add_task("multiplying", total=rounds * round_seconds)
+            for self.rounds in range(1, rounds + 1):
+                for number, name in order:
                     product = self.products[number]
-                    what = f"round {turn + 1} of {self.rounds}: {product.name}, {name}"
+                    what = f"round {self.rounds} of {rounds}: {product.name}, {name}"
                     progress.update(task, description=what)
                     with _fp32_precision(name):
                         repeats, _ = costs[number, name]
                         found = measure(product, operands[name], repeats, device)
                     self.seconds[name][number].append(found)
-                    progress.advance(task, cost)
+                    progress.advance(task, work[number, name])
+        self.complete = True
 
     def _warm_up(
         self, progress: Progress
@@ -319,11 +331,9 @@ class GemmRun:
             returns.
         """
         summary = summarize(self.products, self.seconds, self.bench.shape, self.plan)
-        rounds = max(len(one) for rows in self.seconds.values() for one in rows)
-        lowest = min(len(one) for rows in self.seconds.values() for one in rows)
         hardware = self.bench.hardware
         return {
-            "complete": bool(self.rounds) and lowest == self.rounds,
+            "complete": self.complete,
             "machine": {
                 "name": hardware.name,
                 "device": str(hardware.device),
@@ -336,6 +346,6 @@ class GemmRun:
             "quick": self.bench.quick,
             "tokens": self.plan.tokens,
             "step_tokens": STEP_TOKENS,
-            "rounds": rounds,
+            "rounds": self.rounds,
             **summary,
         }

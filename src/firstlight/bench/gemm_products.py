@@ -22,6 +22,8 @@ from firstlight.errors import ConfigError, nearest
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
 
+#: The parts whose products are there to be compared with each other.
+COMPARED = ("alignment", "tile", "wave")
 #: What the benchmark compares: sizes padded to a multiple of these.
 MULTIPLES = (8, 64, 128)
 #: Where the steps around a tile's edge are.
@@ -92,6 +94,8 @@ class Plan:
         budget_seconds: rounds are added until about so long, but at least `min_rounds`.
         min_rounds: rounds at least.
         max_rounds: rounds at most.
+        turns: how often a round measures the products of COMPARED, which are small: what they
+            differ by is small, too.
     """
 
     sizes: tuple[int, ...]
@@ -102,6 +106,7 @@ class Plan:
     budget_seconds: float
     min_rounds: int = 3
     max_rounds: int = 9
+    turns: int = 3
 
 
 _EDGES = (248, 255, 256, 257, 264)
@@ -117,7 +122,7 @@ def plan_for(device_type: str, quick: bool) -> Plan:
             return Plan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
         return Plan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
     if quick:
-        return Plan((128, 256, 512, 1024, 2048), 1024, 256, _QUICK_STEPS, 0.02, 40, 2)
+        return Plan((128, 256, 512, 1024, 2048), 1024, 256, _QUICK_STEPS, 0.02, 38, 2)
     return Plan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
 
 

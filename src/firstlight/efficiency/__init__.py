@@ -11,7 +11,6 @@ from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.efficiency.precision import (
     autocast,
     matmul_precision,
-    parameter_dtype,
     resolve_precision,
 )
 
@@ -24,7 +23,6 @@ __all__ = [
     "keep_memory",
     "loss_function",
     "matmul_precision",
-    "parameter_dtype",
     "plain_loss",
     "resolve_attention",
     "resolve_precision",

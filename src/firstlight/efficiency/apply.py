@@ -9,7 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from firstlight.efficiency.attention import choose_attention, resolve_attention
-from firstlight.efficiency.compilation import compiled, memory_budget, require_compiler
+from firstlight.efficiency.compilation import (
+    compiled,
+    memory_budget,
+    require_compiler,
+    room_for_programs,
+)
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.efficiency.loss import chunk_loss
 from firstlight.efficiency.memory import checkpoint_layers, offloaded_activations
@@ -44,7 +49,9 @@ def apply_methods(
         ConfigError: a method can't work with this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    choose_attention(model, resolve_attention(config, hardware, dtype, documents))
+    longest = model.config.max_position_embeddings
+    way = resolve_attention(config, hardware, dtype, model.config, longest, documents)
+    choose_attention(model, way)
     if config.loss_chunk_tokens:
         chunk_loss(model, config.loss_chunk_tokens)
     if config.precision == "fp8":
@@ -75,6 +82,7 @@ def loss_function(model: Model, config: EfficiencyConfig, hardware: Hardware) ->
             if config.activation_offload:
                 stack.enter_context(offloaded_activations(model))
             stack.enter_context(memory_budget(config))
+            stack.enter_context(room_for_programs(config))
             return forward(input_ids, labels, document_ids)
 
     return loss_sum

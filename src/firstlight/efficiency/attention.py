@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from firstlight.efficiency.compilation import can_compile
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.hardware import Hardware
-from firstlight.models import Model
+from firstlight.models import GPT2Config, Model, ModelConfig
 from firstlight.models.gpt2 import Attention as GPT2Attention
 from firstlight.models.llama import Attention as LlamaAttention
 from firstlight.models.ops import (
@@ -31,20 +32,32 @@ _BACKENDS = {
 }
 
 
+#: Up to here blockwise was measured to be faster; it keeps T x T scores for the backward pass.
+_BLOCKWISE_TOKENS = 1024
+
+
 def resolve_attention(
-    config: EfficiencyConfig, hardware: Hardware, dtype: torch.dtype, documents: bool
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    seq_len: int,
+    documents: bool,
 ) -> str:
     """What "auto" is: torch's own choice, but for two cases.
 
-    Documents on CUDA take flex, whose mask costs no memory; compiled bf16 on a CPU takes
-    blockwise, which took 0.55 to 0.93 of the time there (GPT-2's heads, 256 to 1,024 tokens).
+    Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
+    there is triton; compiled bf16 on a CPU takes blockwise, which took 0.55 to 0.93 of the time
+    there (GPT-2's heads, 256 to 1,024 tokens).
     """
     if config.attention != "auto":
         return config.attention
+    dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
     if documents and hardware.device.type == "cuda":
-        return "flex"
+        return "flex" if not dropout and can_compile(hardware) else "sdpa"
     compiled_bf16 = config.compile is True and dtype == torch.bfloat16
-    return "blockwise" if compiled_bf16 and hardware.device.type == "cpu" else "sdpa"
+    short = seq_len <= _BLOCKWISE_TOKENS
+    return "blockwise" if compiled_bf16 and short and hardware.device.type == "cpu" else "sdpa"
 
 
 def choose_attention(model: Model, way: str) -> None:

@@ -85,6 +85,17 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
         yield
 
 
+def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
+    """A context for compiled functions of many models: torch counts what it compiles by the code
+    of `forward`, over all models of a process, and from the ninth on would compile no more."""
+    if config.compile is not True:
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
+        recompile_limit=256, accumulated_recompile_limit=4096
+    )
+    return patched
+
+
 @contextlib.contextmanager
 def same_bits(config: EfficiencyConfig, hardware: Hardware) -> Iterator[None]:
     """What is compiled inside for a CPU gives the same bits every time.
@@ -97,10 +108,11 @@ def same_bits(config: EfficiencyConfig, hardware: Hardware) -> Iterator[None]:
         return
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.use_deterministic_algorithms(before[0], warn_only=only_warns)
         settings.fill_uninitialized_memory = before[1]

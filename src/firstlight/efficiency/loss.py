@@ -59,7 +59,7 @@ def _chunked_head_loss(
     device = x_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
     result: tuple[Tensor, Tensor, Tensor] = _linear_cross_entropy(
-        x_NC, head.weight, labels_N, vocab_size, chunk_tokens, dtype
+        x_NC, head.weight, labels_N, vocab_size, chunk_tokens, dtype, head.weight.requires_grad
     )
     return result[0]
 
@@ -72,12 +72,15 @@ def _linear_cross_entropy(
     vocab_size: int,
     chunk_tokens: int,
     dtype: torch.dtype,
+    learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss (fp32), and its gradients for `x_NC` and `weight_VC`; products in `dtype`."""
+    """Summed loss (fp32), and its gradients for `x_NC` and, if it `learns`, `weight_VC` (else an
+    empty one); products in `dtype`."""
     weight = weight_VC.to(dtype)
     grad_x_NC = torch.empty_like(x_NC)
-    grad_weight_VC = torch.zeros_like(weight_VC, dtype=torch.promote_types(dtype, torch.float32))
-    loss = torch.zeros((), dtype=grad_weight_VC.dtype, device=x_NC.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    grad_weight_VC = weight_VC.new_zeros(weight_VC.shape if learns else 0, dtype=wide)
+    loss = torch.zeros((), dtype=wide, device=x_NC.device)
     for start in range(0, len(x_NC), chunk_tokens):
         part = slice(start, start + chunk_tokens)
         x_nC, labels_n = x_NC[part].to(dtype), labels_N[part]
@@ -92,7 +95,8 @@ def _linear_cross_entropy(
         grad_nV.mul_(valid_n[:, None])
         low_nV = grad_nV.to(dtype)
         grad_x_NC[part] = low_nV @ weight
-        grad_weight_VC += low_nV.T @ x_nC
+        if learns:
+            grad_weight_VC += low_nV.T @ x_nC
     return loss, grad_x_NC, grad_weight_VC
 
 
@@ -104,24 +108,30 @@ def _(
     vocab_size: int,
     chunk_tokens: int,
     dtype: torch.dtype,
+    learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device=x_NC.device)
-    return loss, torch.empty_like(x_NC), torch.empty_like(weight_VC, dtype=wide)
+    grad_weight_VC = weight_VC.new_empty(weight_VC.shape if learns else 0, dtype=wide)
+    return loss, torch.empty_like(x_NC), grad_weight_VC
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.weight_dtype = inputs[1].dtype
+    ctx.weight_dtype, ctx.learns = inputs[1].dtype, inputs[6]
+    # Otherwise zeros as large as the weight would be made for the outputs nobody uses.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(
     ctx: Any, grad_loss: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor, None, None, None, None]:
+) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
-        grad_x_NC * grad_loss.to(grad_x_NC.dtype),
-        (grad_weight_VC * grad_loss).to(ctx.weight_dtype),
+        # In the loss's precision: rounded, 1/tokens would scale all gradients but the head's.
+        (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
+        (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
+        None,
         None,
         None,
         None,

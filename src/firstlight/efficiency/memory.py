@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+# Imported for its operator, which `_KEPT` names; that of models is there with them.
+import firstlight.lora.quantized  # noqa: F401
 from firstlight.models import GPT2, Model
 
 _aten = torch.ops.aten
@@ -25,6 +27,9 @@ _KEPT = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_mm.default,
+    torch.ops.firstlight.grouped_linear.default,
+    torch.ops.firstlight.nf4_linear.default,
 ]
 
 #: Smaller tensors stay where they are: moving them costs more than it frees.

@@ -26,11 +26,6 @@ def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dty
     }.get(config.precision, torch.bfloat16)
 
 
-def parameter_dtype(config: EfficiencyConfig) -> torch.dtype:
-    """The dtype of the parameters that the model computes with."""
-    return torch.bfloat16 if config.precision == "bf16_params" else torch.float32
-
-
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products run in `dtype`; does nothing for fp32."""
     if dtype == torch.float32:

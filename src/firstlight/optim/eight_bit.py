@@ -47,7 +47,7 @@ def eight_bit_rule(groups: list[dict[str, Any]], config: OptimizerConfig) -> Rul
                 f"and the device is {device.type}: set it to adamw8bit"
             )
         return _bitsandbytes_rule("PagedAdamW8bit", groups, settings)
-    if _library(config) == "bitsandbytes":
+    if installed_library(config) == "bitsandbytes":
         return _bitsandbytes_rule("AdamW8bit", groups, settings)
     return _torchao_rule(groups, settings, device)
 
@@ -66,7 +66,8 @@ def quiet_import() -> Iterator[None]:
         logging.disable(before)
 
 
-def _library(config: OptimizerConfig) -> str:
+def installed_library(config: OptimizerConfig) -> str:
+    """The library that `eight_bit_library` names; of "auto", the first that is installed."""
     if config.eight_bit_library != "auto":
         return config.eight_bit_library
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from firstlight.efficiency import can_compile, resolve_attention, resolve_precision
+from firstlight.efficiency import (
+    EfficiencyConfig,
+    can_compile,
+    resolve_attention,
+    resolve_precision,
+)
 from firstlight.hardware import Hardware, peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.eight_bit import installed_library
 from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.fit import largest_micro_batch
 
@@ -43,6 +49,8 @@ def decide(
     Raises:
         ConfigError: the micro-batch size can't be found.
     """
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
     before = saved.get("efficiency", {})
     config = recipe.efficiency
     chosen: dict[str, Any] = {}
@@ -51,20 +59,38 @@ def decide(
         chosen["precision"] = before.get("precision", "bf16" if dtype == torch.bfloat16 else "fp32")
     if config.compile == "auto":
         seconds = _ideal_seconds(recipe, hardware, dtype, epoch_tokens)
-        pays = seconds >= _WORTH_COMPILING_SECONDS and can_compile(hardware)
-        chosen["compile"] = before.get("compile", pays)
+        pays = before.get("compile", seconds >= _WORTH_COMPILING_SECONDS) is True
+        chosen["compile"] = _says_how_to_compile(config) or (pays and can_compile(hardware))
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, hardware, dtype)
         chosen["loss_chunk_tokens"] = before.get("loss_chunk_tokens", chunk)
     config = config.model_copy(update=chosen)
     if config.attention == "auto":
-        masked = recipe.data.document_masking
-        attention = resolve_attention(config, hardware, dtype, masked)
-        config = config.model_copy(update={"attention": before.get("attention", attention)})
+        attention = resolve_attention(
+            config,
+            hardware,
+            dtype,
+            recipe.model,
+            recipe.data.seq_len,
+            recipe.data.document_masking,
+        )
+        # What was chosen for another precision or device may not work, or not be right, here.
+        same = all(before.get(key) == getattr(config, key) for key in ("precision", "compile"))
+        kept = before.get("attention") if same else None
+        if kept in ("flex", "efficient", "cudnn") and hardware.device.type != "cuda":
+            kept = None
+        config = config.model_copy(update={"attention": kept or attention})
     if config != recipe.efficiency:
         way = "compiled" if config.compile is True else "not compiled"
         tell(f"chosen for this machine: {config.precision}, attention {config.attention}, {way}")
     recipe = recipe.model_copy(update={"efficiency": config})
+    optimizer = recipe.optimizer
+    if optimizer.name == "adamw8bit" and optimizer.eight_bit_library == "auto":
+        library = saved.get("optimizer", {}).get("eight_bit_library", "auto")
+        if library == "auto":
+            library = installed_library(optimizer)
+        optimizer = optimizer.model_copy(update={"eight_bit_library": library})
+        recipe = recipe.model_copy(update={"optimizer": optimizer})
     if recipe.batch.micro_batch_size in (None, "auto"):
         rows = saved.get("batch", {}).get("micro_batch_size")
         if rows is None and recipe.batch.micro_batch_size == "auto":
@@ -74,6 +100,15 @@ def decide(
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _says_how_to_compile(config: EfficiencyConfig) -> bool:
+    """Whether keys are set that mean nothing without compiling."""
+    return (
+        config.compile_regional
+        or config.compile_mode != "default"
+        or config.activation_checkpointing == "budget"
+    )
 
 
 def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -> int:

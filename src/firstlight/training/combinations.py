@@ -66,12 +66,6 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
             "efficiency.precision fp8 converts linear layers, and GPT-2's are stored transposed: "
             "use bf16, or model.model_type llama"
         )
-    masked = recipe.data.document_masking or _window(model) < recipe.data.seq_len
-    if masked and config.attention in ("flash", "cudnn") and recipe.run.device != "cpu":
-        yield (
-            f"efficiency.attention {config.attention} takes no mask, which documents and sliding "
-            "windows need: set efficiency.attention to auto, flex or efficient"
-        )
     if config.attention in ("flex", "flash") and _attention_dropout(model):
         yield (
             f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
@@ -109,7 +103,19 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
             f"efficiency.attention {config.attention} needs a CUDA GPU, and this is "
             f"{hardware.name}: use auto, sdpa, flash, math, blockwise or plain"
         )
+    if config.attention == "flash" and device not in ("cpu", "cuda"):
+        yield (
+            f"efficiency.attention flash is for CPUs and CUDA GPUs, and the device is {device}: "
+            "use auto, sdpa, math, blockwise or plain"
+        )
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
+    if fast_only and (recipe.data.document_masking or _window(recipe.model) < recipe.data.seq_len):
+        yield (
+            f"efficiency.attention {config.attention} takes no mask on a GPU, which documents and "
+            "sliding windows need: set efficiency.attention to auto, flex or efficient"
+        )
     if fast_only and config.precision in ("fp32", "tf32"):
         yield (
             f"efficiency.attention {config.attention} computes in bf16 or fp16 on a GPU: set "

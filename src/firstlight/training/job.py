@@ -135,9 +135,10 @@ class Job:
         auxiliary = router.get("moe/router_loss", 0.0) * self._router_loss_coefficient
         return {
             "step": state.step,
-            "train/loss": result.loss - auxiliary,
+            "train/loss": result.loss - auxiliary if math.isfinite(result.loss) else None,
             "learning_rate": self.recipe.optimizer.learning_rate * share,
-            "grad_norm": result.grad_norm,
+            # JSON has no infinity: a step that fp16 skipped has no norm.
+            "grad_norm": None if result.skipped else result.grad_norm,
             "tokens_seen": state.tokens_seen,
             "epoch": state.rows_seen / self._loader.rows_per_epoch,
             "tokens_per_second": tokens_per_second,

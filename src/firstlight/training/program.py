@@ -12,7 +12,6 @@ from firstlight.efficiency import (
     keep_memory,
     loss_function,
     matmul_precision,
-    parameter_dtype,
     plain_loss,
     resolve_precision,
     same_bits,
@@ -54,7 +53,8 @@ class TrainingProgram:
         self.dtype = resolve_precision(config, hardware)
         # The master weights are the fp32 values that the model is about to lose.
         initial = {name: p.detach() for name, p in self.model.named_parameters()}
-        self.model.to(parameter_dtype(config))
+        if config.precision == "bf16_params":
+            self.model.to(torch.bfloat16)
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,

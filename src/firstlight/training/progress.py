@@ -42,8 +42,10 @@ class TrainingProgress:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a step's figures."""
+        loss = record["train/loss"]
         figures = (
-            f"step {record['step']}/{self._max_steps}  loss {record['train/loss']:.3f}  "
+            f"step {record['step']}/{self._max_steps}  "
+            f"loss {'overflow' if loss is None else format(loss, '.3f')}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  "
             f"{record['memory_bytes'] / 2**30:.2f} GiB"
         )

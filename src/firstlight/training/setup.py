@@ -322,6 +322,7 @@ def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
                 f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
                 "now (--init-from starts a new run from its weights)"
             )
+    _require_same_optimizer(folder, saved.get("recipe", {}), job)
     job.state = restore(checkpoint, job.program)
     job.saved_step, job.init_from = job.state.step, saved.get("init_from")
     tell(f"resuming from {folder} (step {job.state.step})")
@@ -337,6 +338,17 @@ def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
         tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
     if job.state.step >= job.max_steps:
         tell(f"the run is complete: step {job.state.step} of {job.max_steps}")
+
+
+def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
+    before, now = saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
+    for key in ("name", "eight_bit_library"):
+        if key in before and before[key] != now[key]:
+            raise CheckpointError(
+                f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
+                f"{before[key]}, not {now[key]}: set it back, or start a new run in another "
+                f"run.dir with --init-from {folder}"
+            )
 
 
 def _require_disk(job: Job) -> None:
