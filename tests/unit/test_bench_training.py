@@ -433,6 +433,7 @@ def test_all_programs_train_on_the_same_rows(
         "efficiency.precision": "fp32",
         "efficiency.attention": "sdpa",
         "efficiency.compile": False,
+        "efficiency.loss_chunk_tokens": 0,
     }
     assert runs["reference"]["chosen"] == {}
     assert runs["reference"]["losses"] != runs["reference-fp32"]["losses"]

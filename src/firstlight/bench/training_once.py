@@ -176,6 +176,7 @@ def _firstlight(
         "efficiency.precision": decided.efficiency.precision,
         "efficiency.attention": decided.efficiency.attention,
         "efficiency.compile": decided.efficiency.compile,
+        "efficiency.loss_chunk_tokens": decided.efficiency.loss_chunk_tokens,
     }
     return losses, chosen
 

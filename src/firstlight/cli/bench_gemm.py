@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import say_table, with_json
+from firstlight.cli.output import counted, say_table, with_json
 from firstlight.console import say
 
 Result = dict[str, Any]
@@ -79,7 +79,7 @@ def _say_result(result: Result) -> None:
     load = machine["load_at_start"]
     say(
         f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}; medians of "
-        f"{result['rounds']} rounds (lowest to highest)"
+        f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: not all was measured")
     )
     # A lower one may be that of a command that has just ended.
