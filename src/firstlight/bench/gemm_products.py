@@ -122,7 +122,7 @@ def plan_for(device_type: str, quick: bool) -> Plan:
             return Plan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
         return Plan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
     if quick:
-        return Plan((128, 256, 512, 1024, 2048), 1024, 256, _QUICK_STEPS, 0.02, 38, 2)
+        return Plan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
     return Plan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
 
 
@@ -186,9 +186,16 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[Product]:
         for one in layer_products(name, tokens, inputs, outputs, conv1d=group == "conv1d")
     ]
     vocabulary = shape.vocab_size
-    for rows in sorted({vocabulary, *paddings(vocabulary).values()}):
-        for one in layer_products(f"head {rows}", tokens, C, rows):
-            products.append(Product("model", "vocabulary", rows, *one, count=1))
+    heads = {
+        rows: layer_products(f"head {rows}", tokens, C, rows)
+        for rows in sorted({vocabulary, *paddings(vocabulary).values()})
+    }
+    # Same products of different sizes beside each other: the load of the machine drifts.
+    products += [
+        Product("model", "vocabulary", rows, *heads[rows][one], count=1)
+        for one in range(3)
+        for rows in heads
+    ]
     return products
 
 
@@ -202,9 +209,15 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[Product
             m, n, k = (size if group == which else base for which in ("M", "N", "K"))
             products.append(Product("alignment", group, size, f"{group} = {size}", m, n, k))
     hidden = off["hidden"]
-    for size in (hidden - 1, hidden, *paddings(hidden).values()):
-        for one in layer_products(f"hidden = {size}: up", tokens, size, 4 * size):
-            products.append(Product("alignment", "hidden", size, *one))
+    layers = {
+        size: layer_products(f"hidden = {size}: up", tokens, size, 4 * size)
+        for size in (hidden - 1, hidden, *paddings(hidden).values())
+    }
+    products += [
+        Product("alignment", "hidden", size, *layers[size][one])
+        for one in range(3)
+        for size in layers
+    ]
     return products
 
 
