@@ -101,8 +101,8 @@ _WORTHWHILE = 1.2
 def bf16_is_faster(device: torch.device) -> bool:
     """Whether matrix products in bf16 are worth it on a device that has them.
 
-    On CPUs this is measured: where AMX is missing, bf16 runs at twice the rate of fp32 on some
-    and at half of it on others that name the same instructions.
+    On CPUs this is measured: one that names the instructions (avx512_bf16, but no AMX) was seen
+    to run bf16 at half of fp32's rate.
     """
     if device.type != "cpu":
         return True
