@@ -261,21 +261,26 @@ def test_a_newline_is_added_for_a_terminal_only(
     assert run(*arguments).out == plain + "\n"
 
 
-def test_an_empty_prompt_starts_from_nothing(trained: Path, run: Run) -> None:
+def without_an_end(trained: Path, folder: Path) -> Path:
+    """The trained model with an end token that there is not: only limits end a text."""
+    checkpoint = trained / "run" / "checkpoints" / "step-00000006"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5000}')
+    return folder
+
+
+def test_an_empty_prompt_starts_from_nothing(trained: Path, tmp_path: Path, run: Run) -> None:
+    model = without_an_end(trained, tmp_path)
     result = one_object(
-        run("generate", trained / "run", "--prompt", "", "--max-new-tokens", "5", "--json").out
+        run("generate", model, "--prompt", "", "--max-new-tokens", "5", "--json").out
     )
     assert (result["prompt"], result["prompt_tokens"]) == ("", 1)
     assert len(result["token_ids"]) == 5
 
 
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
-    checkpoint = trained / "run" / "checkpoints" / "step-00000006"
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(checkpoint / name, tmp_path)
-    # A token that there is not: nothing but the context ends the text.
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5000}')
-    arguments = ("generate", tmp_path, "--prompt", "the")
+    arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
     assert run(*arguments).err == "the model's context of 64 tokens is full\n"
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
