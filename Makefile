@@ -1,5 +1,6 @@
 # make demo   train a small model on the Python standard library and let it speak
 # make test   lint, type check and all tests
+# make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
 # make test-slow   what takes minutes, such as exported models in llama.cpp itself
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
@@ -8,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-faults test-slow clean
 
 demo: .venv/demo-ready
 	$(BIN)/python scripts/demo.py
@@ -18,6 +19,9 @@ test: .venv/test-ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+test-faults: .venv/test-ready
+	FIRSTLIGHT_FAULTS=full $(BIN)/pytest tests/faults --timeout 2400
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow

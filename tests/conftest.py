@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,16 @@ def recipe(tmp_path: Path, data: Path) -> dict[str, Any]:
         "evaluation": {"every_steps": 6, "max_rows": 4, "sample_tokens": 4},
         "checkpoint": {"every_steps": 4},
     }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many cases were tried: `record_property("cases", (what, how many))`."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "cases":
+                counts[value[0]] += value[1]
+    if counts:
+        terminalreporter.section("faults")
+        for what, number in sorted(counts.items()):
+            terminalreporter.write_line(f"{number:7,} {what}")
