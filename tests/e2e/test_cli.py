@@ -252,6 +252,17 @@ def test_a_seed_gives_its_text_again_and_another_another(trained: Path, run: Run
     assert text("--seed", str(drawn["seed"])) == drawn["prompt"] + drawn["text"]
 
 
+def test_documents_are_masked_in_an_evaluation_on_request(trained: Path, run: Run) -> None:
+    def loss(*options: str) -> float:
+        place = ("--data", trained / "data", "--seq-len", "64", "--json")
+        value = one_object(run("eval", trained / "run", *place, *options).out)["loss"]
+        assert isinstance(value, float)
+        return value
+
+    assert loss() == loss("--no-document-masking")
+    assert loss() != loss("--document-masking")
+
+
 def test_a_newline_is_added_for_a_terminal_only(
     trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import methods, methods_run
+from firstlight.bench import forked, methods, methods_run
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.bench.methods import MethodsBench, choose_rows, make_plan, summarize
 from firstlight.bench.methods_data import Tokens, write_tokens
@@ -389,9 +390,11 @@ def test_a_refused_recipe_is_a_result_and_not_a_traceback(
 
 def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:
     level = resident_bytes()
-    large = b"x" * 200_000_000
-    assert peak_resident_bytes() >= level + len(large)
-    del large
+    # Straight from the system: the heap may have that much left over from other tests.
+    with mmap.mmap(-1, 200_000_000) as large:
+        for _ in range(200):
+            large.write(bytes(1_000_000))
+    assert peak_resident_bytes() >= level + 200_000_000
     reset_peak()
     assert peak_resident_bytes() < level + 100_000_000
 
@@ -537,10 +540,30 @@ def test_a_process_that_takes_too_long_is_ended(
         methods_run._run_process({}, os.environ, 0.01)
 
 
+def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
+    work: Work, one_thread: None
+) -> None:
+    with forked.ForkServer(methods_run.child_environment(True, work.caches)) as server:
+        code, out, _ = server.run(request_of(work, {}), None)
+        assert code == 0
+        found = json.loads(out.splitlines()[-1])
+        assert found["losses"] == methods_once(request_of(work, {}))["losses"]
+        assert found["peak_bytes"] > 0
+        code, _, err = server.run({}, None)
+        assert (code, err.splitlines()[-1]) == (1, "KeyError: 'recipe'")
+        endless = {**request_of(work, {}), "warmup_steps": 10**9}
+        with pytest.raises(TimeoutError):
+            server.run(endless, 0.01)
+        assert server.run(request_of(work, {}), None)[0] == 0
+        pid = server._server.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the block's end is what raises
-        with methods_run._signals_waiting():
+        with forked.signals_waiting():
             signal.raise_signal(signal.SIGINT)
             steps.append("started")
         steps.append("not reached")
@@ -553,11 +576,11 @@ def test_children_live_in_the_environment_of_training_but_for_what_the_person_ha
 ) -> None:
     for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
-    found = methods_run._environment(True, tmp_path)
+    found = methods_run.child_environment(True, tmp_path)
     assert (found["THP_MEM_ALLOC_ENABLE"], found["GOMP_SPINCOUNT"]) == ("1", "1000")
-    assert methods_run._environment(False, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert methods_run.child_environment(False, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "0"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert methods_run._environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"
+    assert methods_run.child_environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"
 
 
 # The numbers.

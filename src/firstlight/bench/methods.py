@@ -4,8 +4,9 @@ Two tables: each method alone beside the plain run, and the ladder, each method 
 before it. Plain is fp32, attention as two matrix products, AdamW parameter by parameter, nothing
 compiled, one micro-batch a step.
 
-Every row is trained for a few steps by fresh processes (`methods_once` says what they measure);
-the rows take turns (A B C, A B C); the number of threads, the data and the initial weights are
+Every row is trained for a few steps by fresh processes (`methods_once` says what they measure;
+with `quick` on a CPU they are forks of one that has only imported what all need); the rows take
+turns (A B C, A B C); the number of threads, the data and the initial weights are
 the same for all. Rates are medians over the timed steps of all turns. A row that can't run here is
 skipped and says why; one that fails says that, and the ladder goes on without it.
 
@@ -16,6 +17,7 @@ count once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 
+from firstlight.bench.forked import ForkServer
 from firstlight.bench.methods_data import write_tokens
 from firstlight.bench.methods_rows import (
     PLAIN,
@@ -39,7 +42,7 @@ from firstlight.bench.methods_rows import (
     plain_recipe,
     why_skipped,
 )
-from firstlight.bench.methods_run import ALONE, LADDER, Outcome, Runner, Work
+from firstlight.bench.methods_run import ALONE, LADDER, Outcome, Runner, Work, child_environment
 from firstlight.errors import ConfigError, nearest
 from firstlight.hardware import Hardware, find_hardware, measured_matmul_flops, peak_flops
 from firstlight.models import ModelConfig
@@ -187,10 +190,15 @@ def bench_methods(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[
         }
         return {**head, "complete": complete, **tables}
 
-    with tempfile.TemporaryDirectory(
-        prefix="firstlight-bench-", ignore_cleanup_errors=True
-    ) as temporary:
-        folder = Path(temporary)
+    with contextlib.ExitStack() as stack:
+        temporary = tempfile.TemporaryDirectory(
+            prefix="firstlight-bench-", ignore_cleanup_errors=True
+        )
+        folder = Path(stack.enter_context(temporary))
+        server = None
+        if plan.quick and plan.hardware.device.type == "cpu":
+            environment = child_environment(True, folder / "caches")
+            server = stack.enter_context(ForkServer(environment))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
         count = (WARMUP_STEPS + plan.steps) * rows_a_step * plan.seq_len + 1
         write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
@@ -203,6 +211,7 @@ def bench_methods(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[
             steps=plan.steps,
             warmup_steps=WARMUP_STEPS,
             deadline=deadline,
+            server=server,
         )
         runner.run(work, plan.repeats, lambda: on_run(result(False)))
     done = result(True)

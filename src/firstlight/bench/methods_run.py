@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from firstlight.bench.forked import ForkServer, end_group, signals_waiting
 from firstlight.bench.methods_rows import Row, changes_up_to, recipe_of
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
@@ -58,6 +57,8 @@ class Work:
         steps: timed steps a run.
         warmup_steps: steps before those.
         deadline: of `time.monotonic`; None is none.
+        server: starts the processes that live in the environment of training; None starts each
+            from nothing.
     """
 
     plain: Mapping[str, Any]
@@ -66,6 +67,7 @@ class Work:
     steps: int
     warmup_steps: int
     deadline: float | None
+    server: ForkServer | None = None
 
 
 class Runner:
@@ -161,7 +163,11 @@ def measure(outcome: Outcome, huge_pages: bool, work: Work) -> None:
     try:
         if seconds is not None and seconds <= 0:
             raise TimeoutError
-        code, out, err = _run_process(request, _environment(huge_pages, work.caches), seconds)
+        if work.server is not None and huge_pages:
+            code, out, err = work.server.run(request, seconds)
+        else:
+            environment = child_environment(huge_pages, work.caches)
+            code, out, err = _run_process(request, environment, seconds)
     except TimeoutError:
         outcome.problem = TIME_IS_UP
         return
@@ -176,8 +182,13 @@ def measure(outcome: Outcome, huge_pages: bool, work: Work) -> None:
     outcome.runs.append(result)
 
 
-def _environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """That of `firstlight train`, where what the person has set stands."""
+def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
+    """That of `firstlight train`, where what the person has set stands.
+
+    Args:
+        huge_pages: whether torch takes them for large tensors.
+        caches: for what torch.compile keeps.
+    """
     ours = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
     environment = ours | os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
     if not huge_pages:
@@ -196,7 +207,7 @@ def _run_process(
     """
     process = None
     try:
-        with _signals_waiting():
+        with signals_waiting():
             process = subprocess.Popen(
                 # -P: what lies in the current folder is not imported.
                 [sys.executable, "-P", "-m", "firstlight.bench.methods_once", json.dumps(request)],
@@ -216,34 +227,8 @@ def _run_process(
         if process is not None:
             with process:  # waits for it and closes its pipes
                 # No helper outlives its row: it would slow the next one.
-                _end_group(process.pid)
+                end_group(process.pid)
     return process.returncode, out, err
-
-
-@contextlib.contextmanager
-def _signals_waiting() -> Iterator[None]:
-    """Inside the block, signals that would raise an exception wait until its end: a process that
-    is being started would be lost."""
-    arrived: list[int] = []
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if callable(signal.getsignal(number)):
-                handlers[number] = signal.signal(number, lambda got, _: arrived.append(got))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for got in arrived:
-        signal.raise_signal(got)
-
-
-def _end_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _last_words(code: int, err: str) -> str:

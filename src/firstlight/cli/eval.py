@@ -15,6 +15,11 @@ from firstlight.cli.output import say_rows, with_json
 @click.option("--data", help="Prepared folder; left out: the one it was trained on.")
 @click.option("--split", type=click.Choice(["val", "train"]), default="val", show_default=True)
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row; left out: as trained.")
+@click.option(
+    "--document-masking/--no-document-masking",
+    default=None,
+    help="Whether tokens see only their own document; left out: as trained.",
+)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--device", default="auto", show_default=True)
 @with_json
@@ -23,6 +28,7 @@ def eval_command(
     data: str | None,
     split: str,
     seq_len: int | None,
+    document_masking: bool | None,
     batch_size: int,
     device: str,
     as_json: bool,
@@ -45,6 +51,7 @@ def eval_command(
             data,
             split=split,
             seq_len=seq_len,
+            document_masking=document_masking,
             batch_size=batch_size,
             device=device,
             on_rows=show,
