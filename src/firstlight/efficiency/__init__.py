@@ -3,7 +3,7 @@ model from outside."""
 
 from __future__ import annotations
 
-from firstlight.efficiency.allocator import keep_memory
+from firstlight.efficiency.allocator import give_back_unused, keep_memory
 from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
 from firstlight.efficiency.attention import resolve_attention
 from firstlight.efficiency.compilation import can_compile, same_bits
@@ -20,6 +20,7 @@ __all__ = [
     "apply_methods",
     "autocast",
     "can_compile",
+    "give_back_unused",
     "keep_memory",
     "loss_function",
     "matmul_precision",
