@@ -1,6 +1,7 @@
 # make demo   train a small model on the Python standard library and let it speak
 # make test   lint, type check and all tests
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
+# make test-mutants   known bugs put into a copy of the source, which its tests must notice
 # make test-slow   what takes minutes, such as exported models in llama.cpp itself
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
@@ -9,7 +10,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-faults test-slow clean
+# Two processes of one thread each: most tests keep no more than one busy, and threads of two that
+# wait for each other on the same cores are slower than none.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+
+.PHONY: demo test test-faults test-mutants test-slow clean
 
 demo: .venv/demo-ready
 	$(BIN)/python scripts/demo.py
@@ -18,10 +23,13 @@ test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-faults: .venv/test-ready
-	FIRSTLIGHT_FAULTS=full $(BIN)/pytest tests/faults --timeout 2400
+	FIRSTLIGHT_FAULTS=full $(PYTEST) tests/faults --timeout 2400
+
+test-mutants: .venv/test-ready
+	$(BIN)/python scripts/mutants.py
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow

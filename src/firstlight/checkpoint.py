@@ -8,13 +8,15 @@
         manifest.json           size and sha256 of every file above; written last
 
 A checkpoint is written under a temporary name, synced, and renamed. A folder without its
-manifest is no checkpoint.
+manifest is no checkpoint. A checkpoint of the same step that is there already is called
+step-00000200-replaced-0123abcd then, and stays until the one that replaces it is verified.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,33 +24,59 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from firstlight.console import say
-from firstlight.errors import CheckpointError, InputError
+from firstlight.disk import HashedFile, OutputFile
+from firstlight.errors import CheckpointError, InputError, ModelError, describe_os_error
 from firstlight.files import (
+    forget_cached,
     new_folder,
     read_json,
-    remove_folder,
-    remove_leftovers,
     sha256_of,
     storage_errors,
-    write_json,
+)
+from firstlight.history import (
+    CHECKPOINTS,
+    FORMAT,
+    MANIFEST_NAME,
+    VERSION,
+    own_past,
+    read_manifest,
+    require_plain_file,
+    saved_checkpoints,
+    sealed,
+    sequence_at,
 )
 from firstlight.hub import find_model_folder
 from firstlight.huggingface import CONFIG_NAME
 from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from firstlight.stored import WEIGHTS_NAME, save_tensors
+from firstlight.stored import WEIGHTS_NAME, read_header
+from firstlight.tensor_file import write_tensors
 
-CHECKPOINTS = "checkpoints"
+__all__ = [
+    "CHECKPOINTS",
+    "MANIFEST_NAME",
+    "OPTIMIZER_NAME",
+    "STATE_NAME",
+    "Checkpoint",
+    "checkpoint_bytes",
+    "checkpoint_folder",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_trainer_state",
+    "newest_checkpoint",
+    "resolve_model_folder",
+    "save_checkpoint",
+    "trained_on",
+    "verify_checkpoint",
+]
+
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
-MANIFEST_NAME = "manifest.json"
-FORMAT = "firstlight-checkpoint"
-VERSION = 1
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+#: What a file of a checkpoint may be called: in its folder, and seen.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -60,7 +88,8 @@ class Checkpoint:
         model: tensors of model.safetensors; with adapter_config.json among the files, those of
             adapter_model.safetensors.
         optimizer: tensors of optimizer.safetensors.
-        trainer_state: everything else; JSON.
+        trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
+            if there is one.
     """
 
     files: Mapping[str, str]
@@ -69,34 +98,94 @@ class Checkpoint:
     trainer_state: Mapping[str, Any]
 
 
-def save_checkpoint(run_folder: Path, step: int, checkpoint: Checkpoint) -> Path:
+def save_checkpoint(
+    run_folder: Path, step: int, checkpoint: Checkpoint, after: int | None = None
+) -> Path:
     """Write a checkpoint; return its folder.
 
+    Args:
+        after: the step of the checkpoint after which the run went on: those saved since then
+            are of a dead branch. None: the last one saved.
+
     Raises:
-        CheckpointError: a weight is not a finite number: such a checkpoint is never published.
+        CheckpointError: a weight, a moment or a number of the state is not finite: such a
+            checkpoint is never published.
         StorageError: the disk refuses; the folder does not appear.
     """
-    for name, tensor in checkpoint.model.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"step {step}: tensor {name} is not finite; no checkpoint was written"
-            )
+    _require_finite(step, checkpoint)
+    state = _state_text(step, checkpoint.trainer_state)
     folder = checkpoint_folder(run_folder, step)
-    # What is there already is damaged: a run goes on from its newest checkpoint that is not.
-    with new_folder(folder, replace=True) as temporary:
-        for name, content in checkpoint.files.items():
-            (temporary / name).write_text(content, encoding="utf-8")
-        save_tensors(checkpoint.model, temporary / _weights_name(checkpoint.files))
-        save_tensors(checkpoint.optimizer, temporary / OPTIMIZER_NAME)
-        state = json.dumps(checkpoint.trainer_state, indent=2, allow_nan=False)
-        (temporary / STATE_NAME).write_text(state + "\n", encoding="utf-8")
-        entries = {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in sorted(temporary.iterdir())
+    aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
+    with (
+        storage_errors(folder),
+        new_folder(folder, replace=True, aside=aside, synced=True) as temporary,
+    ):
+        saved = saved_checkpoints(run_folder)
+        written = [
+            _write_text(temporary / name, content) for name, content in checkpoint.files.items()
+        ]
+        written += [
+            _write_tensors(temporary / _weights_name(checkpoint.files), checkpoint.model),
+            _write_tensors(temporary / OPTIMIZER_NAME, checkpoint.optimizer),
+            _write_text(temporary / STATE_NAME, state),
+        ]
+        loss = checkpoint.trainer_state.get("val_loss")
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "sequence": sequence_at(saved, None) + 1,
+            "parent": sequence_at(saved, after),
+            "val_loss": None if loss is None else float(loss),
+            "files": {
+                file.path.name: {"bytes": file.size, "sha256": file.sha256}
+                for file in sorted(written, key=lambda file: file.path.name)
+            },
         }
-        manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": entries}
-        write_json(temporary / MANIFEST_NAME, manifest)
+        with OutputFile(temporary / MANIFEST_NAME) as file:
+            file.write(sealed(manifest).encode())
     return folder
+
+
+def _write_text(path: Path, content: str) -> HashedFile:
+    with HashedFile(path) as file:
+        file.write(content.encode("utf-8"))
+    return file
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
+    with HashedFile(path) as file:
+        write_tensors(file, tensors, {"format": "pt"})
+    return file
+
+
+def _state_text(step: int, state: Mapping[str, Any]) -> str:
+    """The text of trainer_state.json, in ASCII: undecodable bytes of a path have no other form."""
+    try:
+        return json.dumps(state, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise CheckpointError(
+            f"step {step}: {STATE_NAME} can't be written ({error}); no checkpoint was written"
+        ) from error
+
+
+def _require_finite(step: int, checkpoint: Checkpoint) -> None:
+    for tensors in (checkpoint.model, checkpoint.optimizer):
+        for name, tensor in tensors.items():
+            if not _is_finite(tensor):
+                raise CheckpointError(
+                    f"step {step}: tensor {name} is not finite; no checkpoint was written"
+                )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    if tensor.itemsize == 1:  # fp8 has no arithmetic of its own
+        tensor = tensor.float()
+    # A sum with a NaN or an infinity in it is never finite, and needs no memory; one of finite
+    # numbers may overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
@@ -110,46 +199,38 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    folder = run_folder / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    found = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _STEP_FOLDER.fullmatch(path.name)) and (path / MANIFEST_NAME).is_file()
-    ]
-    return [path for _, path in sorted(found)]
+    """The complete checkpoints of a run in the order in which they were saved."""
+    return [saved.folder for saved in saved_checkpoints(run_folder)]
 
 
-def verify_checkpoint(folder: Path) -> None:
+def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
     """Compare every file with the manifest.
 
+    Args:
+        from_disk: read what the disk holds, where the operating system can be asked to forget
+            what it has in memory of it.
+
     Raises:
-        CheckpointError: a file is missing, damaged or of another size (named).
+        CheckpointError: a file is missing, damaged, no plain file or of another size (named).
     """
-    try:
-        manifest = read_json(folder / MANIFEST_NAME)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder / MANIFEST_NAME} is not the manifest of a checkpoint")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
-        )
+    files = read_manifest(folder)["files"]
     for name in (CONFIG_NAME, _weights_name(files), OPTIMIZER_NAME, STATE_NAME):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():
+        if _PLAIN_NAME.fullmatch(name) is None:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} names no file of its own: {name!r}")
         path = folder / name
-        if Path(name).name != name or not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if not isinstance(entry, dict) or path.stat().st_size != entry.get("bytes"):
-            raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
-        if sha256_of(path) != entry.get("sha256"):
-            raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
+        require_plain_file(path)
+        try:
+            if path.stat().st_size != entry["bytes"]:
+                raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
+            if from_disk:
+                forget_cached(path)
+            if sha256_of(path) != entry["sha256"]:
+                raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
 
 
 def _weights_name(names: Container[str]) -> str:
@@ -160,53 +241,76 @@ def _weights_name(names: Container[str]) -> str:
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
 
+    One of a dead branch (see history.py) is taken only where no other verifies.
+
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.
     """
+    saved = saved_checkpoints(run_folder)
+    past = own_past(saved)
+    dead = [one for one in saved if one.sequence and one not in past]
+    unreadable = [one for one in saved if not one.sequence]
     problems: list[str] = []
-    for folder in reversed(list_checkpoints(run_folder)):
+    for one in [*reversed(unreadable), *reversed(past), *reversed(dead)]:
         try:
-            verify_checkpoint(folder)
+            verify_checkpoint(one.folder)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        return folder, problems
+        return one.folder, problems
     if problems:
         raise CheckpointError(f"no checkpoint of {run_folder} can be used: {'; '.join(problems)}")
     return None, []
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint that has been verified, for resuming.
-
-    Raises:
-        CheckpointError: a file can't be read.
-    """
-    try:
-        names = [path.name for path in folder.iterdir()]
-        model = safetensors.torch.load_file(folder / _weights_name(names))
-        optimizer = safetensors.torch.load_file(folder / OPTIMIZER_NAME)
-        state = read_json(folder / STATE_NAME)
-    except (safetensors.SafetensorError, OSError, InputError) as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
-    return Checkpoint({}, model, optimizer, state)
-
-
-def prune_checkpoints(run_folder: Path, keep_last: int, newest_step: int) -> None:
-    """Delete all but the `keep_last` newest checkpoints, and what killed runs left behind.
+def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+    """Read a checkpoint, for resuming.
 
     Args:
-        newest_step: of the checkpoint just written. Those of later steps go, and don't count:
-            they were damaged when the run was taken up from an earlier one.
+        verify: compare every file with the manifest first; False where that was just done.
+
+    Raises:
+        CheckpointError: a file is damaged or can't be read.
     """
-    newest = checkpoint_folder(run_folder, newest_step)
-    checkpoints = list_checkpoints(run_folder)
-    kept = checkpoints[: checkpoints.index(newest) + 1][-keep_last:]
-    with storage_errors(run_folder):
-        for folder in checkpoints:
-            if folder not in kept:
-                remove_folder(folder)
-        remove_leftovers(run_folder / CHECKPOINTS)
+    if verify:
+        verify_checkpoint(folder)
+    try:
+        names = read_manifest(folder)["files"]
+        for name in (_weights_name(names), OPTIMIZER_NAME):
+            read_header(folder / name)
+        model = safetensors.torch.load_file(folder / _weights_name(names))
+        optimizer = safetensors.torch.load_file(folder / OPTIMIZER_NAME)
+    except (safetensors.SafetensorError, OSError, ModelError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
+    return Checkpoint({}, model, optimizer, load_trainer_state(folder))
+
+
+def load_trainer_state(folder: Path) -> dict[str, Any]:
+    """The `trainer_state` of a checkpoint that has been verified, without its tensors.
+
+    Raises:
+        CheckpointError: it can't be read, or is no JSON object.
+    """
+    try:
+        state = read_json(folder / STATE_NAME)
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE_NAME} holds no JSON object")
+    _require_objects(folder / STATE_NAME, state)
+    return state
+
+
+def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a state whose parts are no JSON objects: their own keys are looked at elsewhere."""
+    parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
+    if isinstance(recipe := parts["recipe"], dict):
+        # A recipe may leave these two out.
+        optional: dict[str, Any] = {name: {} for name in ("model", "lora") if recipe.get(name) is None}
+        parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise CheckpointError(f"{path} is damaged: '{name}' is no object")
 
 
 def resolve_model_folder(name: str | Path) -> Path:
@@ -236,9 +340,5 @@ def trained_on(folder: Path) -> dict[str, Any]:
     other folders."""
     if not (folder / STATE_NAME).is_file():
         return {}
-    try:
-        state = read_json(folder / STATE_NAME)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    data = state.get("data") if isinstance(state, dict) else None
+    data = load_trainer_state(folder).get("data")
     return data if isinstance(data, dict) else {}

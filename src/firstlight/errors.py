@@ -22,11 +22,20 @@ import errno
 import re
 from collections.abc import Iterable
 
+#: Longer messages are cut: a name in a damaged file can be of any length.
+_MAX_CHARS = 2000
+
 
 class FirstlightError(ValueError):
-    """Base class of all errors that are meant for people."""
+    """Base class of all errors that are meant for people.
+
+    The message becomes one line of characters that a terminal shows and does not obey.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_shown(message))
 
 
 class InputError(FirstlightError):
@@ -70,6 +79,15 @@ class MissingDependencyError(FirstlightError):
         super().__init__(
             f"{purpose} needs the package '{package}': pip install 'firstlight[{extra}]'"
         )
+
+
+def _shown(text: str) -> str:
+    if len(text) > _MAX_CHARS:
+        text = f"{text[: _MAX_CHARS * 3 // 4]} ... {text[-_MAX_CHARS // 4 :]}"
+    if text.isprintable():
+        return text
+    line = " ".join(part.strip() for part in text.splitlines())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

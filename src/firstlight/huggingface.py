@@ -26,7 +26,7 @@ from firstlight.lora.files import (
     load_adapter,
 )
 from firstlight.lora.layers import merge_lora
-from firstlight.models import FAMILIES, Model, ModelConfig, build_model
+from firstlight.models import FAMILIES, Model, ModelConfig, MoEConfig, build_model
 from firstlight.stored import FileState, stored_tensors
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
 from firstlight.weights import LoadingWay, load_weights
@@ -91,9 +91,7 @@ def load_model(
     """
     folder = find_model_folder(folder)
     *adapters, base = adapter_chain(folder)
-    config = read_config(base)
-    with torch.device("meta"):
-        model = build_model(config, vocab_multiple)
+    model = unloaded_model(read_config(base), base, vocab_multiple)
     mapped = load_weights(model, base, device=device, dtype=dtype, way=way)
     tokenizer = tokenizer_of(base)
     eos_token_ids = _eos_token_ids(base, tokenizer)
@@ -107,6 +105,38 @@ def load_model(
         )
         tokenizer = own or tokenizer
     return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
+
+
+#: Layers and experts that are quickly made, and then missed one by one.
+_FEW = 200
+
+
+def unloaded_model(config: ModelConfig, folder: Path, vocab_multiple: int = 1) -> Model:
+    """The model of a config on the meta device, once it is known to be of a size with the files:
+    a config.json can ask for any.
+
+    Args:
+        config: of the folder's config.json.
+        folder: the model folder.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
+
+    Raises:
+        ModelError: the files don't have so many layers or experts, or they are damaged.
+    """
+    count = len(stored_tensors(folder))
+    sizes = {"num_hidden_layers": config.num_hidden_layers}
+    if isinstance(config, MoEConfig):
+        sizes["num_experts"] = config.num_experts
+    for name, size in sizes.items():
+        if size > max(count, _FEW):
+            raise ModelError(
+                f"{folder}: {CONFIG_NAME} says {name} {size}, and its files have {count} tensors"
+            )
+    try:
+        with torch.device("meta"):
+            return build_model(config, vocab_multiple)
+    except (RuntimeError, TypeError, OverflowError) as error:  # more than torch can count
+        raise ModelError(f"{folder}: {CONFIG_NAME}: no model has such sizes: {error}") from error
 
 
 def base_identity(folder: Path) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from firstlight.errors import InputError, ModelError, StorageError, describe_os_error
-from firstlight.files import read_json
+from firstlight.errors import InputError, ModelError, describe_os_error
+from firstlight.files import (
+    MAX_JSON_BYTES,
+    read_json,
+    replacing,
+    unique_keys,
+    write_file,
+)
+from firstlight.tensor_file import write_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -207,17 +213,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with open(path, "rb", buffering=0) as file:
             state = FileState.of(path, file)
+            length = int.from_bytes(file.read(8), "little")
+            if MAX_JSON_BYTES < length <= state.state[0]:
+                raise ModelError(
+                    f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
+                    "that are read"
+                )
             # The library checks all of the header against the file's length; only offsets are
             # not to be had from it.
             with safetensors.safe_open(path, framework="pt"):
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(length), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except safetensors.SafetensorError as error:
         raise ModelError(f"{path} is damaged or cut short: {error}") from error
     except OSError as error:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
     return {
         name: StoredTensor(
             state,
@@ -277,23 +292,13 @@ def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file.
+    """Write a safetensors file, atomically: an old one stands until the new one is complete.
 
     Raises:
-        OSError, StorageError: the disk refuses.
+        StorageError: the disk refuses, or the format has no name for a tensor's dtype.
     """
-    # Made first for its permissions: the library's files can be read by their owner alone.
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:
-        # The library wraps the operating system's refusal in an error of its own.
-        if number := re.search(r"os error (\d+)", str(error)):
-            code = int(number[1])
-            raise OSError(code, os.strerror(code), str(path)) from error
-        raise StorageError(f"{path.name} can't be written: {error}") from error
-    path.chmod(mode)
+    with replacing(path) as file:
+        write_tensors(file, tensors, {"format": "pt"})
 
 
 def save_weights(
@@ -303,7 +308,7 @@ def save_weights(
     larger than `max_shard_bytes`.
 
     Raises:
-        OSError, StorageError: the disk refuses.
+        StorageError: the disk refuses.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -325,4 +330,4 @@ def save_weights(
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": weight_map,
     }
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_file(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")

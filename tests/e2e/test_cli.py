@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -474,15 +475,39 @@ def test_an_option_may_be_written_with_an_equals_sign_or_as_a_switch(place: Path
     assert config["tie_word_embeddings"] is True
 
 
-def test_ctrl_c_is_one_line_and_the_run_can_go_on(
+def test_ctrl_c_saves_and_says_how_to_go_on(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Job.step
 
-    def interrupted(job: Job) -> dict[str, Any]:
+    def interrupted(job: Job) -> None:
+        if job.state.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "step", interrupted)
+        answer = run("train", "r.yaml", "--json")
+    assert answer.exit_code == 75
+    assert one_object(answer.out)["stopped_by"] == "SIGINT"
+    assert one_object(answer.out)["step"] == 4
+    said = "stopped by SIGINT and saved: go on with the same command and --resume"
+    assert answer.err.splitlines()[-1] == said
+    answer = run("train", "r.yaml", "--resume", "--json")
+    assert answer.exit_code == 0
+    assert one_object(answer.out)["stopped_by"] is None
+    assert "(step 4)" in answer.err
+
+
+def test_an_interruption_is_one_line_and_the_run_can_go_on(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Job.step
+
+    def interrupted(job: Job) -> None:
         if job.state.step == 4:
             raise KeyboardInterrupt
-        return step(job)
+        step(job)
 
     with monkeypatch.context() as patch:
         patch.setattr(Job, "step", interrupted)

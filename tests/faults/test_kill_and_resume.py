@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from scale import cases
 
 from firstlight.checkpoint import list_checkpoints, verify_checkpoint
 from firstlight.training.metrics import read_json_lines
 
 _DRIVER = Path(__file__).with_name("crash_driver.py")
+_SEED = 1
+#: Of such small runs, threads would only wait for each other.
+_ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -43,36 +49,38 @@ _MODELS: dict[str, dict[str, Any]] = {
 # an epoch of 9 steps.
 _CRASHES: list[list[Any] | None] = [
     ["step", 2, 1],  # before the first checkpoint
-    ["half a file", 4, 1],  # while the first checkpoint is written
-    ["os.rename", 4, 1],  # when it is complete, but for its name
+    ["half model.safetensors", 4, 1],  # while the first checkpoint is written
+    ["rename .tmp-step-00000004", 4, 1],  # when it is complete, but for its name
     ["step", 7, 1],  # between two checkpoints
-    ["os.fsync", 8, 5],  # while the second is synced
-    ["half a file", 8, 2],
-    ["torn line", 10, 1],  # in the middle of a line of metrics, in the second epoch
-    ["os.rename", 12, 2],  # between writing a checkpoint and deleting the oldest
-    ["shutil.rmtree", 16, 1],  # while the oldest is deleted
+    ["sync optimizer.safetensors", 8, 1],  # while the second is synced
+    ["half optimizer.safetensors", 8, 1],
+    ["half metrics.jsonl", 10, 1],  # in the middle of a line of metrics, in the second epoch
+    ["rename step-00000004", 12, 1],  # between writing a checkpoint and deleting the oldest
+    ["unlink manifest.json", 16, 1],  # while the oldest is deleted
     ["step", 19, 1],  # in the third epoch
-    ["os.rename", 20, 1],  # while the last checkpoint is written
+    ["rename .tmp-step-00000020", 20, 1],  # while the last checkpoint is written
 ]
-_FEW = [["step", 7, 1], ["half a file", 8, 1], ["step", 19, 1], None]
+_FEW = [["step", 7, 1], ["half model.safetensors", 8, 1], ["step", 19, 1], None]
+#: Family and optimizer, whether it saves asynchronously, and when it is killed.
 _RUNS = {
-    ("gpt2", "adamw"): _CRASHES,
-    ("llama", "muon"): _CRASHES,
-    ("gpt2", "muon"): _FEW,
-    ("llama", "adamw"): _FEW,
+    ("gpt2", "adamw"): (False, _CRASHES),
+    ("llama", "muon"): (True, _CRASHES),
+    ("gpt2", "muon"): (True, _FEW),
+    ("llama", "adamw"): (False, _FEW),
 }
 
 
-def drive(plan: Sequence[tuple[Path, list[Any] | None]]) -> list[bool]:
-    """Do the plan in one process (see the driver); which of the runs were killed."""
+def drive(plan: Sequence[tuple[Path, list[Any] | None]]) -> list[dict[str, Any]]:
+    """Do the plan in one process; see the driver."""
     done = subprocess.run(
         [sys.executable, str(_DRIVER)],
         input=json.dumps([(str(recipe), crash) for recipe, crash in plan]),
         capture_output=True,
         text=True,
+        env=_ONE_THREAD,
     )
     assert done.returncode == 0, done.stderr
-    result: list[bool] = json.loads(done.stdout)
+    result: list[dict[str, Any]] = json.loads(done.stdout)
     return result
 
 
@@ -85,6 +93,8 @@ def write_recipe(folder: Path, name: str, data: Path, **sections: Any) -> Path:
         "schedule": {"max_steps": 20, "warmup_steps": 3},
         "evaluation": {"every_steps": 5, "max_rows": 2, "sample_tokens": 3},
         "checkpoint": {"every_steps": 4, "keep_last": 2},
+        # What "auto" makes of these is measured anew by a run without a checkpoint.
+        "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
         **sections,
     }
     path = folder / f"{name}.yaml"
@@ -125,12 +135,16 @@ def crashed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """A folder of runs killed as `_RUNS` says but not yet finished, and of whole ones."""
     folder = tmp_path_factory.mktemp("crashed")
     plan: list[tuple[Path, list[Any] | None]] = []
-    for (family, optimizer), crashes in _RUNS.items():
-        sections = {"model": _MODELS[family], "optimizer": {"name": optimizer}}
+    for (family, optimizer), (asynchronous, crashes) in _RUNS.items():
+        sections = {
+            "model": _MODELS[family],
+            "optimizer": {"name": optimizer},
+            "checkpoint": {"every_steps": 4, "keep_last": 2, "asynchronous": asynchronous},
+        }
         whole = write_recipe(folder, f"{family}-{optimizer}-whole", data, **sections)
         broken = write_recipe(folder, f"{family}-{optimizer}-broken", data, **sections)
         plan += [(whole, None), *((broken, crash) for crash in crashes)]
-    killed = drive(plan)
+    killed = [result["killed"] for result in drive(plan)]
     assert killed == [crash is not None for _, crash in plan]
     return folder
 
@@ -145,11 +159,11 @@ def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
     assert len(records) == 20
     epochs = [int(record["epoch"]) for record in records]
     assert sorted(set(epochs)) == [0, 1, 2]  # the plan crosses two epoch edges
-    if _RUNS[family, optimizer] is _CRASHES:
+    if _RUNS[family, optimizer][1] is _CRASHES:
         # Killed while it was saving: there is something half-written, and it is not looked at.
         assert litter(run_of(recipe) / "checkpoints")
         command = [sys.executable, "-m", "firstlight", "train", str(recipe), "--resume"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=_ONE_THREAD)
         assert done.returncode == 0, done.stderr
         assert "step-00000016 (step 16)" in done.stderr
     assert_same_run(run_of(recipe), whole)
@@ -162,8 +176,12 @@ def test_dropout_was_on(crashed: Path) -> None:
     assert (config["embd_pdrop"], config["attn_pdrop"], config["resid_pdrop"]) == (0.1, 0.1, 0.1)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_no_call_that_changes_the_disk_is_a_bad_moment_to_be_killed_at(
-    tmp_path: Path, data: Path
+    tmp_path: Path,
+    data: Path,
+    asynchronous: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Kill before the first such call of a run, before the second, ... and resume each time."""
     sections = {
@@ -171,17 +189,22 @@ def test_no_call_that_changes_the_disk_is_a_bad_moment_to_be_killed_at(
         "batch": {"micro_batch_size": 2},
         "schedule": {"max_steps": 4},
         "evaluation": {"every_steps": 0, "sample_tokens": 1, "max_rows": 1},
-        "checkpoint": {"every_steps": 2, "keep_last": 1},
+        "checkpoint": {"every_steps": 2, "keep_last": 1, "asynchronous": asynchronous},
     }
     whole = write_recipe(tmp_path, "whole", data, **sections)
-    recipes = [write_recipe(tmp_path, f"broken-{n}", data, **sections) for n in range(1, 45)]
-    plan: list[tuple[Path, list[Any] | None]] = [(whole, None)]
-    for number, recipe in enumerate(recipes, start=1):
-        plan += [(recipe, ["any call", 0, number]), (recipe, None)]
-    killed = drive(plan)[1::2]
-    # All the calls there are, and then none is left to be killed at.
-    count = killed.index(False)
-    assert count > 35
-    assert killed == [True] * count + [False] * (len(recipes) - count)
-    for recipe in recipes[:count]:
+    (done,) = drive([(whole, None)])
+    calls = done["calls"]
+    assert calls > 80
+    chosen = random.Random(_SEED).sample(range(1, calls + 1), cases(4, calls))
+    recipes = [write_recipe(tmp_path, f"broken-{number}", data, **sections) for number in chosen]
+    plan: list[tuple[Path, list[Any] | None]] = []
+    for number, recipe in zip(chosen, recipes, strict=True):
+        plan += [(recipe, ["call", 0, number]), (recipe, None)]
+    # The call after the last is never come by.
+    plan.append((write_recipe(tmp_path, "last", data, **sections), ["call", 0, calls + 1]))
+    results = drive(plan)
+    killed = [result["killed"] for result in results]
+    assert killed == [True, False] * len(chosen) + [False], f"seed {_SEED}: {chosen}"
+    for recipe in recipes:
         assert_same_run(run_of(recipe), run_of(whole))
+    record_property("cases", ("runs killed at a call that changes the disk", len(chosen)))

@@ -36,7 +36,14 @@ _CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 #: Metrics that are no outcome of the computation.
-_MEASURED = {"tokens_per_second", "mfu", "memory_bytes", "seconds", "data_wait_seconds"}
+_MEASURED = {
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "seconds",
+    "data_wait_seconds",
+    "save_stall_seconds",
+}
 
 
 class StoppedError(Exception):

@@ -69,7 +69,7 @@ def make_split(
     manifest = {
         "format": "firstlight-tokens",
         "version": 1,
-        "vocab_size": 31,
+        "vocab_size": 200,
         "tokenizer_sha256": "",
         "bos_token_id": bos,
         "eos_token_id": eos,

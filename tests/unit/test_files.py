@@ -6,19 +6,24 @@ import errno
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from firstlight import disk as seam
+from firstlight.disk import AppendedFile, Disk, HashedFile, OutputFile
 from firstlight.errors import FirstlightError, InputError, StorageError, describe_os_error
 from firstlight.files import (
+    make_folder,
     new_folder,
     read_json,
+    remove_file,
     remove_folder,
     remove_leftovers,
+    replacing,
     require_free,
     sha256_of,
     storage_errors,
@@ -53,13 +58,13 @@ def test_write_file_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> Non
     assert names(path.parent) == ["text.txt"]
 
 
-@pytest.mark.parametrize("refused", ["fsync", "replace"])
+@pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
 def test_full_disk_leaves_the_old_file_and_nothing_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     path = tmp_path / "kept.json"
     write_file(path, "old")
-    monkeypatch.setattr(os, refused, full_disk)
+    monkeypatch.setattr(seam.disk, refused, full_disk)
     with pytest.raises(StorageError, match="the disk is full"):
         write_file(path, "new")
     assert path.read_text() == "old"
@@ -75,7 +80,7 @@ def test_interruption_while_writing_leaves_the_old_file(
 
     path = tmp_path / "kept.json"
     write_file(path, "old")
-    monkeypatch.setattr(os, "fsync", interrupted)
+    monkeypatch.setattr(seam.disk, "sync", interrupted)
     with pytest.raises(failure):
         write_file(path, "new")
     assert path.read_text() == "old"
@@ -86,23 +91,21 @@ def test_interruption_while_writing_leaves_the_old_file(
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of the disk, in order."""
     order: list[str] = []
-    fsync = os.fsync
 
-    def recorded_fsync(descriptor: int) -> None:
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        order.append("sync folder" if is_folder else "sync file")
-        fsync(descriptor)
+    class Recorded(Disk):
+        def sync(self, file: FileIO) -> None:
+            order.append("sync file")
+            super().sync(file)
 
-    def recorded(rename: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
-        def call(source: Path, target: Path) -> None:
+        def sync_folder(self, path: Path) -> None:
+            order.append("sync folder")
+            super().sync_folder(path)
+
+        def rename(self, source: Path, target: Path) -> None:
             order.append("rename")
-            rename(source, target)
+            super().rename(source, target)
 
-        return call
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded(os.replace))
-    monkeypatch.setattr(os, "rename", recorded(os.rename))
+    monkeypatch.setattr(seam, "disk", Recorded())
     return order
 
 
@@ -114,6 +117,45 @@ def test_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str
 def test_a_folder_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str]) -> None:
     fill(tmp_path / "out", then=lambda: disk.clear())
     assert disk == ["sync file", "sync folder", "rename", "sync folder"]
+
+
+def test_folders_in_a_new_folder_are_synced_as_well(tmp_path: Path, disk: list[str]) -> None:
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").mkdir()
+        (folder / "a" / "file").write_text("content")
+        disk.clear()
+    assert disk == ["sync file", "sync folder", "sync folder", "rename", "sync folder"]
+
+
+def test_files_that_are_synced_already_are_not_synced_again(
+    tmp_path: Path, disk: list[str]
+) -> None:
+    with new_folder(tmp_path / "out", synced=True) as folder:
+        disk.clear()
+        with OutputFile(folder / "file") as file:
+            file.write(b"content")
+    assert disk == ["sync file", "sync folder", "rename", "sync folder"]
+
+
+def test_folders_that_are_made_are_synced_from_the_outside_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+
+    class Recorded(Disk):
+        def make_folder(self, path: Path) -> None:
+            calls.append(("make", path.name))
+            super().make_folder(path)
+
+        def sync_folder(self, path: Path) -> None:
+            calls.append(("sync", path.name))
+            super().sync_folder(path)
+
+    monkeypatch.setattr(seam, "disk", Recorded())
+    make_folder(tmp_path / "a" / "b")
+    assert calls == [("make", "a"), ("sync", tmp_path.name), ("make", "b"), ("sync", "a")]
+    make_folder(tmp_path / "a" / "b")
+    assert len(calls) == 4
 
 
 def test_write_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
@@ -158,7 +200,7 @@ def test_new_folder_keeps_parents_that_others_filled_meanwhile(tmp_path: Path) -
     assert names(tmp_path / "a") == ["theirs"]
 
 
-@pytest.mark.parametrize("refused", ["fsync", "rename"])
+@pytest.mark.parametrize("refused", ["sync", "sync_folder", "rename"])
 @pytest.mark.parametrize("replace", [False, True])
 def test_full_disk_at_the_end_of_new_folder_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, replace: bool
@@ -168,7 +210,7 @@ def test_full_disk_at_the_end_of_new_folder_leaves_what_was_there(
         path.mkdir()
         (path / "old").write_text("old")
     with pytest.raises(StorageError, match="the disk is full"):
-        fill(path, replace=replace, then=lambda: monkeypatch.setattr(os, refused, full_disk))
+        fill(path, replace=replace, then=lambda: monkeypatch.setattr(seam.disk, refused, full_disk))
     assert names(tmp_path) == (["out"] if replace else [])
     if replace:
         assert names(path) == ["old"]
@@ -180,7 +222,7 @@ def test_replacing_puts_the_old_folder_back_when_the_second_rename_fails(
     path = tmp_path / "out"
     path.mkdir()
     (path / "old").write_text("old")
-    rename = os.rename
+    rename = seam.disk.rename
     calls: list[Path] = []
 
     def fails_once(source: Path, target: Path) -> None:
@@ -189,12 +231,22 @@ def test_replacing_puts_the_old_folder_back_when_the_second_rename_fails(
             full_disk()
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", fails_once)
+    monkeypatch.setattr(seam.disk, "rename", fails_once)
     with pytest.raises(StorageError):
         fill(path, "new", replace=True)
     assert len(calls) == 3
     assert names(path) == ["old"]
     assert names(tmp_path) == ["out"]
+
+
+def test_what_was_there_can_be_kept_under_another_name(tmp_path: Path) -> None:
+    path, aside = tmp_path / "out", tmp_path / "old"
+    for name in ("first", "second"):
+        with new_folder(path, replace=True, aside=aside) as folder:
+            (folder / name).write_text("content")
+        assert names(path) == [name]
+    assert names(aside) == ["first"]
+    assert names(tmp_path) == ["old", "out"]
 
 
 def test_replacing_leaves_only_the_new_content(tmp_path: Path) -> None:
@@ -221,14 +273,15 @@ def test_new_folder_refuses_a_folder_that_holds_something(tmp_path: Path) -> Non
 def test_a_failing_parent_leaves_no_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mkdir = Path.mkdir
+    make = seam.disk.make_folder
 
-    def fails_below(self: Path, *args: Any, **kwargs: Any) -> None:
-        if self.name.startswith(".tmp-") and self.parent.exists():
+    def fails_below(path: Path) -> None:
+        if path.name.startswith(".tmp-"):
+            assert path.parent.is_dir()
             full_disk()
-        mkdir(self, *args, **kwargs)
+        make(path)
 
-    monkeypatch.setattr(Path, "mkdir", fails_below)
+    monkeypatch.setattr(seam.disk, "make_folder", fails_below)
     with pytest.raises(StorageError):
         fill(tmp_path / "a" / "b" / "out")
     assert names(tmp_path) == []
@@ -285,6 +338,38 @@ def test_remove_folder_removes_all_and_names_a_missing_one(tmp_path: Path) -> No
         remove_folder(tmp_path / "a")
 
 
+def test_remove_file_removes_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    remove_file(tmp_path / "file")
+    remove_file(tmp_path / "file")
+    assert names(tmp_path) == []
+    with pytest.raises(StorageError):
+        remove_file(tmp_path)
+
+
+def test_what_can_not_be_deleted_now_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / name).write_text("")
+    unlink = seam.disk.unlink
+
+    def refuses_b(path: Path) -> None:
+        if path.name == "b":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(seam.disk, "unlink", refuses_b)
+        remove_folder(tmp_path / "folder")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-folder-")
+    assert names(left) == ["b"]
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_remove_leftovers_removes_temporary_names_only(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -336,6 +421,8 @@ def test_sha256_of_is_that_of_the_bytes(tmp_path: Path) -> None:
         (b"\xff", "is not valid JSON"),
         (b"", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
+        (b'{"a": {"x": 1, "y": 2, "x": 1}}', "is not valid JSON: key 'x' is given twice"),
+        (b"[" + b"9" * 5000 + b"]", "is not valid JSON"),
     ],
 )
 def test_read_json_names_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
@@ -345,10 +432,146 @@ def test_read_json_names_a_damaged_file(tmp_path: Path, content: bytes, message:
         read_json(path)
 
 
+def test_read_json_does_not_read_more_than_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    path.write_text("[1, 2]")
+    assert read_json(path, max_bytes=6) == [1, 2]
+    with pytest.raises(InputError, match=r"value\.json is longer than the 5 bytes it may have"):
+        read_json(path, max_bytes=5)
+
+
+# --- files that are written ------------------------------------------------------------------
+
+
+def test_small_writes_are_gathered_and_large_ones_go_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam, "_GATHERED_BYTES", 8)
+    sizes: list[int] = []
+
+    class Recorded(Disk):
+        def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
+            sizes.append(len(data))
+            return super().write(file, data)
+
+    monkeypatch.setattr(seam, "disk", Recorded())
+    parts = [b"ab", b"cde", b"fg", b"hi", b"0123456789", b"", b"j"]
+    with HashedFile(tmp_path / "file") as file:
+        for part in parts:
+            file.write(part)
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert sizes == [7, 2, 10, 1]
+    assert file.size == 20
+    assert file.sha256 == hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def test_the_start_of_a_file_can_be_written_over(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "file") as file:
+        file.write(bytes(4))
+        file.write(b"content")
+        file.write_over_start(b"head")
+    assert (tmp_path / "file").read_bytes() == b"headcontent"
+
+
+def test_an_output_file_is_no_other_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("theirs")
+    with pytest.raises(FileExistsError):
+        OutputFile(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "theirs"
+
+
+class Short(Disk):
+    """Takes three bytes at a time, and from a certain one on nothing."""
+
+    def __init__(self, room: int, *, says_so: bool) -> None:
+        self.room, self.says_so = room, says_so
+
+    def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
+        count = min(3, self.room, len(data))
+        if not count and self.says_so:
+            full_disk()
+        self.room -= count
+        return super().write(file, memoryview(data)[:count]) if count else 0
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "disk", Short(10, says_so=True))
+    write_file(tmp_path / "file", "0123456789")
+    assert (tmp_path / "file").read_text() == "0123456789"
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+@pytest.mark.parametrize("room", range(10))
+def test_a_disk_that_takes_a_part_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, says_so: bool
+) -> None:
+    write_file(tmp_path / "file", "old")
+    monkeypatch.setattr(seam, "disk", Short(room, says_so=says_so))
+    with pytest.raises(StorageError):
+        write_file(tmp_path / "file", "0123456789")
+    assert (tmp_path / "file").read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("room", range(10))
+def test_an_appended_piece_is_whole_or_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    file = AppendedFile(tmp_path / "file")
+    file.append(b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(seam, "disk", Short(room, says_so=True))
+        with pytest.raises(OSError, match="No space left"):
+            file.append(b"0123456789")
+    assert (tmp_path / "file").read_bytes() == b"first"
+    file.append(b"second")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"firstsecond"
+
+
+def test_the_name_of_an_appended_file_is_on_the_disk_before_its_first_byte(
+    tmp_path: Path, disk: list[str]
+) -> None:
+    AppendedFile(tmp_path / "file").close()
+    assert disk == ["sync folder"]
+    AppendedFile(tmp_path / "file").close()
+    assert disk == ["sync folder"]
+
+
+def test_an_appended_file_whose_name_the_disk_refuses_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam.disk, "sync_folder", full_disk)
+    # A file that was left open would be a warning, and thereby an error.
+    with pytest.raises(OSError, match="No space left"):
+        AppendedFile(tmp_path / "file")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """As /dev/null, which is there for all."""
+    make(tmp_path / "thing")
+    before = (tmp_path / "thing").stat()
+    with pytest.raises(StorageError, match="thing is no file that could be replaced"):
+        write_file(tmp_path / "thing", "content")
+    assert (tmp_path / "thing").stat() == before
+    assert names(tmp_path) == ["thing"]
+
+
+def test_a_replaced_file_is_another_one(tmp_path: Path) -> None:
+    """What is mapped into memory goes on to be what it was."""
+    write_file(tmp_path / "file", "old")
+    with open(tmp_path / "file", "rb") as reader:
+        with replacing(tmp_path / "file") as file:
+            file.write(b"new")
+        assert reader.read() == b"old"
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
 def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json does not exist"):
         read_json(tmp_path / "none.json")
-    with pytest.raises(InputError, match="can't be read: Is a directory"):
+    with pytest.raises(InputError, match="can't be read: it is a folder"):
         read_json(tmp_path)
 
 

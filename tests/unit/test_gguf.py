@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
 import struct
 import sys
@@ -16,10 +18,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from firstlight import disk as seam
 from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
 from firstlight.conversion.gguf_layout import Rope
 from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.errors import MissingDependencyError, ModelError, TokenizerError
+from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 
@@ -557,11 +560,24 @@ def test_without_gguf_the_error_names_the_command(
         read_gguf(tmp_path / "m.gguf")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_is_the_operating_systems_error(tmp_path: Path) -> None:
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
+def test_a_full_disk_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
     config, tensors = drawn("gpt2", tmp_path)
-    with pytest.raises(OSError, match="No space left"):
-        write_gguf(Path("/dev/full"), config, tensors, None, dtype="f32")
+    path = tmp_path / "out" / "m.gguf"
+    path.parent.mkdir()
+    path.write_bytes(b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(seam.disk, refused, full)
+        with pytest.raises(StorageError, match=r"the disk is full at .*m\.gguf"):
+            write_gguf(path, config, tensors, None, dtype="f32")
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_every_format_has_the_size_it_should(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ _MODULES = sorted(_ROOT.rglob("*.py"))
 #: Each module, by the first part of its name, and the layer it lies in.
 _LAYERS = {
     "errors": 0,
+    "disk": 0,
     "files": 0,
     "console": 0,
     "hardware": 0,
@@ -26,12 +27,15 @@ _LAYERS = {
     "data": 1,
     "efficiency": 2,
     "hub": 2,
+    "tensor_file": 2,
     "stored": 2,
     "lora": 2,
     "weights": 2,
     "vocabulary": 2,
     "huggingface": 2,
+    "history": 2,
     "checkpoint": 2,
+    "retention": 2,
     "training": 3,
     "generation": 3,
     "evaluation": 3,

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from contextlib import closing
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight import disk as seam
+from firstlight.disk import Disk
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.training.metrics import JsonLines, keep_until, read_json_lines
 
@@ -36,7 +39,7 @@ def steps(path: Path) -> list[int]:
             | st.integers()
             | st.text(st.characters(exclude_categories=["Cs"]))
             | st.none(),
-        )
+        ).map(lambda record: {**record, "step": len(record)})
     )
 )
 def test_what_is_written_is_read_to_the_last_bit(
@@ -155,6 +158,18 @@ def test_a_line_that_the_disk_refuses_is_taken_back(tmp_path: Path) -> None:
     assert path.stat().st_size > 800
 
 
+class AlmostFull(Disk):
+    """Takes as many bytes at a time as `room` says, then no more."""
+
+    def __init__(self, *room: int) -> None:
+        self.room = list(room)
+
+    def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(file, memoryview(data)[: self.room.pop(0)])
+
+
 def test_a_short_write_is_completed_or_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,27 +178,10 @@ def test_a_short_write_is_completed_or_taken_back(
     write(path, {"step": 1})
     before = path.read_bytes()
     with closing(JsonLines(path)) as lines:
-        file = lines._file
-
-        class AlmostFull:
-            def __init__(self, room: list[int]) -> None:
-                self.room = room
-
-            def fileno(self) -> int:
-                return file.fileno()
-
-            def close(self) -> None:
-                file.close()
-
-            def write(self, data: bytes) -> int:
-                if not self.room:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return file.write(data[: self.room.pop(0)])
-
-        monkeypatch.setattr(lines, "_file", AlmostFull([4]))
+        monkeypatch.setattr(seam, "disk", AlmostFull(4))
         with pytest.raises(StorageError, match="disk is full"):
             lines.write({"step": 2})
         assert path.read_bytes() == before
-        monkeypatch.setattr(lines, "_file", AlmostFull([4, 4, 100]))
+        monkeypatch.setattr(seam, "disk", AlmostFull(4, 4, 100))
         lines.write({"step": 2})
     assert steps(path) == [1, 2]

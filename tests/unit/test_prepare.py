@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
+from firstlight import disk as seam
 from firstlight.data import prepare as module
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import ShardWriter, TokenDataset, read_shard
@@ -602,11 +603,11 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("refused", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, refused: str
 ) -> None:
-    monkeypatch.setattr(ShardWriter if refused == "write" else os, refused, full_disk)
+    monkeypatch.setattr(seam.disk, refused, full_disk)
     with pytest.raises(StorageError, match=r"the disk is full at .*out"):
         prepare([corpus], TOKENIZER, tmp_path / "new" / "out")
     assert names(tmp_path) == []
@@ -656,12 +657,12 @@ def test_overwriting_leaves_nothing_of_the_old_corpus(prepared: Path, corpus: Pa
     ]
 
 
-@pytest.mark.parametrize("refused", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
 def test_a_failed_overwrite_keeps_the_old_corpus(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, refused: str
 ) -> None:
     before = contents(prepared)
-    monkeypatch.setattr(ShardWriter if refused == "write" else os, refused, full_disk)
+    monkeypatch.setattr(seam.disk, refused, full_disk)
     with pytest.raises(StorageError):
         prepare([corpus], TOKENIZER, prepared, overwrite=True)
     assert contents(prepared) == before

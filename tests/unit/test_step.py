@@ -14,7 +14,7 @@ from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.errors import TrainingError
 from firstlight.models import GPT2, GPT2Config, Llama, LlamaConfig, Model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.training.step import StepResult, train_step
+from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step
 
 _VOCABULARY, _SEQ_LEN = 23, 8
 
@@ -248,6 +248,40 @@ def test_opposite_infinities_in_two_micro_batches_dont_cancel_out() -> None:
     with pytest.raises(TrainingError):
         train_step(loss_sum, Optimizer(model, OptimizerConfig()), cut(make_batch(_ROWS), [3, 4]))
     assert bits(model) == before
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_running_out_of_memory_before_the_update_changes_no_bit_and_leaves_no_gradient(
+    in_backward: bool,
+) -> None:
+    model = gpt2(torch.float32)
+    optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.0), in_backward=in_backward)
+    before = bits(model)
+    calls: list[int] = []
+
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        calls.append(1)
+        if in_backward or len(calls) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
+        loss: Tensor = model(input_ids, labels)
+        return loss
+
+    batches = cut(make_batch(_ROWS), [7] if in_backward else [3, 4])
+    # Where an update is part of the backward pass, it may have been made: no step is repeated.
+    with pytest.raises(RuntimeError if in_backward else MicroBatchTooLargeError, match="can't all"):
+        train_step(loss_sum, optimizer, batches)
+    assert bits(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
+    model = gpt2(torch.float32)
+
+    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        train_step(loss_sum, Optimizer(model, OptimizerConfig()), [make_batch(_ROWS)])
 
 
 # --- clipping --------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ _KEYS = {
     "memory_bytes",
     "seconds",
     "data_wait_seconds",
+    "save_stall_seconds",
+    "skipped_steps",
 }
 _EVALUATION_KEYS = {"val/loss", "perplexity", "bits_per_byte"}
 
@@ -551,6 +553,7 @@ def test_another_model_data_or_row_length_is_not_resumed(
         (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
         (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
         (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
+        (changed(recipe, run={"seed": 1}), r"with another seed: run\.seed was 1337 and is 1 now"),
     ):
         refused(values, CheckpointError, said, resume=True)
     # And what was there goes on.
@@ -723,10 +726,9 @@ def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
     )
     from firstlight.training.job import Job
 
-    def ruin(job: Job, _: Any) -> dict[str, Any]:
+    def ruin(job: Job, *_: Any) -> None:
         if job.state.step == 4:
             next(job.model.parameters()).data[0, 0] = float("nan")
-        return {}
 
     monkeypatch.setattr(Job, "evaluate", ruin)
     with pytest.raises(CheckpointError, match=r"step 4: tensor .* is not finite"):

@@ -66,8 +66,9 @@ for command in (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 done; 1 an error; 2 a recipe or option that can't be meant; 130 interrupted; 129 or 143
-    terminated by SIGHUP or SIGTERM.
+    0 done; 1 an error; 2 a recipe or option that can't be meant; 75 a training run that was
+    stopped early and saved; 130 interrupted; 129, 138 or 143 terminated by SIGHUP, SIGUSR1 or
+    SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     training = _TRAINING_ENVIRONMENT if arguments[:1] == ["train"] else {}
@@ -76,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments
     try:
         with _cleaning_up_when_terminated():
-            firstlight.main(arguments, prog_name="firstlight", standalone_mode=False)
+            exit_code: int | None = firstlight.main(
+                arguments, prog_name="firstlight", standalone_mode=False
+            )
     except FirstlightError as error:
         return _fail(str(error), type(error).__name__, error.exit_code, as_json)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -104,11 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(part in str(error).lower() for part in words):
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
-    return 0
+    return exit_code or 0
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP has come; unwinds everything, so that nothing half-written stays."""
+    """A signal to end has come; unwinds everything, so that nothing half-written stays."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -117,14 +120,14 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Inside the block, SIGTERM and SIGHUP raise; a signal that is ignored (nohup) stays so."""
+    """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise; one that is ignored (nohup) stays so."""
 
     def terminate(number: int, _: object) -> None:
         raise _Terminated(number)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) == signal.SIG_DFL:
                 before[number] = signal.signal(number, terminate)
     try:

@@ -10,11 +10,23 @@ from typing import Any
 import click
 
 from firstlight.cli.output import say_rows, with_json
+from firstlight.console import say
 from firstlight.errors import ConfigError
+
+#: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
+STOPPED_EXIT_CODE = 75
+_EXIT_CODE = "firstlight.exit_code"
 
 
 class _TrainCommand(click.Command):
-    """Lists the recipe's keys in its help, which needs torch and is done only then."""
+    """Lists the recipe's keys in its help, which needs torch and is done only then; has an exit
+    code of its own for a run that was stopped."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        result = super().invoke(ctx)
+        if _EXIT_CODE in ctx.meta:
+            ctx.exit(ctx.meta[_EXIT_CODE])
+        return result
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from firstlight.training.config import key_documentation, recipe_fields
@@ -57,6 +69,10 @@ def train_command(
     """Train a model as a recipe says.
 
     Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
+
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run after the step at hand, with a checkpoint: the
+    exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
+    the run folder asks for a checkpoint.
     """
     path, overrides = split_arguments(arguments)
     from firstlight.training.config import load_recipe
@@ -79,6 +95,9 @@ def train_command(
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
     say_rows(rows)
+    if result.stopped_by is not None:
+        say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
+        click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
     return {
         "run_folder": str(result.run_folder),
         "checkpoint": str(result.checkpoint),
@@ -86,6 +105,7 @@ def train_command(
         "tokens_seen": result.tokens_seen,
         "train/loss": result.train_loss,
         "evaluation": dataclasses.asdict(result.evaluation) if result.evaluation else None,
+        "stopped_by": result.stopped_by,
     }
 
 

@@ -8,6 +8,7 @@ tensors     names, shapes, types; then the data, one tensor after the other
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from firstlight.conversion.gguf_layout import (
 )
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
+from firstlight.files import replacing
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import COMPUTED_BUFFERS
 
@@ -71,8 +73,7 @@ def write_gguf(
     """Write a model as one GGUF file, with about twice its largest tensor of memory.
 
     Args:
-        path: the file, which is replaced. It is not written under another name first: write
-            into a folder that becomes visible afterwards.
+        path: the file, which is replaced once the new one is complete.
         config: Hugging Face's config.json as an object.
         tensors: by their Hugging Face names; a tied head may be absent. Each is asked for
             twice and let go, so that the mapping may read it from a file each time.
@@ -87,7 +88,7 @@ def write_gguf(
             finite, or the format can't hold its numbers.
         TokenizerError: llama.cpp would give other ids than the tokenizer.
         MissingDependencyError: the package gguf is not installed.
-        OSError: the operating system refuses, as when the disk is full.
+        StorageError: the operating system refuses, as when the disk is full.
     """
     gguf = import_gguf()
     tied = _is_tied(config, tensors)
@@ -108,21 +109,28 @@ def write_gguf(
         _add_tensor_info(writer, ROPE_FACTORS, tuple(factors.shape), _stored_type("f32"))
     for rule in rules:
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
-    try:
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-    finally:
-        writer.close()
-    with open(path, "ab") as file:
-        file.write(bytes(-file.tell() % writer.data_alignment))
+    with replacing(path) as file:
+        file.write(_header(writer))
+        file.write(bytes(-file.size % writer.data_alignment))
         if factors is not None:
             file.write(factors.numpy().tobytes())
-            file.write(bytes(-file.tell() % writer.data_alignment))
+            file.write(bytes(-file.size % writer.data_alignment))
         for rule in rules:
             for part in _encoded(rule, tensors, _type_of(rule, dtype)):
-                file.write(part.data)
-            file.write(bytes(-file.tell() % writer.data_alignment))
+                file.write(part.reshape(-1).view(np.uint8).data)
+            file.write(bytes(-file.size % writer.data_alignment))
+
+
+def _header(writer: Any) -> bytes:
+    """All that stands before the tensors: the package would write it to a file of its own."""
+    import gguf
+
+    memory = io.BytesIO()
+    writer.fout, writer.state = [memory], gguf.gguf_writer.WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return memory.getvalue()
 
 
 def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:

@@ -1,7 +1,7 @@
 """Batches for training, in an order that is a pure function of the seed and a position.
 
-The loader's whole state is one number, how many rows have been handed out: that makes
-resuming exact at any step of any epoch, and free.
+The loader's whole state is one number, how many rows have been handed out to all ranks
+together: that makes resuming exact at any step of any epoch, on any number of ranks, and free.
 
 Threads, not processes, read ahead: numpy copies, searches and waits for the disk without
 holding the interpreter, and nothing has to be sent from one process to another.
@@ -109,16 +109,19 @@ class TokenLoader:
 
     A batch may begin in one epoch and end in the next. The following batches are read by
     threads while the current one is computed on; which batches come does not depend on how
-    many of either there are.
+    many of either there are. With several ranks, the batches of all of them, in the order of
+    the ranks, are the next `micro_batch_size` x `world_size` rows of the one order.
 
     Args:
         dataset: the split.
         seq_len: predictions a row.
         micro_batch_size: rows a batch.
         seed: decides the order.
-        rows_seen: position to start from, of a `state_dict()`.
+        rows_seen: position to start from, of a `state_dict()` of any rank.
         document_masking: number the documents, and predict tokens from their own only.
-        workers: threads that read ahead; more than one helps where the disk is slow.
+        rank, world_size: which part of each global batch is read here, and of how many.
+        workers: threads that read ahead; more than one helps where the disk is slow; 0 reads
+            in the calling thread, when a batch is asked for.
         prefetch: batches that are read ahead.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
 
@@ -135,19 +138,24 @@ class TokenLoader:
         *,
         rows_seen: int = 0,
         document_masking: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
         workers: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        assert workers > 0
+        assert 0 <= rank < world_size
+        assert rows_seen >= 0
+        assert workers >= 0
         assert prefetch > 0
         require_row(dataset, seq_len)
         self.dataset, self.seq_len, self.seed = dataset, seq_len, seed
         self.micro_batch_size, self.document_masking = micro_batch_size, document_masking
+        self.rank, self.global_rows = rank, micro_batch_size * world_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
         self.rows_per_epoch = num_rows(dataset.num_tokens, seq_len)
         self.rows_seen = rows_seen
-        self._readers = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+        self._readers = ThreadPoolExecutor(workers, "loader") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._read_ahead()
 
@@ -155,30 +163,37 @@ class TokenLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._readers.shutdown(cancel_futures=True)
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
 
     def next_batch(self) -> Batch:
-        """The next `micro_batch_size` rows.
+        """This rank's `micro_batch_size` rows of the next global batch.
 
         What a thread ran into while reading them is raised here, and again by every later call.
         """
-        batch = self._ahead[0].result()
-        self._ahead.popleft()
-        self.rows_seen += self.micro_batch_size
+        if self._readers is None:
+            batch = self._read(self.rows_seen)
+        else:
+            batch = self._ahead[0].result()
+            self._ahead.popleft()
+        self.rows_seen += self.global_rows
         self._read_ahead()
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; what was read ahead but not handed out does not count."""
+        """Where the loader stands, the same on every rank; what was read ahead but not handed
+        out does not count."""
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:
-        while len(self._ahead) < self.prefetch:
-            first = self.rows_seen + len(self._ahead) * self.micro_batch_size
+        while self._readers is not None and len(self._ahead) < self.prefetch:
+            first = self.rows_seen + len(self._ahead) * self.global_rows
             self._ahead.append(self._readers.submit(self._read, first))
 
-    def _read(self, first: int) -> Batch:
+    def _read(self, global_first: int) -> Batch:
+        """This rank's part of the global batch that begins with the row of this count."""
         rows = []
+        first = global_first + self.rank * self.micro_batch_size
         for count in range(first, first + self.micro_batch_size):
             epoch, position = divmod(count, self.rows_per_epoch)
             rows.append(shuffled_index(position, self.rows_per_epoch, self.seed, epoch))

@@ -23,9 +23,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from rich.progress import Progress, TaskID, TextColumn
 
@@ -47,8 +48,9 @@ from firstlight.data.sources import (
     find_sources,
     read_documents,
 )
+from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError
-from firstlight.files import new_folder, require_free, write_json
+from firstlight.files import new_folder, remove_file, require_free, write_file, write_json
 from firstlight.tokenizer import Tokenizer
 
 REJECTED_NAME = "rejected.jsonl"
@@ -123,7 +125,7 @@ def prepare(
     total = sum(source.size for source in sources)
     if workers is None:
         workers = 1 if total < _SMALL_CORPUS_BYTES else len(_usable_cpus())
-    with new_folder(out, replace=overwrite) as folder, ExitStack() as stack:
+    with new_folder(out, replace=overwrite, synced=True) as folder, ExitStack() as stack:
         bar = stack.enter_context(progress_bar(TextColumn("{task.fields[done]}"), shown=progress))
         plain = all(
             s.path is not None and s.path.suffix in (*TEXT_SUFFIXES, ".jsonl") for s in sources
@@ -140,7 +142,7 @@ def _write_tokenizer_and_manifest(
     folder: Path, tokenizer: Tokenizer, manifest: dict[str, Any]
 ) -> None:
     for name, content in tokenizer.files().items():
-        (folder / name).write_text(content, encoding="utf-8")
+        write_file(folder / name, content)
     write_json(folder / MANIFEST_NAME, manifest)
 
 
@@ -192,9 +194,7 @@ class _Preparation:
         # The same container as gzip -9 writes, to compare a model's bits per byte with.
         compressor = zlib.compressobj(9, wbits=31)
         with ExitStack() as stack:
-            rejected_file = stack.enter_context(
-                open(self.folder / REJECTED_NAME, "w", encoding="utf-8")
-            )
+            rejected_file = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
             writers = {
                 split: stack.enter_context(
                     ShardWriter(self.folder, split, self.dtype, self.shard_tokens)
@@ -219,10 +219,12 @@ class _Preparation:
         if not self.written:
             raise InputError(self._nothing_written())
         if not self.rejected:
-            (self.folder / REJECTED_NAME).unlink()
+            remove_file(self.folder / REJECTED_NAME)
         return self._manifest(writers)
 
-    def _accepted(self, entries: Iterable[Document | Rejected], log: IO[str]) -> Iterator[Document]:
+    def _accepted(
+        self, entries: Iterable[Document | Rejected], log: OutputFile
+    ) -> Iterator[Document]:
         for entry in entries:
             if isinstance(entry, Document):
                 yield entry
@@ -235,7 +237,7 @@ class _Preparation:
                 "reason": entry.reason,
                 "detail": entry.detail,
             }
-            log.write(json.dumps(record, ensure_ascii=True) + "\n")
+            log.write((json.dumps(record, ensure_ascii=True) + "\n").encode())
 
     def _pieces(self, documents: Iterator[Document]) -> Iterator[_Piece]:
         """Assign each document to a split and cut long ones into pieces."""
@@ -404,7 +406,22 @@ def _encode_in_order(
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> list[TokenArray]:
     # One text a call keeps the library to one thread: the processes already share the cores.
-    return [np.array(tokenizer.encode_batch([text])[0], dtype) for text in texts]
+    ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
+    return [_fitting(array, tokenizer.vocab_size, dtype) for array in ids]
+
+
+def _fitting(ids: npt.NDArray[np.int64], vocab_size: int, dtype: np.dtype[Any]) -> TokenArray:
+    """Ids in the type of the shards, which would silently cut off what is too large.
+
+    Raises:
+        DataError: an id is beyond the vocabulary.
+    """
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise DataError(
+            f"the tokenizer gives id {ids.max()}, beyond its own vocabulary of {vocab_size} "
+            "tokens: its files are damaged; load it from where it came from again"
+        )
+    return ids.astype(dtype)
 
 
 _worker_state: tuple[Tokenizer, np.dtype[Any]]

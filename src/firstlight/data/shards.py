@@ -31,14 +31,16 @@ import functools
 import struct
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from firstlight.disk import OutputFile
 from firstlight.errors import DataError, InputError
 from firstlight.files import read_json, sha256_of
 
@@ -53,6 +55,10 @@ _SPLIT_FIELDS = {"documents": int, "tokens": int, "text_bytes": int, "shards": l
 _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+#: Document offsets that are looked at together.
+_OFFSETS_AT_ONCE = 1 << 17
+_ADVICE = "prepare the corpus again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -76,26 +82,30 @@ class ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_tokens = shard_tokens
-        self._file: IO[bytes] | None = None
+        self._file: OutputFile | None = None
+        self._stack = ExitStack()
         self._offsets: list[int] = [0]
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             self._close_shard()
-        elif self._file is not None:
-            self._file.close()
+        else:
+            self._stack.__exit__(kind, error, traceback)
 
     def write(self, tokens: TokenArray) -> None:
         """Append one document's tokens."""
         assert tokens.dtype == self._dtype
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
-            self._file = open(self._folder / name, "wb")  # noqa: SIM115 - outlives this call
+            self._file = self._stack.enter_context(OutputFile(self._folder / name))
             self._file.write(bytes(HEADER.size))
         self._file.write(tokens.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
@@ -106,19 +116,19 @@ class ShardWriter:
         if self._file is None:
             return
         file, tokens, documents = self._file, self._offsets[-1], len(self._offsets) - 1
-        with file:
-            file.write(bytes(-file.tell() % 8))
+        with self._stack:
+            file.write(bytes(-file.size % 8))
             file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
-            file.seek(0)
-            file.write(HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, tokens, documents))
-        path = Path(file.name)
+            file.write_over_start(
+                HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, tokens, documents)
+            )
         self.shards.append(
             {
-                "file": path.name,
+                "file": file.path.name,
                 "tokens": tokens,
                 "documents": documents,
-                "bytes": path.stat().st_size,
-                "sha256": sha256_of(path),
+                "bytes": file.size,
+                "sha256": sha256_of(file.path),
             }
         )
         self._file, self._offsets = None, [0]
@@ -130,7 +140,9 @@ class TokenDataset:
     Args:
         folder: a folder that `prepare` wrote.
         split: "train" or "val".
-        verify: compare every shard with the sha256 in the manifest first.
+        verify: compare every shard with the sha256 in the manifest, and its ids with the
+            vocabulary, first: about a second for each GB. Sizes, headers and document offsets
+            are checked in any case, and so is each token when it is read.
 
     Raises:
         DataError: the folder is no prepared corpus, lacks the split, or is damaged.
@@ -149,12 +161,17 @@ class TokenDataset:
         self.text_bytes: int = entry["text_bytes"]
         self.gzip_bytes: int | None = entry.get("gzip_bytes")
         self.num_documents: int = entry["documents"]
+        self.vocab_size: int = self.manifest["vocab_size"]
+        names = [shard["file"] for shard in entry["shards"]]
+        if len(set(names)) != len(names):
+            raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {_ADVICE}")
         opened = [self._open_shard(shard, verify) for shard in entry["shards"]]
         self._shards = [tokens for tokens, _ in opened]
         self._document_starts = [np.asarray(offsets)[:-1] for _, offsets in opened]
         self._starts = list(accumulate((len(shard) for shard in self._shards), initial=0))
         self.num_tokens = self._starts[-1]
-        if self.num_tokens != entry["tokens"]:
+        documents = sum(map(len, self._document_starts))
+        if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
     def _open_shard(
@@ -163,20 +180,42 @@ class TokenDataset:
         if Path(shard["file"]).name != shard["file"]:
             raise DataError(f"{self.folder}: the manifest names a shard outside: {shard['file']}")
         path = self.folder / shard["file"]
-        advice = "prepare the corpus again"
         if not path.is_file():
-            raise DataError(f"shard {path} is missing: {advice}")
+            raise DataError(f"shard {path} is missing: {_ADVICE}")
         if path.stat().st_size != shard["bytes"]:
-            raise DataError(f"shard {path} has the wrong size: {advice}")
+            raise DataError(f"shard {path} has the wrong size: {_ADVICE}")
         if verify and sha256_of(path) != shard["sha256"]:
-            raise DataError(f"shard {path} is damaged (its sha256 is not the manifest's): {advice}")
+            raise DataError(
+                f"shard {path} is damaged (its sha256 is not the manifest's): {_ADVICE}"
+            )
         tokens, offsets = read_shard(path)
         if len(tokens) != shard["tokens"]:
-            raise DataError(f"shard {path} does not hold what its manifest says: {advice}")
+            raise DataError(f"shard {path} does not hold what its manifest says: {_ADVICE}")
+        _require_documents(path, offsets, len(tokens))
+        if tokens.dtype.itemsize < token_dtype(self.vocab_size).itemsize:
+            raise DataError(
+                f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
+                f"of {self.vocab_size}: those above 65535 were cut off; {_ADVICE}"
+            )
+        if verify:
+            # One pass, without a copy.
+            self._require_known(tokens, f"shard {path}")
         return tokens, offsets
 
+    def _require_known(self, tokens: npt.NDArray[Any], where: str) -> None:
+        """Refuse ids that the vocabulary doesn't have: a model has no row for them."""
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise DataError(
+                f"{where} holds token id {largest}, beyond its vocabulary of {self.vocab_size} "
+                f"tokens: {_ADVICE}"
+            )
+
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Tokens `start:stop` as int64 (cut at the end, like any slice)."""
+        """Tokens `start:stop` as int64 (cut at the end, like any slice).
+
+        Raises:
+            DataError: one is beyond the vocabulary: a shard was changed, or never verified.
+        """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
         result = np.empty(max(stop - start, 0), dtype=np.int64)
@@ -188,6 +227,7 @@ class TokenDataset:
             result[filled : filled + len(part)] = part
             filled += len(part)
             position += len(part)
+        self._require_known(result, f"the '{self.split}' split of {self.folder}")
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
@@ -254,8 +294,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
-            raise DataError(f"{path} is damaged ('{name}'): prepare the corpus again")
+        value = entry.get(name) if isinstance(entry, dict) else None
+        # A bool is an int to Python, and nothing here can be less than none.
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise DataError(f"{path} is damaged ('{name}'): {_ADVICE}")
+
+
+def _require_documents(path: Path, offsets: npt.NDArray[np.uint64], num_tokens: int) -> None:
+    """Refuse document offsets that do not lead from 0 to the last token, never back.
+
+    Raises:
+        DataError: they don't.
+    """
+    ascending = all(
+        bool((part[1:] >= part[:-1]).all())
+        for start in range(0, len(offsets), _OFFSETS_AT_ONCE)
+        for part in (offsets[start : start + _OFFSETS_AT_ONCE + 1],)
+    )
+    if not ascending or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
+        raise DataError(
+            f"shard {path} is damaged (its documents don't follow on each other): {_ADVICE}"
+        )
 
 
 def read_shard(path: Path) -> tuple[TokenArray, npt.NDArray[np.uint64]]:

@@ -176,8 +176,13 @@ def _read_config(folder: Path) -> _PeftConfig:
         for pattern in patterns or {}:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ModelError(f"{path}: '{pattern}' is no pattern: {error}") from error
+            # Repeated groups, and many repetitions, can take for ever on one name.
+            if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                raise ModelError(
+                    f"{path}: pattern '{pattern}' repeats too much: name the layers in full"
+                )
     return config
 
 

@@ -74,7 +74,7 @@ class GPT2Config(BaseModel):
     vocab_size: int = Field(0, ge=0)
     hidden_size: int = Field(768, gt=0)
     intermediate_size: int = Field(0, ge=0)
-    num_hidden_layers: int = Field(12, gt=0)
+    num_hidden_layers: int = Field(12, gt=0, le=10_000)
     num_attention_heads: int = Field(12, gt=0)
     max_position_embeddings: int = Field(1024, gt=0)
     activation_function: Literal["gelu_new", "gelu"] = "gelu_new"

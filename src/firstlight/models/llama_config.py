@@ -120,7 +120,7 @@ class _DecoderConfig(BaseModel):
     vocab_size: int = Field(0, ge=0)
     hidden_size: int = Field(256, gt=0)
     intermediate_size: int = Field(0, ge=0)
-    num_hidden_layers: int = Field(4, gt=0)
+    num_hidden_layers: int = Field(4, gt=0, le=10_000)
     num_attention_heads: int = Field(4, gt=0)
     num_key_value_heads: int = Field(0, ge=0)
     head_dim: int = Field(0, ge=0)
@@ -266,8 +266,12 @@ def _windows_from_hf(
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types")
     if kinds is not None:
-        first = list(kinds).count("full_attention")
-        if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+        kinds = list(kinds)
+        first = kinds.count("full_attention")
+        rest = len(kinds) - first
+        if len(kinds) != layers or kinds != ["full_attention"] * first + (
+            ["sliding_attention"] * rest
+        ):
             raise ModelError(
                 "layer_types other than full attention first and sliding attention after it "
                 "are not supported"
@@ -353,7 +357,7 @@ class MoEConfig(_DecoderConfig):
     default_type: ClassVar[str] = "mixtral"
 
     model_type: Literal["mixtral", "qwen3_moe"] = "mixtral"
-    num_experts: int = Field(8, gt=0)
+    num_experts: int = Field(8, gt=0, le=10_000)
     num_experts_per_tok: int = Field(2, gt=0)
     moe_intermediate_size: int = Field(0, ge=0)
     norm_topk_prob: bool = True

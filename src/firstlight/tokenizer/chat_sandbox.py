@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import islice
 from typing import Any, cast
 
 import jinja2
@@ -36,14 +37,16 @@ __all__ = ["check_template", "render"]
 #: Characters of a template, of a rendered conversation, and of any one value kept on the way.
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_CHARS = 10_000_000
+#: Words and signs of a template's program: each takes some 30 microseconds to compile.
+MAX_TEMPLATE_TOKENS = 20_000
 #: What one item of a list counts for among them.
 _CHARS_PER_ITEM = 20
 #: Characters that multiplying, replacing, joining and formatting may make in one rendering.
 MAX_CHARS_MADE = 100_000_000
 #: Bits of a whole number.
 MAX_INTEGER_BITS = 100_000
-#: Processor time of one rendering.
-MAX_SECONDS = 10.0
+#: Processor time of one rendering; a conversation of a million words takes a tenth.
+MAX_SECONDS = 0.7
 
 #: Of Jinja's own, what multiplies text and no chat template needs.
 _LEFT_OUT = ("batch", "center", "slice", "urlize", "wordwrap", "xmlattr")
@@ -113,8 +116,11 @@ def _compiled(template: str) -> jinja2.Template:
             f"the chat template has {len(template):,} characters, "
             f"more than the {MAX_TEMPLATE_CHARS:,} that are read"
         )
+    environment = _environment()
     try:
-        return _environment().from_string(template)
+        count = sum(1 for _ in islice(environment.lex(template), MAX_TEMPLATE_TOKENS + 1))
+        if count <= MAX_TEMPLATE_TOKENS:
+            return environment.from_string(template)
     except TemplateSyntaxError as error:
         raise TokenizerError(
             f"the chat template doesn't compile: line {error.lineno}: {error.message}"
@@ -122,6 +128,9 @@ def _compiled(template: str) -> jinja2.Template:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise TokenizerError(f"the chat template doesn't compile: {reason}") from error
+    raise TokenizerError(
+        f"the chat template has more than the {MAX_TEMPLATE_TOKENS:,} words and signs that are read"
+    )
 
 
 #: Where a rendering's meter lies among its variables: no template can spell this name.
@@ -146,6 +155,8 @@ class _Meter:
 
     def make(self, chars: int) -> None:
         """To be called before that much text is made at one go."""
+        if chars > MAX_CHARS:
+            raise SecurityError(f"it makes more than {MAX_CHARS:,} characters at once")
         self._made += max(chars, 0)
         if self._made > MAX_CHARS_MADE:
             raise SecurityError(f"it makes more than {MAX_CHARS_MADE:,} characters on the way")

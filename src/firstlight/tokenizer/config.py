@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import InputError, TokenizerError, describe_os_error
-from firstlight.files import read_json
+from firstlight.errors import InputError, TokenizerError
+from firstlight.files import plain_lines, read_file, read_json
 
 __all__ = ["chat_template_of", "named_tokens", "read_chat_template", "read_config", "token_text"]
+
+#: Of a template's file; what is rendered may have a million characters.
+_MAX_TEMPLATE_BYTES = 4_000_000
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -32,9 +35,10 @@ def read_chat_template(folder: Path) -> dict[str, Any]:
     jinja = folder / "chat_template.jinja"
     try:
         if jinja.is_file():
-            return {"chat_template": jinja.read_text(encoding="utf-8")}
-    except OSError as error:
-        raise TokenizerError(f"{jinja} can't be read: {describe_os_error(error)}") from error
+            content = read_file(jinja, _MAX_TEMPLATE_BYTES).decode("utf-8")
+            return {"chat_template": plain_lines(content)}
+    except InputError as error:
+        raise TokenizerError(str(error)) from error
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{jinja} is not UTF-8: {error}") from error
     for config in (read_config(folder), _read_object(folder / "chat_template.json")):

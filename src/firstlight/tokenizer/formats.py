@@ -16,7 +16,14 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from firstlight.errors import InputError, TokenizerError, describe_os_error
+from firstlight.files import plain_lines
 from firstlight.tokenizer.config import read_chat_template, read_config, token_text
+from firstlight.tokenizer.limits import (
+    LARGEST_FILE_BYTES,
+    read_tokenizer,
+    require_short,
+    require_sound_maps,
+)
 from firstlight.tokenizer.sentencepiece import sentencepiece_pieces, unsupported_features
 
 END_OF_TEXT = "<|endoftext|>"
@@ -65,7 +72,6 @@ _NEVER_TOKENIZERS = frozenset(
     ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
     ".tar .zip .zst".split()
 )
-_LARGEST_FILE_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +118,7 @@ def find_tokenizer_file(folder: Path) -> Path:
 
 def _tokenizer_content(path: Path) -> bytes | None:
     """The content of a file that is a tokenizer; little is read of any other."""
-    if path.stat().st_size > _LARGEST_FILE_BYTES:
+    if path.stat().st_size > LARGEST_FILE_BYTES:
         return None
     with open(path, "rb") as file:
         beginning = file.read(4096)
@@ -145,11 +151,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
     Raises:
         TokenizerError: it is none of them, damaged, or would give other ids than its own library.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        reason = describe_os_error(error)
-        raise TokenizerError(f"tokenizer {path} can't be read: {reason}") from error
+    content = read_tokenizer(path)
     if content.lstrip()[:1] == b"{":
         parts = _from_json(path, content)
     elif _looks_like_tiktoken(content):
@@ -173,12 +175,16 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
     # "model" is also an ordinary word of GPT-2's vocabulary.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
+    require_sound_maps(path, state.get("normalizer"))
     try:
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:
+        leading = _leading_token(backend)
+    except BaseException as error:
+        # A panic of the library, which is written in Rust, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise TokenizerError(f"tokenizer {path} can't be loaded: {error}") from error
     config = read_config(path.parent)
-    leading = _leading_token(backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     bos = token_text(config.pop("bos_token", None)) or leading
     eos = token_text(config.pop("eos_token", None))
@@ -209,9 +215,7 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
     if merges_path is None:
         raise TokenizerError(f"{path} needs merges.txt beside it")
     try:
-        lines = merges_path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise TokenizerError(f"{merges_path} can't be read: {describe_os_error(error)}") from error
+        lines = plain_lines(read_tokenizer(merges_path).decode("utf-8")).split("\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{merges_path} is not UTF-8: {error}") from error
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
@@ -277,6 +281,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a rank is missing")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a byte has no token")
+    require_short(path, ranks)
     characters = _byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -345,6 +350,7 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
             f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
             "which can't be read exactly: convert it to tokenizer.json with transformers"
         )
+    require_short(path, vocabulary)
     scores = {piece: score for piece, score, _ in pieces}
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score, kind in pieces:

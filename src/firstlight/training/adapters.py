@@ -16,6 +16,8 @@ from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.training.config import Recipe
 
+_BASE_KEYS = ("name", "sha256")
+
 
 @dataclass(frozen=True)
 class AdapterBase:
@@ -57,6 +59,8 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
             f"{newest} is of a run without lora: leave the lora section out, or start a new run "
             f"in another run.dir with --init-from {newest}"
         )
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
+        raise CheckpointError(f"{newest}: trainer_state.json does not say what its base is")
     base = AdapterBase(saved["name"], saved["sha256"])
     try:
         folder = resolve_model_folder(base.name)

@@ -10,19 +10,21 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from firstlight.efficiency import EfficiencyConfig
-from firstlight.errors import ConfigError, describe_os_error, nearest
+from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.files import read_file
 from firstlight.lora.config import LoraConfig
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
 from firstlight.optim.optimizer import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
+from firstlight.training.guard import GuardConfig
+from firstlight.training.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 
 
 class _Section(BaseModel):
@@ -35,11 +37,14 @@ class RunConfig(_Section):
     dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
     seed: decides the initial weights, the order of the rows and dropout.
     device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
+    max_minutes: save and stop once so much time has passed since the start, but not before a
+        step is done; null is no limit.
     """
 
     dir: str | None = Field(None, min_length=1)
     seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
+    max_minutes: float | None = Field(None, gt=0)
 
 
 class DataConfig(_Section):
@@ -49,7 +54,8 @@ class DataConfig(_Section):
     seq_len: tokens a training row; null is the model's max_position_embeddings.
     verify: compare the shards with their sha256 before the first step.
     document_masking: tokens see only their own document; positions start anew in each.
-    workers: threads that read rows ahead; the order of the rows does not depend on them.
+    workers: threads that read rows ahead; the order of the rows does not depend on them. 0
+        reads them when a step needs them.
     prefetch: micro-batches that are read ahead; at least those of one step.
     pin_memory: page-locked batches, from which a GPU copies while it computes; null is where
         there is a CUDA GPU.
@@ -59,7 +65,7 @@ class DataConfig(_Section):
     seq_len: int | None = Field(None, gt=0)
     verify: bool = True
     document_masking: bool = False
-    workers: int = Field(1, ge=1, le=64)
+    workers: int = Field(1, ge=0, le=64)
     prefetch: int = Field(2, ge=1, le=1024)
     pin_memory: bool | None = None
 
@@ -165,11 +171,18 @@ class CheckpointConfig(_Section):
     """The `checkpoint` section. One is always written at the end.
 
     every_steps: a checkpoint after every so many steps; 0 is at the end only.
-    keep_last: how many are kept.
+    keep_last: how many of the newest are kept.
+    keep_every: those of steps that are multiples of it are kept for good; 0 is none.
+    keep_best: how many with the lowest val/loss at their step are kept beside; 0 is none.
+    asynchronous: copy the state and write the copy while training goes on; null is where memory
+        for the copy is free at the first save.
     """
 
     every_steps: int = Field(200, ge=0)
     keep_last: int = Field(2, ge=1)
+    keep_every: int = Field(0, ge=0)
+    keep_best: int = Field(0, ge=0)
+    asynchronous: bool | None = None
 
 
 class Recipe(_Section):
@@ -188,28 +201,7 @@ class Recipe(_Section):
     lora: LoraConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-
-class _RecipeLoader(yaml.SafeLoader):
-    """YAML's safe loader, which also reads 3e-4 as a number and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        # `<<: *anchor` takes another mapping's keys over, and may stand beside any of them.
-        given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=True) for key in given]
-        twice = [key for key in keys if keys.count(key) > 1]
-        if twice:
-            raise yaml.MarkedYAMLError(
-                problem=f"key '{twice[0]}' is given twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+    guard: GuardConfig = GuardConfig()
 
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
@@ -228,12 +220,11 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"recipe {path} does not exist{nearest(path.name, siblings)}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"recipe {path} can't be read: {describe_os_error(error)}") from error
-    # ValueError: bytes that are not UTF-8, a date such as 2001-99-99.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"recipe {path} is not valid YAML: {_one_line(error)}") from error
+        values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
+    except InputError as error:
+        raise ConfigError(f"recipe {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -245,6 +236,10 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / path.stem)})
         recipe = recipe.model_copy(update={"run": run})
     return recipe
+
+
+#: Mistakes that are told at once.
+_MAX_PROBLEMS = 20
 
 
 def parse_recipe(values: Mapping[str, Any], where: str = "recipe") -> Recipe:
@@ -260,7 +255,10 @@ def parse_recipe(values: Mapping[str, Any], where: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(entry) for entry in error.errors()]
+        entries = error.errors()
+        problems = [_describe(entry) for entry in entries[:_MAX_PROBLEMS]]
+        if len(entries) > _MAX_PROBLEMS:
+            problems.append(f"and {len(entries) - _MAX_PROBLEMS} more")
         raise ConfigError(f"{where}: {'; '.join(problems)}") from None
 
 
@@ -281,11 +279,9 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         place[key] = text
         return
     try:
-        place[key] = yaml.load(text, _RecipeLoader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"option --{name}: '{text}' is not a valid value: {_one_line(error)}"
-        ) from error
+        place[key] = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"option --{name}: '{text}' is not a valid value: {error}") from error
 
 
 def _takes_text(name: str) -> bool:
@@ -420,7 +416,3 @@ def _suggest(key: str, known: Sequence[str]) -> str:
         return hint
     elsewhere = [name for name in known_keys() if name.split(".")[1] == other]
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

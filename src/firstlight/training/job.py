@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import json
+import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from firstlight.checkpoint import CHECKPOINTS, prune_checkpoints, save_checkpoint
-from firstlight.data.loader import TokenLoader
+from firstlight.checkpoint import CHECKPOINTS, Checkpoint
+from firstlight.data.loader import Batch, TokenLoader
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
-from firstlight.efficiency import autocast
-from firstlight.errors import CheckpointError, ModelError, TrainingError
-from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
-from firstlight.files import remove_leftovers, storage_errors, write_file
-from firstlight.generation.engine import GenerationStream
-from firstlight.generation.sampling import SamplingConfig
+from firstlight.errors import FirstlightError, TrainingError
+from firstlight.evaluation.perplexity import Evaluation
+from firstlight.files import remove_file, remove_leftovers, write_file
 from firstlight.hardware import peak_flops, peak_memory_bytes
-from firstlight.huggingface import LoadedModel
-from firstlight.models import Llama, MoEConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.config import Recipe
-from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
+from firstlight.training.guard import DivergedError, Guard
+from firstlight.training.logs import RunLogs
+from firstlight.training.micro_batches import fewer_rows, recut
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
-from firstlight.training.state import TrainState, capture
-from firstlight.training.step import DIVERGED
+from firstlight.training.rollback import checkpoint_before
+from firstlight.training.saving import CheckpointSaver
+from firstlight.training.state import (
+    TrainState,
+    capture,
+    data_identity,
+    restore,
+    restore_torch_random_states,
+    torch_random_states,
+)
+from firstlight.training.step import MicroBatchTooLargeError, StepResult
+from firstlight.training.stopping import SAVE_NOW_NAME
+from firstlight.training.validation import sample_texts, validation_loss
 
 RECIPE_NAME = "recipe.yaml"
 
 
 class Job:
-    """One run, set up and checked: what the loop works with."""
+    """One run, set up and checked: what the loop works with.
+
+    Attributes:
+        max_steps: of the whole run.
+        state: where it stands.
+        saved_step: of the newest checkpoint of what it has done; -1 before the first.
+        evaluation: the last one.
+        data_identity: see `state.data_identity`.
+    """
 
     def __init__(
         self,
@@ -63,167 +78,297 @@ class Job:
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
         self.accumulation = recipe.batch.accumulation(self.seq_len)
         self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self.accumulation)
-        self.state = TrainState()
+        self.state, self.guard = TrainState(), Guard(recipe.guard)
         self.saved_step = -1
         self.evaluation: Evaluation | None = None
+        self._unsaved = True
+        self._stall_seconds = 0.0
+        self._samples: list[dict[str, Any]] = []
+        self.data_identity = data_identity(
+            dataset, tokenizer, self.seq_len, document_masking=recipe.data.document_masking
+        )
         self._flops_per_token = train_flops_per_token(
             meta_model(self.model.config), self.seq_len, frozen=recipe.lora is not None
         )
-        self.metrics: JsonLines
-        self._samples: JsonLines
+        self._logs: RunLogs
         self._loader: TokenLoader
+        self._saver: CheckpointSaver
+
+    # Beginning and end
+
+    def take_up(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: weights, moments, random numbers, counters.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        self.state = restore(checkpoint, self.program)
+        self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
+        self.saved_step, self._unsaved = self.state.step, False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Make the run folder ready: drop what a killed run left, open logs, loader and saver."""
+        for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
+            remove_leftovers(folder)
+        text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        write_file(self.run_folder / RECIPE_NAME, text)
+        loader = TokenLoader(
+            self.dataset,
+            self.seq_len,
+            self.recipe.batch.rows,
+            self.recipe.run.seed,
+            rows_seen=self.state.rows_seen,
+            document_masking=self.recipe.data.document_masking,
+            workers=self.recipe.data.workers,
+            # A step takes all its micro-batches at its beginning.
+            prefetch=max(self.recipe.data.prefetch, self.accumulation),
+            pin_memory=self._pin_memory,
+        )
+        with (
+            loader as self._loader,
+            RunLogs(self.run_folder, self._logged_step, self.state.events) as self._logs,
+            self._saving(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._saver = CheckpointSaver(self.run_folder, self.recipe.checkpoint)
+        self._saver.saved_step = self.saved_step
+        try:
+            yield
+        except BaseException:
+            # What went wrong first is said, whatever the background writer ran into.
+            with contextlib.suppress(FirstlightError):
+                self._saver.close()
+            raise
+        self._saver.close()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether anything is left to be done."""
+        return self.state.pending is not None or self.state.step < self.max_steps
+
+    @property
+    def _logged_step(self) -> int:
+        """The last step whose lines are in the logs."""
+        return self.state.step - (self.state.pending is not None)
 
     @property
     def _pin_memory(self) -> bool:
         asked = self.recipe.data.pin_memory
         return self.hardware.device.type == "cuda" if asked is None else asked
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Take the run folder: lock it, drop what a killed run left, open the logs."""
-        with storage_errors(self.run_folder):
-            self.run_folder.mkdir(parents=True, exist_ok=True)
-        with _lock(self.run_folder):
-            for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
-                remove_leftovers(folder)
-            if self.saved_step != self.state.step:  # not resumed: logs of a dead run are void
-                for name in (METRICS_NAME, SAMPLES_NAME):
-                    (self.run_folder / name).unlink(missing_ok=True)
-            keep_until(self.run_folder / METRICS_NAME, self.state.step)
-            keep_until(self.run_folder / SAMPLES_NAME, self.state.step)
-            text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
-            write_file(self.run_folder / RECIPE_NAME, text)
-            self._loader = TokenLoader(
-                self.dataset,
-                self.seq_len,
-                self.recipe.batch.rows,
-                self.recipe.run.seed,
-                rows_seen=self.state.rows_seen,
-                document_masking=self.recipe.data.document_masking,
-                workers=self.recipe.data.workers,
-                # A step takes all its micro-batches at its beginning.
-                prefetch=max(self.recipe.data.prefetch, self.accumulation),
-                pin_memory=self._pin_memory,
-            )
-            with (
-                self._loader,
-                contextlib.closing(JsonLines(self.run_folder / METRICS_NAME)) as self.metrics,
-                contextlib.closing(JsonLines(self.run_folder / SAMPLES_NAME)) as self._samples,
-            ):
-                yield
+    # A step: computed, evaluated if that is due, written down
 
-    def step(self) -> dict[str, Any]:
-        """Do one optimizer step; return its metrics."""
+    def step(self) -> None:
+        """Do one optimizer step; its metrics are then `state.pending`.
+
+        Raises:
+            DivergedError: too many steps were skipped, or one that can't be: see `go_back`.
+            TrainingError: not even one row fits into memory.
+            CheckpointError, StorageError: the checkpoint being written could not be.
+        """
+        self._saver.require_written()
         start = time.perf_counter()
-        device, state = self.hardware.device, self.state
-        batches = [self._loader.next_batch().to(device) for _ in range(self.accumulation)]
-        waited = time.perf_counter() - start
+        state = self.state
         share = warmup_cosine(
             state.step, self.max_steps, self.warmup_steps, self.recipe.schedule.min_lr_ratio
         )
-        try:
-            result = self.program.step(batches, share)
-        except TrainingError as error:
-            raise TrainingError(f"step {state.step + 1}: {error}") from None
-        seconds = time.perf_counter() - start
+        batches = [self._loader.next_batch() for _ in range(self.accumulation)]
+        waited = time.perf_counter() - start
         state.step += 1
+        state.val_loss = None
+        result = self._update(batches, share)
+        seconds = time.perf_counter() - start
         state.tokens_seen += result.tokens
+        state.skipped = result.skipped
+        state.skipped_steps += result.skipped
         state.rows_seen = self._loader.state_dict()["rows_seen"]
         tokens_per_second = result.tokens / seconds
-        peak = peak_flops(device, self.program.dtype)
-        router = self._router_metrics(result.tokens)
-        auxiliary = router.get("moe/router_loss", 0.0) * self._router_loss_coefficient
-        return {
+        peak = peak_flops(self.hardware.device, self.program.dtype)
+        router = self.program.router_metrics(result.tokens)
+        auxiliary = router.get("moe/router_loss", 0.0) * self.program.router_loss_coefficient
+        record = {
             "step": state.step,
-            "train/loss": result.loss - auxiliary if math.isfinite(result.loss) else None,
+            "train/loss": result.loss - auxiliary,
             "learning_rate": self.recipe.optimizer.learning_rate * share,
-            # JSON has no infinity: a step that fp16 skipped has no norm.
-            "grad_norm": None if result.skipped else result.grad_norm,
+            "grad_norm": result.grad_norm,
             "tokens_seen": state.tokens_seen,
             "epoch": state.rows_seen / self._loader.rows_per_epoch,
             "tokens_per_second": tokens_per_second,
             "mfu": self._flops_per_token * tokens_per_second / peak,
-            "memory_bytes": peak_memory_bytes(device),
+            "memory_bytes": peak_memory_bytes(self.hardware.device),
             "seconds": seconds,
             "data_wait_seconds": waited,
-            **self._scaler_metrics(),
+            "save_stall_seconds": self._stall_seconds,
+            "skipped_steps": state.skipped_steps,
+            **({"skipped": True} if result.skipped else {}),
+            **({"loss_scale": self.program.scaler.scale} if self.program.scaler else {}),
             **router,
         }
+        # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
+        state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        self._stall_seconds, self._unsaved = 0.0, True
+        self.guard.require_fit()
 
-    def _scaler_metrics(self) -> dict[str, float]:
-        """The loss scale, and the steps it skipped since the run began; {} without fp16."""
-        scaler = self.program.scaler
-        if scaler is None:
-            return {}
-        return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
+    def _update(self, batches: list[Batch], share: float) -> StepResult:
+        """The step itself, repeated with smaller micro-batches as long as memory runs out."""
+        state, random = self.state, torch_random_states()
+        device = self.hardware.device
+        while True:
+            rows = state.micro_batch_rows or self.recipe.batch.rows
+            try:
+                on_device = (batch.to(device) for batch in recut(batches, rows))
+                return self.program.step(on_device, share, self.guard.accepts)
+            except MicroBatchTooLargeError as error:
+                problem = str(error)
+            except DivergedError:
+                raise
+            except TrainingError as error:
+                raise TrainingError(f"step {state.step}: {error}") from None
+            self._halve(rows, problem)
+            restore_torch_random_states(random)
 
-    def _router_metrics(self, tokens: int) -> dict[str, float]:
-        """What the routers of a Mixture of Experts did in this step; {} for a dense model."""
-        if isinstance(self.model, Llama) and self.model.router_statistics is not None:
-            return self.model.router_statistics.take(tokens)
-        return {}
-
-    @property
-    def _router_loss_coefficient(self) -> float:
-        config = self.model.config
-        return config.router_aux_loss_coef if isinstance(config, MoEConfig) else 0.0
+    def _halve(self, rows: int, problem: str) -> None:
+        """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
+        fewer = fewer_rows(rows)
+        if not fewer:
+            raise TrainingError(
+                f"step {self.state.step}: out of memory with a micro-batch of one row "
+                f"({' '.join(problem.split())[:200]}): lower data.seq_len, or set "
+                "efficiency.activation_checkpointing to full and efficiency.loss_chunk_tokens "
+                "to 512"
+            )
+        self.state.micro_batch_rows = fewer
+        self._add_event("out of memory", self.state.step, micro_batch_rows=fewer, before=rows)
+        self.program.forget_router_statistics()
+        gc.collect()
+        if self.hardware.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
         at_end = self.state.step == self.max_steps
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
-    def evaluate(self, bar: TrainingProgress) -> dict[str, Any]:
-        """Validation loss, and sample texts; return the metrics."""
+    def evaluate(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
+        """Validation loss, and sample texts, for the step's metrics.
+
+        Args:
+            bar: told what comes out.
+            check: called between any two batches and texts' pieces; may raise.
+
+        Raises:
+            DivergedError: the weights are of no use.
+        """
+        step, pending = self.state.step, self.state.pending
+        assert pending is not None
+        check()
         self.model.eval()
-        self._write_samples(bar)
+        self._samples = []
+        for prompt, text in sample_texts(self.program, self.tokenizer, self.run_folder, check):
+            self._samples.append({"step": step, "prompt": prompt, "text": text})
+            bar.message(f"step {step}: {prompt!r} -> {text!r}")
         if self.validation is None:
-            return {}
-        rows = num_rows(self.validation.num_tokens, self.seq_len)
-        self.evaluation = evaluate_split(
-            self.program.evaluation_loss,
-            self.validation,
-            seq_len=self.seq_len,
-            batch_size=self.recipe.batch.rows,
-            device=self.hardware.device,
-            document_masking=self.recipe.data.document_masking,
-            rows=evaluation_rows(rows, self.recipe.evaluation.max_rows),
-        )
-        found = self.evaluation
-        if not math.isfinite(found.loss):
-            raise TrainingError(f"step {self.state.step}: val/loss is {found.loss}; {DIVERGED}")
+            return
+        found = validation_loss(self.program, self.validation, self.seq_len, check)
         bar.message(
-            f"step {self.state.step}: val/loss {found.loss:.4f}, "
-            f"perplexity {found.perplexity:.2f}, "
+            f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
             f"{found.bits_per_byte:.4f} bits a byte ({found.rows} of {found.total_rows} rows)"
         )
-        return {
+        self.evaluation, self.state.val_loss = found, found.loss
+        pending |= {
             "val/loss": found.loss,
             "perplexity": found.perplexity,
             "bits_per_byte": found.bits_per_byte,
         }
 
-    def _write_samples(self, bar: TrainingProgress) -> None:
-        config = self.recipe.evaluation
-        sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
-        eos = self.tokenizer.eos_token_id
-        loaded = LoadedModel(
-            self.model, self.tokenizer, () if eos is None else (eos,), self.run_folder
-        )
-        for prompt in config.sample_prompts:
-            try:
-                with autocast(self.hardware.device, self.program.dtype):
-                    text = "".join(GenerationStream(loaded, prompt, sampling))
-            except ModelError as error:
-                raise TrainingError(f"step {self.state.step}: {error}; {DIVERGED}") from None
-            self._samples.write({"step": self.state.step, "prompt": prompt, "text": text})
-            bar.message(f"step {self.state.step}: {prompt!r} -> {text!r}")
+    def write_record(self) -> dict[str, Any]:
+        """Write the step's metrics and texts down, now that nothing is missing; return them."""
+        record = self.state.pending
+        assert record is not None
+        self._logs.write_step(record, self._samples)
+        self._samples, self.state.pending, self._unsaved = [], None, True
+        return record
+
+    def _add_event(self, event: str, step: int, **details: Any) -> None:
+        self.state.events.append({"step": step, "event": event, **details})
+        self._logs.write_events(self.state.events)
+
+    # Checkpoints
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due, or asked for with a file `save-now` in the run folder.
+
+        None is due while steps are being skipped: it would take the place of one from before
+        the trouble.
+        """
+        is_calm = not self.guard.skipped_in_a_row
+        return (is_calm and self.is_due(self.recipe.checkpoint.every_steps)) or self._is_asked
+
+    @property
+    def _is_asked(self) -> bool:
+        return (self.run_folder / SAVE_NOW_NAME).is_file()
 
     def save(self) -> None:
-        """Write a checkpoint of this moment, then delete the ones that are too many."""
-        self.metrics.sync()
-        self._samples.sync()
-        checkpoint = capture(
+        """Save a checkpoint of this moment; the saver deletes the ones that are too many."""
+        asked = self._is_asked
+        self._logs.sync()
+        self._stall_seconds = self._saver.save(self.state.step, self._capture)
+        self.saved_step, self._unsaved = self.state.step, False
+        if asked:
+            self._saver.wait()
+            remove_file(self.run_folder / SAVE_NOW_NAME)
+
+    def finish_saving(self) -> None:
+        """Save what is not saved yet, and wait until it is on the disk."""
+        if self._unsaved:
+            self.save()
+        self._saver.wait()
+
+    def go_back(self, error: DivergedError, bar: TrainingProgress) -> None:
+        """Put an earlier checkpoint's weights, moments, random numbers and step back, and go on
+        from there with the data that come next.
+
+        Raises:
+            TrainingError: the recipe says to stop, has allowed no more than were, or there is no
+                checkpoint.
+        """
+        failed, config = self.state, self.recipe.guard
+        problem = f"step {failed.step}: {error}"
+        targets = [e["to_step"] for e in failed.events if e["event"] == "rollback"]
+        done, before = len(targets), failed.step
+        if targets and failed.step - targets[-1] == self.guard.skipped_in_a_row:
+            before = targets[-1]  # not a step could be made from there
+        if config.on_divergence == "stop":
+            raise TrainingError(problem)
+        if done >= config.max_rollbacks:
+            raise TrainingError(f"{problem} (after {done} rollbacks)")
+        self._saver.wait()
+        checkpoint = checkpoint_before(
+            self.run_folder, before, self.saved_step, self.recipe.checkpoint.every_steps
+        )
+        if checkpoint is None:
+            raise TrainingError(f"{problem} (there is no checkpoint to go back to yet)")
+        self.take_up(checkpoint)
+        self._saver.saved_step = self.saved_step
+        self.guard.skipped_in_a_row = 0
+        # The data go on, and what was learned about the machine stays.
+        self.state.rows_seen = self._loader.state_dict()["rows_seen"]
+        self.state.micro_batch_rows, self.state.events = failed.micro_batch_rows, failed.events
+        self._samples = []
+        self.program.forget_router_statistics()
+        self._logs.drop_after(self._logged_step)
+        self._add_event("rollback", failed.step, to_step=self.state.step, reason=str(error))
+        bar.message(f"{problem}; back to step {self.state.step}")
+
+    def _capture(self) -> Checkpoint:
+        loader = self._loader.state_dict()
+        epoch = loader["rows_seen"] // self._loader.rows_per_epoch
+        return capture(
             self.state,
             self.program,
             self.tokenizer,
@@ -231,23 +376,16 @@ class Job:
             {
                 "init_from": self.init_from,
                 "recipe": self.recipe.model_dump(),
-                "data": self.data_identity(),
+                "data": self.data_identity,
+                "loader": {
+                    **loader,
+                    "epoch": epoch,
+                    "seed": self.recipe.run.seed,
+                    "rows_per_epoch": self._loader.rows_per_epoch,
+                },
+                "guard": self.guard.state_dict(),
             },
         )
-        save_checkpoint(self.run_folder, self.state.step, checkpoint)
-        self.saved_step = self.state.step
-        prune_checkpoints(self.run_folder, self.recipe.checkpoint.keep_last, self.state.step)
-
-    def data_identity(self) -> dict[str, Any]:
-        """Which data this is, so that a run is not resumed on another."""
-        manifest = json.dumps(self.dataset.manifest, sort_keys=True).encode()
-        return {
-            "dir": str(self.dataset.folder.resolve()),
-            "seq_len": self.seq_len,
-            "document_masking": self.recipe.data.document_masking,
-            "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
-            "tokenizer_sha256": self.tokenizer.fingerprint,
-        }
 
 
 def _schedule(recipe: Recipe, dataset: TokenDataset, accumulation: int) -> tuple[int, int]:
@@ -258,17 +396,3 @@ def _schedule(recipe: Recipe, dataset: TokenDataset, accumulation: int) -> tuple
     max_steps = recipe.schedule.max_steps or epoch
     warmup_steps = recipe.schedule.warmup_steps
     return max_steps, max_steps // 20 if warmup_steps is None else warmup_steps
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the run folder: two processes writing to one run would ruin it. The lock goes with
-    the process, however it ends."""
-    with storage_errors(folder):
-        file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - closed below
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"run folder {folder} is in use by another process") from None
-        yield

@@ -12,9 +12,11 @@ from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
+from firstlight.training.guard import DivergedError
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.report import draw_report
 from firstlight.training.setup import set_up
+from firstlight.training.stopping import Stopping, StopRequestedError
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,11 @@ class TrainResult:
         run_folder: metrics.jsonl, report.png, recipe.yaml, checkpoints/.
         checkpoint: the last one: a Hugging Face model folder.
         step, tokens_seen: since the first step, resumed parts included.
-        train_loss: of the last step; None when there was no step left to do.
+        train_loss: of the last step; None when there was no step left to do, or it was skipped
+            for having none.
         evaluation: the last one of this call; None without a validation split.
+        stopped_by: what ended the run before its last step: "SIGTERM", "SIGINT", "SIGUSR1" or
+            "max_minutes"; None for a run that is complete.
     """
 
     run_folder: Path
@@ -35,6 +40,7 @@ class TrainResult:
     tokens_seen: int
     train_loss: float | None
     evaluation: Evaluation | None
+    stopped_by: str | None = None
 
 
 def train(
@@ -48,6 +54,9 @@ def train(
 ) -> TrainResult:
     """Train a model as a recipe says.
 
+    From the first step on, SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run when the step at
+    hand is done, with a checkpoint to go on from; a second signal ends it at once.
+
     Args:
         recipe: a recipe, its values, or its file.
         resume: go on from the run folder's newest complete checkpoint, exactly as if the run
@@ -56,44 +65,55 @@ def train(
             replaces the recipe's `model`.
         new_rows: what the tokens that the data's tokenizer has beyond that of `init_from` start
             from: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
-        on_step: called with each step's metrics.
+        on_step: called with each step's metrics. It may draw from the global generators of
+            Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
             before the first step, and nothing is written.
-        TrainingError: the loss stopped being a number. The last checkpoint is untouched.
+        TrainingError: the run diverged, and the `guard` section knows no way back; or not even
+            one row fits into memory. The last checkpoint is untouched.
         StorageError: the disk refused. The last checkpoint is untouched.
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
-    job = set_up(recipe, resume, init_from, new_rows, say if progress else _ignore)
-    state, config = job.state, job.recipe
     last: dict[str, Any] = {}
-    with job.open(), TrainingProgress(job.max_steps, state.step, shown=progress) as bar:
-        while state.step < job.max_steps:
-            record = job.step()
-            evaluate_now = job.is_due(config.evaluation.every_steps)
-            if evaluate_now:
-                record |= job.evaluate(bar)
-            last |= record
-            job.metrics.write(record)
-            bar.step(record)
+    with (
+        Stopping(recipe.run.max_minutes, shown=progress) as stopping,
+        set_up(recipe, resume, init_from, new_rows, say if progress else _ignore) as job,
+        job.open(),
+        TrainingProgress(job.max_steps, job.state.step, shown=progress) as bar,
+    ):
+        while job.goes_on and stopping.reason is None:
+            try:
+                if job.state.pending is None:  # else a run was stopped before its evaluation
+                    job.step()
+                    stopping.watch()
+                if job.is_due(recipe.evaluation.every_steps):
+                    job.evaluate(bar, stopping.check)
+            except DivergedError as error:
+                job.go_back(error, bar)
+                continue
+            except StopRequestedError:
+                break
+            last = job.write_record()
+            bar.step(last)
             if on_step is not None:
-                on_step(record)
-            if job.is_due(config.checkpoint.every_steps):
+                on_step(last)
+            if job.must_save:
                 job.save()
-        if job.saved_step != state.step:
-            job.save()
+        job.finish_saving()
         draw_report(job.run_folder)
-    return TrainResult(
-        job.run_folder,
-        checkpoint_folder(job.run_folder, job.saved_step),
-        state.step,
-        state.tokens_seen,
-        last.get("train/loss"),
-        job.evaluation,
-    )
+        return TrainResult(
+            job.run_folder,
+            checkpoint_folder(job.run_folder, job.saved_step),
+            job.state.step,
+            job.state.tokens_seen,
+            last.get("train/loss"),
+            job.evaluation,
+            stopping.reason if job.goes_on else None,
+        )
 
 
 def _ignore(_: str) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import CheckpointError
-from firstlight.files import storage_errors, write_file
+from firstlight.disk import AppendedFile
+from firstlight.errors import CheckpointError, InputError
+from firstlight.files import read_file, remove_file, storage_errors, write_file
+
+#: Ten million steps.
+_MAX_BYTES = 1 << 32
 
 METRICS_NAME = "metrics.jsonl"
 SAMPLES_NAME = "samples.jsonl"
@@ -25,7 +28,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with storage_errors(path):
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file = AppendedFile(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object.
@@ -33,20 +36,14 @@ class JsonLines:
         Raises:
             StorageError: the disk is full or not writable; the file is as before.
         """
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        line = json.dumps(record, ensure_ascii=False) + "\n"
         with storage_errors(self._path):
-            size = os.fstat(self._file.fileno()).st_size
-            try:
-                while line:  # an almost full disk takes a part of it
-                    line = line[self._file.write(line) :]
-            except OSError:
-                os.truncate(self._path, size)
-                raise
+            self._file.append(line.encode())
 
     def sync(self) -> None:
         """Force the lines to the disk."""
         with storage_errors(self._path):
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     def close(self) -> None:
         """Close the file."""
@@ -61,21 +58,34 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = read_file(path, _MAX_BYTES).splitlines(keepends=True)
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
+            records.append(_record(line))
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise CheckpointError(f"{path}:{number} is damaged: {error}") from error
     return records
 
 
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError("it is no object with a step")
+    return record
+
+
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after `step`: the run is about to do those steps again."""
-    if path.exists():
+    """Drop the lines after `step`: the run is about to do those steps again. A link is replaced
+    by a file."""
+    if not path.exists():
+        remove_file(path)  # a link to nothing, that would be written through
+    else:
         kept = [record for record in read_json_lines(path) if record["step"] <= step]
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
         write_file(path, "".join(lines))

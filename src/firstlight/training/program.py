@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import (
     apply_methods,
+    give_back_unused,
     keep_memory,
     loss_function,
     matmul_precision,
@@ -17,7 +18,8 @@ from firstlight.efficiency import (
     same_bits,
 )
 from firstlight.hardware import Hardware
-from firstlight.models import Model
+from firstlight.models import Llama, Model, MoEConfig
+from firstlight.models.moe import RouterStatistics
 from firstlight.optim.optimizer import Optimizer
 from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe
@@ -66,23 +68,52 @@ class TrainingProgram:
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
 
-    def step(self, batches: Iterable[Batch], share_of_peak: float) -> StepResult:
+    def step(
+        self,
+        batches: Iterable[Batch],
+        share_of_peak: float,
+        accepts: Callable[[float, float], bool] | None = None,
+    ) -> StepResult:
         """One optimizer step over the micro-batches of a global batch, on the device.
 
         Args:
             batches: on the device.
             share_of_peak: the learning rate as a share of its peak.
+            accepts: see `train_step`.
 
         Raises:
-            TrainingError: see `train_step`.
+            DivergedError, MicroBatchTooLargeError: see `train_step`.
         """
         self.optimizer.set_learning_rate(share_of_peak)
         self.model.train()
         config = self.recipe.efficiency
         with matmul_precision(config), same_bits(config, self.hardware):
-            result = train_step(self.loss_sum, self.optimizer, batches, self.scaler)
+            result = train_step(self.loss_sum, self.optimizer, batches, self.scaler, accepts)
         self._steps += 1
+        if self._steps == 1:
+            give_back_unused(self.hardware)
         every = config.empty_cache_steps
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
         return result
+
+    def router_metrics(self, tokens: int) -> dict[str, float]:
+        """What the routers of a Mixture of Experts did in the last step, of so many valid tokens;
+        {} for a dense model."""
+        statistics = self._router_statistics
+        return {} if statistics is None else statistics.take(tokens)
+
+    def forget_router_statistics(self) -> None:
+        """A step that was begun does not count."""
+        if self._router_statistics is not None:
+            self._router_statistics.loss_sum = self._router_statistics.visits_LE = None
+
+    @property
+    def router_loss_coefficient(self) -> float:
+        """Of the balancing loss in the training loss; 0 for a dense model."""
+        config = self.model.config
+        return config.router_aux_loss_coef if isinstance(config, MoEConfig) else 0.0
+
+    @property
+    def _router_statistics(self) -> RouterStatistics | None:
+        return self.model.router_statistics if isinstance(self.model, Llama) else None

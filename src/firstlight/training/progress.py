@@ -24,7 +24,7 @@ class TrainingProgress:
     """
 
     def __init__(self, max_steps: int, start_step: int, *, shown: bool) -> None:
-        self._shown, self._max_steps, self._start = shown, max_steps, start_step
+        self._shown, self._max_steps, self._done = shown, max_steps, 0
         self._bar = progress_bar(TextColumn("{task.fields[figures]}"), shown=shown)
         self._task = self._bar.add_task(
             "training", total=max_steps, completed=start_step, figures=""
@@ -42,10 +42,12 @@ class TrainingProgress:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a step's figures."""
+        self._done += 1
         loss = record["train/loss"]
         figures = (
             f"step {record['step']}/{self._max_steps}  "
             f"loss {'overflow' if loss is None else format(loss, '.3f')}  "
+            f"{'(skipped)  ' if record.get('skipped') else ''}"
             f"{record['tokens_per_second']:,.0f} tokens/s  "
             f"{record['memory_bytes'] / 2**30:.2f} GiB"
         )
@@ -55,8 +57,7 @@ class TrainingProgress:
         due = now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last
         if self._shown and self._bar.disable and due:
             self._last_line = now
-            done = record["step"] - self._start
-            left = (now - self._begun) / done * (self._max_steps - record["step"])
+            left = (now - self._begun) / self._done * (self._max_steps - record["step"])
             say(f"{figures}  {left:.0f} s left")
 
     def message(self, text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.files import write_file
+from firstlight.training.logs import EVENTS_NAME
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, read_json_lines
 
 REPORT_NAME = "report.png"
@@ -39,6 +40,7 @@ def draw_report(run_folder: Path) -> Path:
         height_ratios=[1, 1, 0.7],
     )
     _draw_loss(grid["loss"], records)
+    _draw_events(grid["loss"], read_json_lines(run_folder / EVENTS_NAME))
     _draw_rate(grid["rate"], records)
     _draw_speed(grid["speed"], records)
     _draw_samples(grid["text"], samples)
@@ -82,6 +84,19 @@ def _draw_loss(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
+
+
+def _draw_events(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
+    for event in events:
+        axes.axvline(event["step"], color="tab:red", linestyle=":", linewidth=0.8)
+        axes.annotate(
+            f" {event['event']}",
+            (event["step"], 0.01),
+            xycoords=("data", "axes fraction"),
+            color="tab:red",
+            fontsize=7,
+            rotation=90,
+        )
 
 
 def _draw_rate(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from firstlight.errors import CheckpointError, TrainingError
+from firstlight.errors import CheckpointError
+from firstlight.training.guard import DivergedError
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 _STEPS_BETWEEN_GROWTHS = 2000
@@ -34,7 +35,7 @@ class LossScaler:
         """Count a step.
 
         Raises:
-            TrainingError: the scale can't be lowered any more: the gradients are not finite
+            DivergedError: the scale can't be lowered any more: the gradients are not finite
                 whatever it is.
         """
         if not finite:
@@ -42,7 +43,7 @@ class LossScaler:
             self.scale *= _BACKOFF
             self.good_steps = 0
             if self.scale < _SMALLEST:
-                raise TrainingError(
+                raise DivergedError(
                     f"the gradients are not finite at any loss scale ({self.skipped_steps} steps "
                     "skipped): lower optimizer.learning_rate, or set efficiency.precision to bf16"
                 )

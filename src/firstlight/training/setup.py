@@ -5,25 +5,28 @@ Whatever is refused is refused here, before a run has cost anything or written a
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from firstlight.checkpoint import (
     checkpoint_bytes,
     list_checkpoints,
-    load_checkpoint,
+    load_trainer_state,
     newest_checkpoint,
     resolve_model_folder,
 )
 from firstlight.data.loader import require_row
 from firstlight.data.shards import TokenDataset
-from firstlight.errors import CheckpointError, ConfigError, DataError, StorageError
+from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from firstlight.hardware import find_hardware
 from firstlight.huggingface import (
     LoadedModel,
@@ -31,27 +34,32 @@ from firstlight.huggingface import (
     load_model,
     read_config,
     training_notes,
+    unloaded_model,
 )
 from firstlight.models import Model, ModelConfig, empty_model, padded_vocab_size
+from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
 from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.job import Job
+from firstlight.training.lock import held
 from firstlight.training.program import TrainingProgram
-from firstlight.training.state import restore
+from firstlight.training.resuming import changed_keys, take_up
 from firstlight.vocabulary import grow_vocabulary
+from firstlight.weights import fitting_tensors
 
 
+@contextlib.contextmanager
 def set_up(
     recipe: Recipe,
     resume: bool,
     init_from: str | Path | None,
     new_rows: str,
     tell: Callable[[str], None],
-) -> Job:
-    """The run that a recipe describes, ready for its next step.
+) -> Iterator[Job]:
+    """The run that a recipe describes, ready for its next step. Its folder is held inside.
 
     Args:
         recipe, resume, init_from, new_rows: see `train`.
@@ -70,7 +78,20 @@ def set_up(
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     run_folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(run_folder))
-    newest = _newest_checkpoint(run_folder, resume, tell)
+    # Before the checkpoint is looked at: two that resume at the same moment would both go on
+    # from it.
+    with held(run_folder):
+        yield _job(recipe, _newest_checkpoint(run_folder, resume, tell), init_from, new_rows, tell)
+
+
+def _job(
+    recipe: Recipe,
+    newest: Path | None,
+    init_from: str | Path | None,
+    new_rows: str,
+    tell: Callable[[str], None],
+) -> Job:
+    """The run, going on from its newest checkpoint if there is one."""
     hardware = find_hardware(recipe.run.device)
     dataset = TokenDataset(recipe.data.dir, "train", verify=recipe.data.verify)
     validation = None
@@ -79,11 +100,16 @@ def set_up(
     else:
         tell(f"{dataset.folder} has no validation split: there will be no val/loss")
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
-    if tokenizer.fingerprint != dataset.manifest["tokenizer_sha256"]:
+    if (tokenizer.fingerprint, tokenizer.vocab_size) != (
+        dataset.manifest["tokenizer_sha256"],
+        dataset.vocab_size,
+    ):
         raise DataError(
             f"{dataset.folder}: tokenizer.json is not the one the shards were made with"
         )
     torch.manual_seed(recipe.run.seed)
+    random.seed(recipe.run.seed)
+    np.random.seed(recipe.run.seed % 2**32)
     multiple = recipe.efficiency.vocab_multiple
     base: AdapterBase | None = None
     if recipe.lora is not None and newest is None:
@@ -101,7 +127,7 @@ def set_up(
     _require_fitting_prompts(recipe, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    saved = {} if newest is None else load_checkpoint(newest).trainer_state.get("recipe", {})
+    saved = {} if newest is None else load_trainer_state(newest).get("recipe", {})
     recipe = decide(recipe, saved, hardware, dataset.num_tokens, tell)
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
@@ -111,15 +137,13 @@ def set_up(
     program = TrainingProgram(recipe, model, hardware)
     job = Job(program, tokenizer, dataset, validation, origin, base)
     if newest is not None:
-        _take_up(job, newest, tell)
+        take_up(job, newest, tell)
     _require_disk(job)
     return job
 
 
 def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, if that is asked for and there is one."""
-    if run_folder.exists() and not run_folder.is_dir():
-        raise ConfigError(f"run.dir {run_folder} is a file: choose another run.dir")
     if not resume:
         if list_checkpoints(run_folder):
             raise CheckpointError(
@@ -152,20 +176,47 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
             f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
             f"{tokenizer.vocab_size}: leave model.vocab_size out to take the tokenizer's"
         )
-    return recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    _require_memory(config)
+    return config
+
+
+def _require_memory(config: ModelConfig) -> None:
+    """Refuse a model that the machine can't even hold, before it is made.
+
+    Raises:
+        ConfigError: its weights are larger than the memory, or than torch can count.
+    """
+    memory = psutil.virtual_memory().total
+    try:
+        needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ConfigError(f"model: nothing has such sizes: {error}") from error
+    if needed > memory:
+        raise ConfigError(
+            f"model: its weights alone take {needed / 1e9:,.0f} GB, and this machine has "
+            f"{memory / 1e9:.0f} GB: lower model.hidden_size or model.num_hidden_layers"
+        )
 
 
 def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
     """The checkpoint's model, which the recipe must not contradict."""
-    config = read_config(newest)
-    state = load_checkpoint(newest).trainer_state
+    state = load_trainer_state(newest)
     if state.get("lora_base") is not None:
         raise CheckpointError(
             f"{newest} is of a run with lora: put the recipe's lora section back, or start a new "
             f"run in another run.dir with --init-from {newest}"
         )
+    config = read_config(newest)
+    try:
+        # Its files are what they were when they were saved; that they belong together is not said.
+        fitting_tensors(unloaded_model(config, newest), newest)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
     started_from = state.get("init_from")
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
+    if type(multiple) is not int or multiple < 1:
+        raise CheckpointError(f"{newest}: trainer_state.json says vocab_multiple {multiple!r:.100}")
     if padded_vocab_size(config.vocab_size, multiple) != padded_vocab_size(
         config.vocab_size, recipe.efficiency.vocab_multiple
     ):
@@ -253,11 +304,6 @@ def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     return [f"model.{name}" for name in found if name in given or name == "model_type"]
 
 
-def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that only one has."""
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-
-
 def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Recipe:
     """The recipe with the model that is trained and the row length worked out."""
     limit = config.max_position_embeddings
@@ -307,59 +353,16 @@ def _require_fitting_start(
         )
 
 
-def _take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
-    """Put a checkpoint's state into the job.
-
-    Raises:
-        CheckpointError: the data is another one than the checkpoint's.
-    """
-    checkpoint = load_checkpoint(folder)
-    saved, identity = checkpoint.trainer_state, job.data_identity()
-    for key in ("seq_len", "manifest_sha256", "tokenizer_sha256"):
-        before = saved.get("data", {}).get(key)
-        if before != identity[key]:
-            raise CheckpointError(
-                f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
-                "now (--init-from starts a new run from its weights)"
-            )
-    _require_same_optimizer(folder, saved.get("recipe", {}), job)
-    job.state = restore(checkpoint, job.program)
-    job.saved_step, job.init_from = job.state.step, saved.get("init_from")
-    tell(f"resuming from {folder} (step {job.state.step})")
-    before, now = saved.get("recipe", {}), job.recipe.model_dump()
-    changed = [
-        f"{section}.{key}"
-        for section, values in now.items()
-        if isinstance(values, dict) and isinstance(before.get(section), dict)
-        for key in changed_keys(before[section], values)
-        if key != "dir"
-    ]
-    if changed:
-        tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
-    if job.state.step >= job.max_steps:
-        tell(f"the run is complete: step {job.state.step} of {job.max_steps}")
-
-
-def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
-    before, now = saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
-    for key in ("name", "eight_bit_library"):
-        if key in before and before[key] != now[key]:
-            raise CheckpointError(
-                f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
-                f"{before[key]}, not {now[key]}: set it back, or start a new run in another "
-                f"run.dir with --init-from {folder}"
-            )
-
-
 def _require_disk(job: Job) -> None:
     """Refuse a run whose checkpoints can't fit, before it has cost anything."""
     every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
     left = job.max_steps - job.state.step
     saves = math.ceil(left / every) if every else 1
     parameters = sum(p.numel() for p in job.optimizer.parameters.values())
-    needed = checkpoint_bytes(parameters, job.optimizer.state_bytes) * min(
-        saves, config.keep_last + 1
-    )
+    kept = config.keep_last + config.keep_best
+    if config.keep_every:
+        kept += left // config.keep_every
+    needed = checkpoint_bytes(parameters, job.optimizer.state_bytes) * min(saves, kept + 1)
     folder = next(f for f in (job.run_folder, *job.run_folder.resolve().parents) if f.is_dir())
     free = shutil.disk_usage(folder).free
     if job.state.step < job.max_steps and needed > free:

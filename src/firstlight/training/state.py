@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.huggingface import model_files
 from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
@@ -28,12 +34,25 @@ class TrainState:
     Attributes:
         step: optimizer steps done.
         tokens_seen: valid tokens trained on.
-        rows_seen: rows the loader has handed out.
+        rows_seen: rows the loader has handed out, those of steps that were gone back on too.
+        skipped: whether the last step was made without an update.
+        skipped_steps: of `step`, how many were.
+        micro_batch_rows: rows of a forward pass; fewer than the recipe's once they were too many
+            for the memory. 0: the recipe's.
+        val_loss: found at this very step.
+        pending: this step's metrics, as long as something is missing in them.
+        events: what happened to the run, in order, as lines of events.jsonl.
     """
 
     step: int = 0
     tokens_seen: int = 0
     rows_seen: int = 0
+    skipped: bool = False
+    skipped_steps: int = 0
+    micro_batch_rows: int = 0
+    val_loss: float | None = None
+    pending: dict[str, Any] | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 def capture(
@@ -47,7 +66,8 @@ def capture(
 
     Args:
         base: of a run with `lora`.
-        origin: what the run is made of, as JSON values: recipe, data, init_from.
+        origin: what the run is made of, and where its parts stand, as JSON values: recipe, data,
+            init_from, loader, guard.
     """
     model, scaler = program.model, program.scaler
     files = model_files(model.config, tokenizer)
@@ -58,19 +78,34 @@ def capture(
         assert program.recipe.lora is not None
         files |= adapter_files(model, program.recipe.lora, base.name)
         weights = adapter_tensors(model)
+    words, rest = _python_random_states()
     return Checkpoint(
         files=files,
         model=weights,
-        optimizer={**program.optimizer.state_tensors(), **_random_states()},
+        optimizer={**program.optimizer.state_tensors(), **torch_random_states(), **words},
         trainer_state={
-            "step": state.step,
-            "tokens_seen": state.tokens_seen,
+            **{k: v for k, v in asdict(state).items() if k != "rows_seen"},
             "loader": {"rows_seen": state.rows_seen},
+            "random": rest,
             "loss_scale": None if scaler is None else scaler.state_dict(),
             "lora_base": None if base is None else asdict(base),
             **origin,
         },
     )
+
+
+def data_identity(
+    dataset: TokenDataset, tokenizer: Tokenizer, seq_len: int, *, document_masking: bool
+) -> dict[str, Any]:
+    """Which data a run is on, so that it is not resumed on other."""
+    manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
+    return {
+        "dir": str(dataset.folder.resolve()),
+        "seq_len": seq_len,
+        "document_masking": document_masking,
+        "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
+        "tokenizer_sha256": tokenizer.fingerprint,
+    }
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
@@ -89,16 +124,42 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
             _restore_weights(checkpoint, program.model)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
-    program.optimizer.load_state_tensors(moments)
-    _restore_random_states(randoms)
     saved = checkpoint.trainer_state
+    state = _saved_state(saved)
+    # Where every step so far was skipped there are no moments yet.
+    if moments or state.skipped_steps < state.step:
+        program.optimizer.load_state_tensors(moments)
+    restore_torch_random_states(randoms)
+    _restore_python_random_states(randoms, saved.get("random", {}))
     # A run that went on in another precision has no scale yet.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
+    return state
+
+
+def _saved_state(saved: Mapping[str, Any]) -> TrainState:
     try:
-        return TrainState(saved["step"], saved["tokens_seen"], saved["loader"]["rows_seen"])
+        state = TrainState(
+            step=saved["step"],
+            tokens_seen=saved["tokens_seen"],
+            rows_seen=saved["loader"]["rows_seen"],
+            skipped=saved.get("skipped", False),
+            skipped_steps=saved.get("skipped_steps", 0),
+            micro_batch_rows=saved.get("micro_batch_rows", 0),
+            val_loss=saved.get("val_loss"),
+            pending=saved.get("pending"),
+            events=list(saved.get("events", [])),
+        )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
+    for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
+        count = getattr(state, name)
+        if type(count) is not int or count < 0:
+            raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
+    lines = [*state.events, *([] if state.pending is None else [state.pending])]
+    if not all(isinstance(line, dict) for line in lines):
+        raise CheckpointError("trainer_state.json is damaged: an event is no object")
+    return state
 
 
 @torch.no_grad()
@@ -117,8 +178,8 @@ def _restore_weights(checkpoint: Checkpoint, model: Model) -> None:
         places[name].copy_(tensor)
 
 
-def _random_states() -> dict[str, Tensor]:
-    """The states of torch's generators: dropout draws from them. Nothing else here draws."""
+def torch_random_states() -> dict[str, Tensor]:
+    """The states of torch's generators, which dropout draws from."""
     states = {f"{_RNG_PREFIX}cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {
@@ -127,7 +188,8 @@ def _random_states() -> dict[str, Tensor]:
     return states
 
 
-def _restore_random_states(states: dict[str, Tensor]) -> None:
+def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
+    """Put back what `torch_random_states` gave, as far as the devices are there."""
     torch.set_rng_state(states[f"{_RNG_PREFIX}cpu"])
     for name, tensor in states.items():
         _, kind, *index = name.split(".")
@@ -137,3 +199,39 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
             and int(index[0]) < torch.cuda.device_count()
         ):
             torch.cuda.set_rng_state(tensor, int(index[0]))
+
+
+def _python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of Python's and numpy's generators, which nothing here draws from but `on_step`
+    may: the words as tensors, and the rest as JSON values."""
+    version, words, next_gauss = random.getstate()
+    tensors = {f"{_RNG_PREFIX}python": torch.tensor(words)}
+    rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    if numpy["bit_generator"] == "MT19937":  # else the person has put in another, and keeps it
+        keys = numpy["state"]["key"].astype(np.int64)
+        tensors[f"{_RNG_PREFIX}numpy"] = torch.from_numpy(keys)
+        rest["numpy"] = {
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "next_gauss": float(numpy["gauss"]),
+        }
+    return tensors, rest
+
+
+def _restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+    """Put back what `_python_random_states` gave; what is missing stays as it is."""
+    try:
+        if "python" in rest:
+            python = tuple(words[f"{_RNG_PREFIX}python"].tolist())
+            random.setstate((rest["python"]["version"], python, rest["python"]["next_gauss"]))
+        if "numpy" in rest:
+            keys = words[f"{_RNG_PREFIX}numpy"].numpy().astype(np.uint32)
+            found = rest["numpy"]
+            legacy = (found["position"], found["has_gauss"], found["next_gauss"])
+            np.random.set_state(("MT19937", keys, *legacy))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's random-number states are damaged: {error}"
+        ) from error

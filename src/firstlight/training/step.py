@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import LossFunction
 from firstlight.errors import TrainingError
+from firstlight.hardware import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
+from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.scaling import LossScaler
 
-DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+
+class MicroBatchTooLargeError(MemoryError):
+    """Memory ran out before the update; parameters and moments are as before, gradients gone."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class StepResult:
             cross-entropy (nats), and with experts the balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: valid tokens.
-        skipped: whether the parameters are as before, because scaled gradients overflowed.
+        skipped: whether parameters and moments are as before, because the step was refused or
+            scaled gradients overflowed.
     """
 
     loss: float
@@ -37,6 +45,7 @@ def train_step(
     optimizer: Optimizer,
     batches: Iterable[Batch],
     scaler: LossScaler | None = None,
+    accepts: Callable[[float, float], bool] | None = None,
 ) -> StepResult:
     """Forward, backward and update over the micro-batches of one global batch.
 
@@ -45,11 +54,16 @@ def train_step(
 
     Args:
         scaler: for fp16; None leaves the loss as it is.
+        accepts: called with the loss and the gradient's norm before the update; False skips it.
+            Not called for a step that the scaler skips.
 
     Raises:
-        TrainingError: the loss or gradient is not finite, without a scaler to skip the step; the
-            parameters are as before (but for an optimizer that updates them in the backward
-            pass).
+        DivergedError: the loss or gradient is not finite and nothing was given to skip the step;
+            or the optimizer updates in the backward pass, and has made what should have been
+            skipped. But for that, the parameters are as before.
+        MicroBatchTooLargeError: memory ran out in a forward or backward pass; the step can be
+            repeated with smaller micro-batches. An optimizer that updates in the backward pass
+            raises the error itself.
     """
     batches = list(batches)
     tokens = sum(batch.num_valid for batch in batches)
@@ -57,24 +71,61 @@ def train_step(
         raise TrainingError("a global batch has no token to learn from")
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
-    total = None
+    total, norm = _gradients(loss_sum, optimizer, batches, tokens, scale)
+    mean, grad_norm = float(total / tokens), float(norm)
+    # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
+    finite = abs(mean) + abs(grad_norm) < math.inf
+    if scaler is not None and not finite:
+        accepted = False
+    else:
+        accepted = finite if accepts is None else accepts(mean, grad_norm)
+    if not accepted:
+        optimizer.zero_grad()
+        if optimizer.in_backward or (scaler is None and accepts is None):
+            raise DivergedError(
+                f"loss {mean}, gradient norm {grad_norm}: "
+                f"{'out of the ordinary' if finite else 'not finite'}; {DIVERGED}"
+            )
+    if scaler is not None:
+        scaler.update(finite)
+    if accepted:
+        optimizer.step()
+    return StepResult(mean, grad_norm, tokens, skipped=not accepted)
+
+
+def _gradients(
+    loss_sum: LossFunction,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    tokens: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Fill in the clipped gradients; return the summed loss and their norm before clipping."""
+    try:
+        return _passes(loss_sum, optimizer, batches, tokens, scale)
+    except (RuntimeError, MemoryError) as error:
+        # Updates in the backward pass may have been made: nothing can be repeated there.
+        if optimizer.in_backward or not is_out_of_memory(error):
+            raise
+        message = str(error)
+    # Outside of the handler: the error's traceback holds what the passes had in memory.
+    optimizer.zero_grad()
+    raise MicroBatchTooLargeError(message)
+
+
+def _passes(
+    loss_sum: LossFunction,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    tokens: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    total: Tensor | None = None
     for batch in batches:
         loss = loss_sum(batch.input_ids, batch.labels, batch.document_ids)
         (loss / (tokens / scale)).backward()  # type: ignore[no-untyped-call]
         optimizer.accumulate()
         # CUDA graphs write the next loss into the same memory.
         total = loss.detach().clone() if total is None else total + loss.detach()
-    grad_norm = float(optimizer.clip_gradients(scale))
     assert total is not None
-    mean = float(total / tokens)
-    # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
-    finite = abs(mean) + abs(grad_norm) < float("inf")
-    if not finite:
-        optimizer.zero_grad()
-        if scaler is None:
-            raise TrainingError(f"loss {mean}, gradient norm {grad_norm}: not finite; {DIVERGED}")
-    if scaler is not None:
-        scaler.update(finite)
-    if finite:
-        optimizer.step()
-    return StepResult(mean, grad_norm, tokens, skipped=not finite)
+    return total, optimizer.clip_gradients(scale)

@@ -1,0 +1,575 @@
+"""The known bugs that `mutants.py` puts into the source, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One bug.
+
+    Attributes:
+        name: of the bug.
+        file: in `src`.
+        old: text that stands there exactly once.
+        new: what it becomes.
+        tests: pytest's names of those that fail then.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_STEPS = "tests/faults/test_known_bugs_steps.py::test_"
+_DATA = "tests/faults/test_known_bugs_data.py::test_"
+_CHECKPOINTS = "tests/faults/test_known_bugs_checkpoints.py::test_"
+_TEXT = "tests/faults/test_known_bugs_text.py::test_"
+_ORDER = (
+    "tests/faults/test_loader_order.py::"
+    "test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process"
+)
+
+_TRAINING = "firstlight/training/"
+_LOADER = "firstlight/data/loader.py"
+_SHARDS = "firstlight/data/shards.py"
+
+MUTANTS = [
+    # Loss and gradients
+    Mutant(
+        "mean of micro-batch means",
+        _TRAINING + "step.py",
+        "(loss / (tokens / scale)).backward()",
+        "(loss / (batch.num_valid * len(batches) / scale)).backward()",
+        (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
+    ),
+    Mutant(
+        "gradient of the last micro-batch alone",
+        _TRAINING + "step.py",
+        "        (loss / (tokens / scale)).backward()",
+        "        optimizer.zero_grad()\n        (loss / (tokens / scale)).backward()",
+        (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
+    ),
+    Mutant(
+        "gradients of the last step kept",
+        _TRAINING + "step.py",
+        "    optimizer.zero_grad()\n    total, norm",
+        "    total, norm",
+        (_STEPS + "gradients_of_the_step_before_are_added_to_the_next",),
+    ),
+    Mutant(
+        "filled-up tokens count as learned from",
+        _LOADER,
+        "int((labels != IGNORE_INDEX).sum())",
+        "int(labels.size)",
+        (_STEPS + "the_partial_last_window_of_an_epoch_weighs_as_much_as_a_whole_one",),
+    ),
+    Mutant(
+        "a norm that is NaN passes",
+        _TRAINING + "step.py",
+        "finite = abs(mean) + abs(grad_norm) < math.inf",
+        "finite = abs(mean) < math.inf",
+        (_STEPS + "nan_passes_clipping",),
+    ),
+    Mutant(
+        "NaN passes a comparison",
+        _TRAINING + "step.py",
+        "finite = abs(mean) + abs(grad_norm) < math.inf",
+        "finite = abs(mean) + abs(grad_norm) != math.inf",
+        (_STEPS + "nan_passes_clipping",),
+    ),
+    Mutant(
+        "clipped before the scale is taken out",
+        "firstlight/optim/optimizer.py",
+        "norm = nn.utils.get_total_norm(gradients) / grad_scale",
+        "norm = nn.utils.get_total_norm(gradients)",
+        (_STEPS + "clipping_before_the_loss_scale_is_taken_out",),
+    ),
+    Mutant(
+        "tied weight twice in the norm",
+        "firstlight/optim/optimizer.py",
+        "norm = nn.utils.get_total_norm(gradients) / grad_scale",
+        "norm = nn.utils.get_total_norm([*gradients, gradients[0]]) / grad_scale",
+        (_STEPS + "a_tied_weight_counts_twice_in_the_gradients_norm",),
+    ),
+    Mutant(
+        "weight decay on norms and biases",
+        "firstlight/optim/rules.py",
+        '{"params": vectors, "weight_decay": 0.0}',
+        '{"params": vectors, "weight_decay": weight_decay}',
+        (_STEPS + "weight_decay_on_norms_and_biases",),
+    ),
+    Mutant(
+        "dropout stays off after an evaluation",
+        _TRAINING + "program.py",
+        "        self.model.train()\n",
+        "",
+        (_STEPS + "dropout_stays_off_after_an_evaluation",),
+    ),
+    Mutant(
+        "skipped step moves the moments",
+        _TRAINING + "step.py",
+        "not finite:\n        accepted = False",
+        "not finite:\n        accepted = True",
+        (_STEPS + "a_step_without_update_moves_the_moments",),
+    ),
+    # Schedule, optimizer, loss scale
+    Mutant(
+        "warmup begins at zero",
+        "firstlight/optim/schedule.py",
+        "return (step + 1) / warmup_steps",
+        "return step / warmup_steps",
+        (_STEPS + "the_schedule_is_off_by_one",),
+    ),
+    Mutant(
+        "decay ends a step late",
+        "firstlight/optim/schedule.py",
+        "(step + 1 - warmup_steps) / max",
+        "(step - warmup_steps) / max",
+        (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
+    ),
+    Mutant(
+        "decay ends a step early",
+        "firstlight/optim/schedule.py",
+        "max(max_steps - warmup_steps, 1), 1.0)",
+        "max(max_steps - warmup_steps - 1, 1), 1.0)",
+        (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
+    ),
+    Mutant(
+        "horizon rescaled on resume",
+        _TRAINING + "job.py",
+        "state.step, self.max_steps, self.warmup_steps,",
+        "state.step, self.max_steps - max(self.saved_step, 0), self.warmup_steps,",
+        (_STEPS + "the_horizon_is_rescaled_on_resume",),
+    ),
+    Mutant(
+        "stale rate in all groups but the first",
+        "firstlight/optim/optimizer.py",
+        "zip(optimizer.param_groups, peaks, strict=True)",
+        "zip(optimizer.param_groups[:1], peaks)",
+        (_STEPS + "a_stale_learning_rate_in_restored_groups",),
+    ),
+    Mutant(
+        "loss scale lost",
+        _TRAINING + "state.py",
+        'program.scaler.load_state_dict(saved["loss_scale"])',
+        "pass",
+        (_STEPS + "the_loss_scale_is_lost_on_resume",),
+    ),
+    # Numbers
+    Mutant(
+        "embedding counted as a product",
+        "firstlight/models/accounting.py",
+        'elif parameter.dim() == 2 and name.split(".")[-2] not in ("embed_tokens", "wte", "wpe"):',
+        "elif parameter.dim() == 2:",
+        (_STEPS + "an_mfu_of_more_than_a_hundred_percent",),
+    ),
+    Mutant(
+        "tokens a second by a moment",
+        _TRAINING + "job.py",
+        "seconds = time.perf_counter() - start",
+        "seconds = time.perf_counter()",
+        (_STEPS + "tokens_a_second_are_divided_by_a_moment_and_not_a_time",),
+    ),
+    # Data: order and position
+    Mutant(
+        "every epoch in the first's order",
+        _LOADER,
+        "shuffled_index(position, self.rows_per_epoch, self.seed, epoch)",
+        "shuffled_index(position, self.rows_per_epoch, self.seed, 0)",
+        (_DATA + "the_order_of_an_epoch_is_reset_on_resume",),
+    ),
+    Mutant(
+        "epoch forgotten on resume",
+        _LOADER,
+        "self.rows_seen = rows_seen\n",
+        "self.rows_seen = rows_seen % self.rows_per_epoch\n",
+        (_DATA + "the_second_resume_differs",),
+    ),
+    Mutant(
+        "a run at the end of an epoch is over",
+        _TRAINING + "job.py",
+        "or self.state.step < self.max_steps",
+        "or self.state.step < self.max_steps and self.state.rows_seen "
+        "!= num_rows(self.dataset.num_tokens, self.seq_len)",
+        (_DATA + "a_run_resumed_at_the_end_of_an_epoch_ends_untrained",),
+    ),
+    Mutant(
+        "data before the position is read again",
+        _LOADER,
+        "        self._read_ahead()\n\n    def __enter__",
+        "        self.rows_seen = 0\n"
+        "        while self.rows_seen < rows_seen:\n"
+        "            self.next_batch()\n"
+        "        self._read_ahead()\n\n    def __enter__",
+        (_DATA + "a_resume_reads_all_the_data_before_its_position_again",),
+    ),
+    Mutant(
+        "every rank reads the first one's rows",
+        _LOADER,
+        "first = global_first + self.rank * self.micro_batch_size",
+        "first = global_first",
+        (_DATA + "the_state_of_all_ranks_but_one_is_dropped",),
+    ),
+    Mutant(
+        "ranks count their own rows only",
+        _LOADER,
+        "self.rows_seen += self.global_rows",
+        "self.rows_seen += self.micro_batch_size",
+        (_DATA + "the_state_of_all_ranks_but_one_is_dropped", _ORDER),
+    ),
+    Mutant(
+        "ranks read ahead into each other's rows",
+        _LOADER,
+        "len(self._ahead) * self.global_rows",
+        "len(self._ahead) * self.micro_batch_size",
+        (_ORDER,),
+    ),
+    Mutant(
+        "rows that were read ahead count as seen",
+        _LOADER,
+        'return {"rows_seen": self.rows_seen}',
+        'return {"rows_seen": self.rows_seen + len(self._ahead) * self.global_rows}',
+        (_DATA + "what_was_read_ahead_is_lost_on_resume", _ORDER),
+    ),
+    Mutant(
+        "the reader that is done first is served first",
+        _LOADER,
+        "            batch = self._ahead[0].result()\n            self._ahead.popleft()\n",
+        "            from concurrent.futures import FIRST_COMPLETED, wait\n"
+        "            ready = next(iter(wait(self._ahead, return_when=FIRST_COMPLETED).done))\n"
+        "            self._ahead.remove(ready)\n"
+        "            batch = ready.result()\n",
+        (_DATA + "batches_come_in_the_order_in_which_readers_finish",),
+    ),
+    # Data: what is learned from
+    Mutant(
+        "last partial row lost",
+        "firstlight/data/packing.py",
+        "return -(-max(num_tokens - 1, 0) // seq_len)",
+        "return max(num_tokens - 1, 0) // seq_len",
+        (_DATA + "the_last_partial_row_of_an_epoch_is_lost", _ORDER),
+    ),
+    Mutant(
+        "a row's last token not predicted",
+        "firstlight/data/packing.py",
+        "row * seq_len + seq_len + 1)",
+        "row * seq_len + seq_len)",
+        (_DATA + "a_rows_last_token_is_never_predicted",),
+    ),
+    Mutant(
+        "16 bits for 17",
+        _SHARDS,
+        'np.dtype("<u2") if vocab_size <= 1 << 16',
+        'np.dtype("<u2") if vocab_size <= 1 << 17',
+        (_DATA + "ids_above_65535_wrap_around",),
+    ),
+    Mutant(
+        "wrapped shards are read",
+        _SHARDS,
+        "if tokens.dtype.itemsize < token_dtype(self.vocab_size).itemsize:",
+        "if False:",
+        (_DATA + "shards_whose_ids_have_wrapped_around_are_trained_on",),
+    ),
+    Mutant(
+        "ids that don't fit are prepared",
+        "firstlight/data/prepare.py",
+        "if len(ids) and int(ids.max()) >= vocab_size:",
+        "if False:",
+        (_DATA + "a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with",),
+    ),
+    Mutant(
+        "ids beyond the vocabulary are read",
+        _SHARDS,
+        ">= self.vocab_size:",
+        "> self.vocab_size:",
+        (_DATA + "an_id_beyond_the_vocabulary_reaches_the_model",),
+    ),
+    Mutant(
+        "documents may overlap",
+        _SHARDS,
+        "if not ascending or ",
+        "if ",
+        (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
+    ),
+    Mutant(
+        "documents may lie outside",
+        _SHARDS,
+        "if not ascending or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):",
+        "if not ascending:",
+        (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
+    ),
+    Mutant(
+        "end of document dropped",
+        "firstlight/data/prepare.py",
+        "after = [self.tokenizer.eos_token_id]",
+        "after = [][:0]",
+        (_DATA + "the_end_of_document_token_is_dropped",),
+    ),
+    Mutant(
+        "a shard twice",
+        _SHARDS,
+        "if len(set(names)) != len(names):",
+        "if False:",
+        (_DATA + "a_shard_that_is_listed_twice_is_seen_twice",),
+    ),
+    Mutant(
+        "validation loss is a mean of means",
+        "firstlight/evaluation/perplexity.py",
+        "moved.document_ids))\n        tokens += batch.num_valid",
+        "moved.document_ids)) / batch.num_valid\n        tokens += 1",
+        (_DATA + "the_validation_loss_is_a_mean_of_batch_means",),
+    ),
+    Mutant(
+        "data of another tokenizer",
+        _TRAINING + "setup.py",
+        "if (tokenizer.fingerprint, tokenizer.vocab_size) != (",
+        "if False and (tokenizer.fingerprint, tokenizer.vocab_size) != (",
+        (_DATA + "data_of_another_tokenizer_is_trained_on",),
+    ),
+    # Checkpoints
+    Mutant(
+        "partial folder chosen",
+        "firstlight/history.py",
+        "if step is None or not (folder / MANIFEST_NAME).is_file():",
+        "if step is None:",
+        (_CHECKPOINTS + "a_partial_folder_is_chosen",),
+    ),
+    Mutant(
+        "damaged checkpoint gone on from",
+        "firstlight/checkpoint.py",
+        'if sha256_of(path) != entry["sha256"]:',
+        "if False:",
+        (_CHECKPOINTS + "a_damaged_checkpoint_is_gone_on_from",),
+    ),
+    Mutant(
+        "limit of one deletes all",
+        "firstlight/retention.py",
+        "if one.folder not in kept:",
+        "if one.folder not in kept or keep_last == 1:",
+        (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
+    ),
+    Mutant(
+        "deleted before saved",
+        _TRAINING + "saving.py",
+        "        folder = save_checkpoint(",
+        "        import shutil\n\n"
+        "        shutil.rmtree(self._run_folder / 'checkpoints', ignore_errors=True)\n"
+        "        folder = save_checkpoint(",
+        (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
+    ),
+    Mutant(
+        "deleted before verified",
+        _TRAINING + "saving.py",
+        "        verify_checkpoint(folder, from_disk=True)\n",
+        "",
+        (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
+    ),
+    Mutant(
+        "retention after a rollback by step",
+        _TRAINING + "saving.py",
+        "after = self.saved_step if self.saved_step >= 0 else None",
+        "after = None",
+        (_CHECKPOINTS + "after_a_rollback_the_newest_save_is_deleted",),
+    ),
+    Mutant(
+        "dead branches count",
+        "firstlight/history.py",
+        "if one.sequence and not any(two.leaves_behind(one) for two in saved)",
+        "if one.sequence",
+        (_CHECKPOINTS + "a_damaged_newest_checkpoint_takes_a_good_ones_place",),
+    ),
+    Mutant(
+        "best is worst",
+        "firstlight/retention.py",
+        "[:keep_best]}",
+        "[-keep_best:]}",
+        (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),
+    ),
+    Mutant(
+        "checkpoints of NaN",
+        "firstlight/checkpoint.py",
+        "    _require_finite(step, checkpoint)\n",
+        "",
+        (_CHECKPOINTS + "checkpoints_of_nan_push_the_good_ones_out",),
+    ),
+    Mutant(
+        "moments of NaN",
+        "firstlight/checkpoint.py",
+        "for tensors in (checkpoint.model, checkpoint.optimizer):",
+        "for tensors in (checkpoint.model,):",
+        (_CHECKPOINTS + "checkpoints_of_nan_push_the_good_ones_out",),
+    ),
+    Mutant(
+        "asynchronous save of later weights",
+        _TRAINING + "saving.py",
+        "buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
+        "self._buffers[key] = tensor.detach()",
+        (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
+    ),
+    Mutant(
+        "asynchronous save of a later state",
+        _TRAINING + "saving.py",
+        "copy.deepcopy(checkpoint.trainer_state)",
+        "checkpoint.trainer_state",
+        (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
+    ),
+    Mutant(
+        "failed save not heard of",
+        _TRAINING + "saving.py",
+        "self._writing.result()",
+        "self._writing.exception()",
+        (_CHECKPOINTS + "a_failed_asynchronous_save_is_never_heard_of",),
+    ),
+    Mutant(
+        "wrong step saved",
+        _TRAINING + "state.py",
+        '            "random": rest,\n',
+        '            "random": rest,\n            "step": state.step + 1,\n',
+        (_CHECKPOINTS + "the_wrong_step_is_saved",),
+    ),
+    Mutant(
+        "random numbers not restored",
+        _TRAINING + "state.py",
+        "    restore_torch_random_states(randoms)\n",
+        "",
+        (_CHECKPOINTS + "random_numbers_are_restored_at_the_wrong_moment",),
+    ),
+    Mutant(
+        "not all weights are saved",
+        "firstlight/weights.py",
+        "contiguous() for name, tensor in file_tensors(model).items()",
+        'contiguous() for name, tensor in file_tensors(model).items() if "norm" not in name',
+        (_CHECKPOINTS + "what_is_saved_cannot_be_loaded",),
+    ),
+    Mutant(
+        "missing weights are random",
+        "firstlight/weights.py",
+        '("lacks", sorted(expected.keys() - stored.keys()), "")',
+        '("lacks", [], "")',
+        (_CHECKPOINTS + "weights_that_are_missing_are_random",),
+    ),
+    Mutant(
+        "head of its own dropped",
+        "firstlight/weights.py",
+        "if head is not None and not head.has_values_of(stored[embedding]):",
+        "if False:",
+        (_CHECKPOINTS + "a_head_of_its_own_is_dropped_for_a_tied_one",),
+    ),
+    Mutant(
+        "lines of metrics twice",
+        _TRAINING + "metrics.py",
+        'if record["step"] <= step]',
+        "]",
+        (_CHECKPOINTS + "lines_of_metrics_stand_twice_after_a_resume",),
+    ),
+    Mutant(
+        "mapped file overwritten",
+        "firstlight/stored.py",
+        "if now.identity == self.identity and now.state != self.state:",
+        "if False:",
+        (_TEXT + "a_mapped_file_that_is_overwritten_becomes_zeros",),
+    ),
+    # Tokens, chats, sampling
+    Mutant(
+        "added tokens fill gaps",
+        "firstlight/tokenizer/building.py",
+        "if any(extended.token_to_id(t) != i for i, t in enumerate(tokens, start=first_id)):",
+        "if False:",
+        (_TEXT + "added_tokens_get_ids_that_others_have",),
+    ),
+    Mutant(
+        "tied head untied",
+        "firstlight/vocabulary.py",
+        "    model.finish_loading()\n",
+        "",
+        (_TEXT + "added_tokens_untie_a_tied_head",),
+    ),
+    Mutant(
+        "beginning of text twice",
+        "firstlight/tokenizer/tokenizer.py",
+        "        ids: list[int] = []\n        for piece, is_special",
+        "        ids = [self.separator_id]\n        for piece, is_special",
+        (_TEXT + "the_beginning_of_text_stands_twice",),
+    ),
+    Mutant(
+        "messages write control tokens",
+        "firstlight/tokenizer/chat_template.py",
+        'return special.sub(lambda match: f"{before}{match[0]}{after}", value)',
+        "return value",
+        (_TEXT + "a_message_can_write_control_tokens",),
+    ),
+    Mutant(
+        "texts write control tokens",
+        "firstlight/tokenizer/tokenizer.py",
+        "backend.encode_special_tokens = True",
+        "backend.encode_special_tokens = False",
+        (_TEXT + "a_message_can_write_control_tokens",),
+    ),
+    Mutant(
+        "half a character is streamed",
+        "firstlight/tokenizer/tokenizer.py",
+        '        if text.endswith("\\ufffd"):\n            return ""\n',
+        "",
+        (_TEXT + "a_character_of_several_tokens_is_streamed_in_halves",),
+    ),
+    Mutant(
+        "padded id sampled from GPT-2",
+        "firstlight/models/gpt2.py",
+        "return self.lm_head(x_BTC)[..., :vocab_size]",
+        "return self.lm_head(x_BTC)",
+        (_TEXT + "an_id_that_pads_the_vocabulary_is_sampled",),
+    ),
+    Mutant(
+        "padded id sampled from Llama",
+        "firstlight/models/llama.py",
+        "return self.lm_head(x_BTC)[..., :vocab_size]",
+        "return self.lm_head(x_BTC)",
+        (_TEXT + "an_id_that_pads_the_vocabulary_is_sampled",),
+    ),
+    Mutant(
+        "temperature 0 is 0.8",
+        "firstlight/generation/engine.py",
+        "SamplingConfig(max_new_tokens, temperature, top_k",
+        "SamplingConfig(max_new_tokens, temperature or 0.8, top_k",
+        (_TEXT + "temperature_zero_becomes_another",),
+    ),
+    Mutant(
+        "unbounded number of tokens",
+        "firstlight/generation/engine.py",
+        "count = min(config.max_new_tokens, limit - len(prompt_ids))",
+        "count = config.max_new_tokens",
+        (_TEXT + "a_number_of_tokens_decides_how_much_memory_is_taken",),
+    ),
+    Mutant(
+        "samples draw from the run's generator",
+        "firstlight/generation/sampling.py",
+        "torch.multinomial(probabilities_V.cpu(), 1, generator=generator)",
+        "torch.multinomial(probabilities_V.cpu(), 1)",
+        (_TEXT + "samples_drawn_while_training_change_what_is_learned",),
+    ),
+    # What is opened
+    Mutant(
+        "pickles run",
+        "firstlight/conversion/foreign.py",
+        'torch.load(path, map_location="cpu", weights_only=True',
+        'torch.load(path, map_location="cpu", weights_only=False',
+        (_TEXT + "a_pickle_runs_code_though_only_weights_were_asked_for",),
+    ),
+    Mutant(
+        "templates run",
+        "firstlight/tokenizer/chat_sandbox.py",
+        "from jinja2.sandbox import ImmutableSandboxedEnvironment",
+        "from jinja2 import Environment as ImmutableSandboxedEnvironment",
+        (_TEXT + "a_chat_template_runs_code",),
+    ),
+    Mutant(
+        "unknown keys ignored",
+        _TRAINING + "config.py",
+        'extra="forbid", strict=True',
+        'extra="ignore", strict=True',
+        (_TEXT + "an_unknown_key_of_a_recipe_is_ignored",),
+    ),
+]

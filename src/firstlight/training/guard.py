@@ -1,0 +1,141 @@
+"""What keeps a bad batch from ruining a run: steps that are not made, and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from firstlight.errors import CheckpointError, TrainingError
+
+DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+
+#: A z-score of fewer values says nothing.
+_FEWEST = 16
+#: The least standard deviation, as a share of the mean: where all values are nearly the same,
+#: none is a spike.
+_LEAST_DEVIATION = 0.01
+
+
+class DivergedError(TrainingError):
+    """What is computed is of no use any more: the run goes back to a checkpoint, or stops."""
+
+
+class GuardConfig(BaseModel):
+    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
+    with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
+    made the update by then: there, one such step counts as too many.
+
+    max_skipped_steps: with so many skipped steps in a row, on_divergence is done. fp16's own
+        skipped steps, which end when the loss scale fits, don't count.
+    on_divergence: "rollback" puts the newest good checkpoint's weights, moments and random
+        numbers back and goes on with the data that come next (Chowdhery et al. 2022, section
+        5.1), "stop" ends the run.
+    max_rollbacks: after so many rollbacks, the next ends the run.
+    spike_z_score: skip a step whose loss or gradient norm is so many standard deviations above
+        the mean of the steps before; null is never.
+    spike_window: how many steps before are looked at; the first 16 are never skipped for it.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    max_skipped_steps: int = Field(5, ge=1)
+    on_divergence: Literal["rollback", "stop"] = "rollback"
+    max_rollbacks: int = Field(2, ge=0)
+    spike_z_score: float | None = Field(None, gt=0)
+    spike_window: int = Field(128, ge=_FEWEST)
+
+
+class Guard:
+    """Decides, from its loss and gradient norm, whether a step is made.
+
+    Attributes:
+        skipped_in_a_row: steps refused since the last that was made.
+        reason: why the last one was refused, in words; "" before.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.skipped_in_a_row = 0
+        self.reason = ""
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._norms: deque[float] = deque(maxlen=config.spike_window)
+
+    def accepts(self, loss: float, grad_norm: float) -> bool:
+        """Whether the step is made; counts it. Values of refused steps are not remembered."""
+        reason = self._refusal(loss, grad_norm)
+        if reason is not None:
+            self.skipped_in_a_row += 1
+            self.reason = reason
+            return False
+        self.skipped_in_a_row = 0
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+        return True
+
+    def _refusal(self, loss: float, grad_norm: float) -> str | None:
+        # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
+        if not abs(loss) + abs(grad_norm) < math.inf:
+            return f"loss {loss}, gradient norm {grad_norm}: not finite"
+        limit = self.config.spike_z_score
+        if limit is None:
+            return None
+        for name, value, before in (
+            ("loss", loss, self._losses),
+            ("gradient norm", grad_norm, self._norms),
+        ):
+            found = z_score(value, before)
+            if found > limit:
+                return f"{name} {value:.4g} is {found:.3g} standard deviations above the mean"
+        return None
+
+    def require_fit(self) -> None:
+        """Raise once too many steps in a row were refused.
+
+        Raises:
+            DivergedError: they were.
+        """
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            count = self.skipped_in_a_row
+            steps = "this step was" if count == 1 else f"{count} steps in a row were"
+            raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to it, as JSON values."""
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "losses": list(self._losses),
+            "grad_norms": list(self._norms),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave; {} is a guard that has seen nothing.
+
+        Raises:
+            CheckpointError: something is of the wrong kind.
+        """
+        try:
+            losses = [float(value) for value in state.get("losses", [])]
+            norms = [float(value) for value in state.get("grad_norms", [])]
+            skipped = int(state.get("skipped_in_a_row", 0))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint's guard is damaged: {error}") from error
+        self._losses = deque(losses, maxlen=self.config.spike_window)
+        self._norms = deque(norms, maxlen=self.config.spike_window)
+        self.skipped_in_a_row = skipped
+
+
+def z_score(value: float, before: deque[float]) -> float:
+    """How many standard deviations `value` is above the mean of the values before; 0 where those
+    are too few. A deviation of less than 1 % of the mean is taken as 1 %."""
+    if len(before) < _FEWEST:
+        return 0.0
+    mean = math.fsum(before) / len(before)
+    variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
+    deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
+    if deviation == 0:
+        return math.inf if value > mean else 0.0
+    return (value - mean) / deviation

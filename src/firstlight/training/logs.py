@@ -1,0 +1,83 @@
+"""What a run writes down as it goes: metrics.jsonl, samples.jsonl and events.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from firstlight.files import remove_file, write_file
+from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
+
+EVENTS_NAME = "events.jsonl"
+
+
+class RunLogs:
+    """The logs of a run, open to be appended to. A context; closed at its end.
+
+    Metrics and samples of a step are there together or not at all, as far as later resuming
+    is concerned: what is there of steps after the checkpoint's is dropped.
+
+    Args:
+        folder: the run folder.
+        last_step: the last step whose lines stay; 0 drops all.
+        events: the lines of events.jsonl; a file that is there is replaced. Without any, there
+            is no such file.
+
+    Raises:
+        CheckpointError: a line in the middle of a file is damaged.
+        StorageError: the disk refuses.
+    """
+
+    def __init__(
+        self, folder: Path, last_step: int, events: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self._folder = folder
+        self._open(last_step)
+        self.write_events(events)
+
+    def __enter__(self) -> RunLogs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def write_step(
+        self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Append a step's metrics, and the texts written after it."""
+        for sample in samples:
+            self._samples.write(sample)
+        self._metrics.write(record)
+
+    def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Make events.jsonl these lines."""
+        path = self._folder / EVENTS_NAME
+        if events:
+            write_file(path, "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in events))
+        else:
+            remove_file(path)
+
+    def drop_after(self, step: int) -> None:
+        """Forget the lines after a step: the run is about to do those steps again."""
+        self._close()
+        self._open(step)
+
+    def sync(self) -> None:
+        """Force all lines to the disk."""
+        self._samples.sync()
+        self._metrics.sync()
+
+    def _open(self, last_step: int) -> None:
+        for name in (METRICS_NAME, SAMPLES_NAME):
+            if last_step:
+                keep_until(self._folder / name, last_step)
+            else:
+                remove_file(self._folder / name)
+        self._metrics = JsonLines(self._folder / METRICS_NAME)
+        self._samples = JsonLines(self._folder / SAMPLES_NAME)
+
+    def _close(self) -> None:
+        self._metrics.close()
+        self._samples.close()

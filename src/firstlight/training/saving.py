@@ -1,0 +1,148 @@
+"""Saving checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firstlight.checkpoint import Checkpoint, save_checkpoint, verify_checkpoint
+from firstlight.hardware import free_memory_bytes
+from firstlight.retention import prune_checkpoints
+from firstlight.training.config import CheckpointConfig
+
+#: Of the memory that is free at the first save, the copy may take this share.
+_SHARE = 0.5
+
+
+class CheckpointSaver:
+    """Writes a run's checkpoints, verifies each, and deletes those that are too many.
+
+    Asynchronously, the tensors are copied into memory that is kept from save to save, and one
+    thread does the rest while training goes on. A process that ends waits for that thread.
+
+    Args:
+        run_folder: the run's.
+        config: the recipe's `checkpoint` section.
+
+    Attributes:
+        saved_step: the step of the run's newest checkpoint that is complete on the disk; -1:
+            none. A run that goes on from another checkpoint (a resume, a rollback) sets it to
+            that one's step, when nothing is being written (see `wait`): what was saved after
+            that one is of a dead branch then.
+    """
+
+    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
+        self.saved_step = -1
+        self._run_folder, self._config = run_folder, config
+        self._asynchronous = config.asynchronous
+        self._buffers: dict[str, Tensor] = {}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """Save a checkpoint of this moment; return the seconds that training stood still.
+
+        Waits first for what is still being written.
+
+        Args:
+            capture: gives the state. Its tensors may be on any device and in any layout, share
+                memory, and change after this call. Tensors on a GPU are best left there: they
+                are copied into page-locked memory.
+
+        Raises:
+            CheckpointError, StorageError: this one could not be written (asynchronously: from a
+                later call), or the one before.
+        """
+        start = time.perf_counter()
+        self.wait()
+        checkpoint = capture()
+        if self._is_asynchronous(checkpoint):
+            snapshot = self._snapshot(checkpoint)
+            self._writing = self._executor.submit(self._write, step, snapshot)
+        else:
+            self._write(step, checkpoint)
+        return time.perf_counter() - start
+
+    def require_written(self) -> None:
+        """Raise what the thread ran into since the last call, once. Does not wait.
+
+        Raises:
+            CheckpointError, StorageError: the checkpoint could not be written.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is being written is on the disk.
+
+        Raises:
+            CheckpointError, StorageError: it could not be written.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        finally:
+            if self._writing.done():  # not where the waiting was interrupted
+                self._writing = None
+
+    def close(self) -> None:
+        """`wait`, and give the thread and the memory back."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            self._buffers.clear()
+
+    def _is_asynchronous(self, checkpoint: Checkpoint) -> bool:
+        if self._asynchronous is None:
+            needed = sum(tensor.nbytes for _, tensor in _tensors(checkpoint))
+            self._asynchronous = needed <= _SHARE * free_memory_bytes(torch.device("cpu"))
+        return self._asynchronous
+
+    def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint that does not change with the run."""
+        for key, tensor in _tensors(checkpoint):
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+                )
+                self._buffers[key] = buffer
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        if any(tensor.is_cuda for _, tensor in _tensors(checkpoint)):
+            torch.cuda.synchronize()
+        return Checkpoint(
+            dict(checkpoint.files),
+            {name: self._buffers[f"model {name}"] for name in checkpoint.model},
+            {name: self._buffers[f"optimizer {name}"] for name in checkpoint.optimizer},
+            copy.deepcopy(checkpoint.trainer_state),
+        )
+
+    def _write(self, step: int, checkpoint: Checkpoint) -> None:
+        after = self.saved_step if self.saved_step >= 0 else None
+        folder = save_checkpoint(self._run_folder, step, checkpoint, after)
+        verify_checkpoint(folder, from_disk=True)
+        self.saved_step = step
+        prune_checkpoints(
+            self._run_folder,
+            folder,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            keep_best=self._config.keep_best,
+        )
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
+    """All tensors of a checkpoint, each with a key of its own."""
+    parts: dict[str, Mapping[str, Tensor]] = {
+        "model": checkpoint.model,
+        "optimizer": checkpoint.optimizer,
+    }
+    return ((f"{part} {name}", parts[part][name]) for part in parts for name in parts[part])

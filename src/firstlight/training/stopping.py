@@ -1,0 +1,101 @@
+"""Ending a run early and in order: by a signal, or when its time is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+#: A file of this name in the run folder asks for a checkpoint; it is deleted once that is there.
+SAVE_NOW_NAME = "save-now"
+
+
+class StopRequestedError(Exception):
+    """Ends an evaluation that is not done when the run is to stop."""
+
+
+class Stopping:
+    """Whether a run is to end early. A context: the signals' handlers are put back at its end.
+
+    Until `watch` is called, signals do what they did before, and time does not count.
+
+    Args:
+        max_minutes: since this object was made; None is no limit.
+        shown: whether to tell a person, on stderr, that a signal has been heard.
+    """
+
+    def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:
+        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._shown = shown
+        self._signal: str | None = None
+        self._before: dict[int, Any] = {}
+        self._watching = False
+
+    def __enter__(self) -> Stopping:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._put_back()
+
+    def watch(self) -> None:
+        """From here on SIGTERM, SIGINT and SIGUSR1 only ask to stop; the second one does what it
+        did before. One that is ignored (nohup) stays so. Signals are Python's main thread's: in
+        another, only time counts.
+
+        To be called when a step is done: what ends before that has lost nothing, and with a
+        limit of time every run gets on by one step at least.
+        """
+        if self._watching:
+            return
+        self._watching = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            # None: a handler that Python did not set and could not put back.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._before[number] = signal.signal(number, self._hear)
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop: a signal's name or "max_minutes"; None while there is no reason."""
+        if self._signal is not None:
+            return self._signal
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        return "max_minutes" if self._watching and late else None
+
+    def check(self) -> None:
+        """Raise if there is a reason to stop.
+
+        Raises:
+            StopRequestedError: there is.
+        """
+        if self.reason is not None:
+            raise StopRequestedError
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = signal.Signals(number).name
+            if self._shown:
+                # Python's own streams can't be written to while they are being written to.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
+            return
+        before = self._before[number]
+        self._put_back()
+        if callable(before):
+            before(number, frame)
+        else:
+            os.kill(os.getpid(), number)
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,77 @@
+"""How a run's model does in between: the loss on held-out text, and texts of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from firstlight.data.packing import num_rows
+from firstlight.data.shards import TokenDataset
+from firstlight.efficiency import autocast
+from firstlight.errors import ModelError
+from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
+from firstlight.generation.engine import GenerationStream
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.huggingface import LoadedModel
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.guard import DIVERGED, DivergedError
+from firstlight.training.program import TrainingProgram
+
+
+def validation_loss(
+    program: TrainingProgram, dataset: TokenDataset, seq_len: int, check: Callable[[], None]
+) -> Evaluation:
+    """The loss of a run's model on a split, as its recipe's `evaluation` section says.
+
+    Args:
+        program: its model is in evaluation mode.
+        dataset: the split.
+        seq_len: tokens a row.
+        check: called after each batch; may raise.
+
+    Raises:
+        DivergedError: the loss is not finite.
+    """
+    recipe = program.recipe
+    rows = num_rows(dataset.num_tokens, seq_len)
+    found = evaluate_split(
+        program.evaluation_loss,
+        dataset,
+        seq_len=seq_len,
+        batch_size=recipe.batch.rows,
+        device=program.hardware.device,
+        document_masking=recipe.data.document_masking,
+        rows=evaluation_rows(rows, recipe.evaluation.max_rows),
+        on_rows=lambda *_: check(),
+    )
+    if not math.isfinite(found.loss):
+        raise DivergedError(f"val/loss is {found.loss}; {DIVERGED}")
+    return found
+
+
+def sample_texts(
+    program: TrainingProgram, tokenizer: Tokenizer, run_folder: Path, check: Callable[[], None]
+) -> Iterator[tuple[str, str]]:
+    """Each prompt of the recipe's `evaluation` section, and what the model makes of it.
+
+    Args:
+        program: its model is in evaluation mode.
+        check: called after each piece of text; may raise.
+
+    Raises:
+        DivergedError: the weights are of no use.
+    """
+    config, eos = program.recipe.evaluation, tokenizer.eos_token_id
+    sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
+    loaded = LoadedModel(program.model, tokenizer, () if eos is None else (eos,), run_folder)
+    for prompt in config.sample_prompts:
+        text = ""
+        try:
+            with autocast(program.hardware.device, program.dtype):
+                for piece in GenerationStream(loaded, prompt, sampling):
+                    text += piece
+                    check()
+        except ModelError as error:
+            raise DivergedError(f"{error}; {DIVERGED}") from None
+        yield prompt, text

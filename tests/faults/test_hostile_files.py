@@ -1,0 +1,194 @@
+"""Files made to do harm: nothing is executed, nothing written elsewhere, and each is refused in
+one line, within a second and 100 MB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_folders import FOLDERS
+from hostile_place import Place
+from hostile_texts import HARMLESS, TEXTS
+from scale import cases
+
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.loop import train
+
+_DRIVER = Path(__file__).with_name("hostile_driver.py")
+_MAX_SECONDS, _MAX_MEGABYTES = 1.0, 100.0
+_ALL = {**FOLDERS, **TEXTS}
+#: In a sample, each third of every kind.
+_HOSTILE = dict(list(_ALL.items())[:: cases(3, 1)])
+
+Report = Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where everything lies: the sound material, the cases, and what is outside of them."""
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def recipe_of_run(base: Path, data: Path) -> dict[str, Any]:
+    """A run of two steps."""
+    return {
+        "run": {"dir": str(base / "sound" / "run"), "device": "cpu"},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "schedule": {"max_steps": 2, "warmup_steps": 1},
+        "evaluation": {"every_steps": 0, "max_rows": 1, "sample_tokens": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def reports(
+    base: Path, data: Path, tokenizer: Tokenizer, recipe_of_run: dict[str, Any]
+) -> dict[str, Report]:
+    """What opening each of the files did, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+        result = train(recipe_of_run)
+    tokenizer.save_pretrained(base / "sound" / "tokenizer")
+    sound = {
+        "run": result.run_folder,
+        "model": result.checkpoint,
+        "data": data,
+        "tokenizer": base / "sound" / "tokenizer",
+    }
+    outside = base / "outside"
+    outside.mkdir()
+    for name in ("secret", "elsewhere"):
+        (outside / name).write_text(f"{name}\n")
+    opened_files = {}
+    for number, (name, build) in enumerate({**_HOSTILE, **HARMLESS}.items()):
+        folder = base / f"case-{number}"
+        folder.mkdir()
+        place = Place(folder, outside, sound, recipe_of_run)
+        opened = build(place)
+        opened_files[name] = {
+            "call": opened.call,
+            "path": str(opened.path),
+            "folder": str(folder),
+            "secret": str(place.secret),
+        }
+    done = subprocess.run(
+        [sys.executable, str(_DRIVER)],
+        input=json.dumps(list(opened_files.values())),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(opened_files, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_a_hostile_file_is_refused_and_does_nothing(
+    name: str, reports: dict[str, Report], record_property: Callable[[str, object], None]
+) -> None:
+    report = reports[name]
+    assert report["forbidden"] == [], report
+    assert report["refused"], report["traceback"] or report
+    message = report["message"]
+    assert message
+    assert message.isprintable(), message
+    assert report["seconds"] <= _MAX_SECONDS, report
+    assert report["megabytes"] <= _MAX_MEGABYTES, report
+    record_property("cases", ("hostile files refused", 1))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_link_beside_the_checkpoints_is_not_written_through(
+    name: str, reports: dict[str, Report], record_property: Callable[[str, object], None]
+) -> None:
+    report = reports[name]
+    assert report["forbidden"] == [], report
+    assert report["refused"] or not report["error"], report
+    record_property("cases", ("hostile files refused", 1))
+
+
+def test_nothing_was_written_elsewhere_and_nothing_executed(
+    base: Path, reports: dict[str, Report]
+) -> None:
+    assert reports
+    found = {path.name: path.read_text() for path in (base / "outside").iterdir()}
+    assert found == {"secret": "secret\n", "elsewhere": "elsewhere\n"}
+
+
+def test_the_watch_would_see_it(base: Path, tmp_path: Path) -> None:
+    """The driver itself: what is forbidden is reported, and so are time and memory."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "folder").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(_FORBIDDEN)
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{_DRIVER.parent}:{':'.join(filter(None, sys.path))}"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name, report in found.items():
+        assert bool(report["forbidden"]) == (name not in ("time", "memory", "pipe")), report
+    assert found["time"]["seconds"] > _MAX_SECONDS
+    assert found["memory"]["megabytes"] > _MAX_MEGABYTES
+    assert found["pipe"]["error"] == "killed by SIGALRM"
+
+
+_FORBIDDEN = """
+import json, os, pickle, signal, socket, subprocess, sys, time
+import hostile_driver
+
+folder = sys.argv[1]
+
+
+def spin(_):
+    end = time.process_time() + 1.2
+    while time.process_time() < end:
+        pass
+
+
+def wait(_):
+    os.mkfifo(folder + "/folder/pipe")
+    signal.alarm(1)
+    open(folder + "/folder/pipe").read()
+
+
+calls = {
+    "system": lambda _: os.system("true"),
+    "process": lambda _: subprocess.Popen(["true"]).wait(),
+    "socket": lambda _: socket.socket().close(),
+    "pickle": lambda _: pickle.loads(b"cos\\nsystem\\n."),
+    "exec": lambda _: exec("1"),
+    "write": lambda _: open(folder + "/elsewhere", "w").close(),
+    "rename": lambda _: os.rename(folder + "/program.py", folder + "/folder/program.py"),
+    "through a link": lambda _: (
+        os.symlink(folder + "/elsewhere", folder + "/folder/link"),
+        open(folder + "/folder/link", "w").close(),
+    ),
+    "secret": lambda _: open(folder + "/secret").close(),
+    "time": spin,
+    "pipe": wait,
+    "memory": lambda _: bytearray(150_000_000).replace(b"1", b"2"),
+}
+reports = {}
+for name, call in calls.items():
+    hostile_driver._CALLS["it"] = call
+    case = {"call": "it", "path": "", "folder": folder + "/folder", "secret": folder + "/secret"}
+    reports[name] = hostile_driver.in_child(case)
+json.dump(reports, sys.stdout)
+"""

@@ -1,0 +1,72 @@
+"""The table of known bugs that `make test-mutants` puts into the source still fits it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scale import FULL
+
+_SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def mutants() -> Any:
+    """The module `scripts/mutants.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(_SCRIPTS))
+        import mutants  # type: ignore[import-not-found]
+
+        return mutants
+
+
+def test_every_bug_can_still_be_put_into_the_source(
+    mutants: Any, record_property: Callable[[str, object], None]
+) -> None:
+    names = [mutant.name for mutant in mutants.MUTANTS]
+    assert len(set(names)) == len(names) >= 30
+    for mutant in mutants.MUTANTS:
+        ast.parse(mutants.mutated(mutant))
+        assert mutant.tests, mutant.name
+    tests = {test for mutant in mutants.MUTANTS for test in mutant.tests}
+    assert len(tests) >= 30
+    record_property("cases", ("bugs of other trainers with a test that notices them", len(tests)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"old": "a text that is nowhere"},
+        {"old": "import"},
+        {"file": "firstlight/nowhere.py"},
+        {"tests": ("tests/faults/test_mutants.py::test_that_is_gone",)},
+    ],
+)
+def test_a_stale_entry_of_the_table_is_refused(mutants: Any, change: dict[str, Any]) -> None:
+    with pytest.raises(mutants.StaleTableError, match=r"times|there is no"):
+        mutants.mutated(mutants.MUTANTS[0]._replace(**change))
+
+
+@pytest.mark.skipif(not FULL, reason="`make test-faults` and `make test-mutants` do it")
+def test_a_bug_in_the_copy_is_caught_and_no_bug_is_not() -> None:
+    """The runner itself, on a bug that is quickly tried and on a change that is none."""
+    program = (
+        "import sys, mutants\n"
+        "real = next(m for m in mutants.MUTANTS if m.name == 'warmup begins at zero')\n"
+        "none = real._replace(name='no bug', new=real.old.replace('+ 1', '+ 1 * 1'))\n"
+        "mutants.MUTANTS[:] = [real, none]\n"
+        "sys.exit(mutants.main([]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=_SCRIPTS, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the source as it is: passes its tests" in done.stdout
+    assert "warmup begins at zero: caught" in done.stdout
+    assert "1 of 2 known bugs caught (50 %)" in done.stdout
+    assert "not caught: no bug" in done.stdout

@@ -1,0 +1,283 @@
+"""A step that runs out of memory is done again with smaller micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven import MEASURED, one_thread
+from scale import cases
+from torch import Tensor
+
+from firstlight.checkpoint import list_checkpoints
+from firstlight.efficiency import loss_function
+from firstlight.errors import TrainingError
+from firstlight.stored import WEIGHTS_NAME
+from firstlight.training.loop import train
+from firstlight.training.metrics import read_json_lines
+
+_STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def no_memory_on_a_cpu() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)  # torch's own words
+
+
+def no_memory_on_a_gpu() -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+    )
+
+
+def no_memory_in_python() -> None:
+    raise MemoryError
+
+
+_FAILURES: list[Callable[[], None]] = [no_memory_on_a_cpu, no_memory_on_a_gpu, no_memory_in_python]
+
+
+class Memory:
+    """Runs out at chosen forward or backward passes, counted over the whole run.
+
+    Attributes:
+        rows: of every forward pass so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self._failures: dict[int, tuple[str, Callable[[], None]]] = {}
+        self._lost: weakref.ref[Tensor] | None = None
+        monkeypatch.setattr("firstlight.training.program.loss_function", self._watched)
+
+    def runs_out(self, failures: Mapping[int, tuple[str, Callable[[], None]]]) -> None:
+        """From now on: at the passes of these numbers, in their "forward" or "backward" part."""
+        self.rows.clear()
+        self._failures = dict(failures)
+
+    def _watched(self, *arguments: Any) -> Any:
+        loss_sum = loss_function(*arguments)
+
+        def watched(*batch: Any) -> Tensor:
+            # Nothing of the failed attempt is in the way of the next.
+            assert self._lost is None or self._lost() is None
+            self.rows.append(len(batch[0]))
+            where, failure = self._failures.pop(len(self.rows), ("", None))
+            loss: Tensor = loss_sum(*batch)
+            if failure is not None:
+                self._lost = weakref.ref(loss)
+                if where == "forward":
+                    failure()
+                loss.register_hook(lambda _: failure())  # type: ignore[no-untyped-call]
+            return loss
+
+        return watched
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+    monkeypatch.setattr("firstlight.training.job.peak_flops", lambda *_: 1e12)
+
+
+class StoppedError(Exception):
+    """Ends a run from within."""
+
+
+def tiny(recipe: dict[str, Any], folder: Path, rows: int, **sections: Mapping[str, Any]) -> Any:
+    """A run of global batches of 8 rows, with dropout."""
+    values = copy.deepcopy(recipe)
+    values |= {
+        "run": {"dir": str(folder), "device": "cpu"},
+        "model": {
+            "model_type": "gpt2",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+        },
+        "batch": {"micro_batch_size": rows, "global_batch_tokens": 8 * 32},
+        "schedule": {"max_steps": _STEPS, "warmup_steps": 2},
+        "optimizer": {"learning_rate": 1e-2},
+        "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
+        "evaluation": {"every_steps": 0, "max_rows": 1, "sample_tokens": 1},
+        "checkpoint": {"every_steps": 1, "asynchronous": False},
+    }
+    for section, given in sections.items():
+        before = {} if "model_type" in given else values.get(section, {})
+        values[section] = {**before, **given}
+    return values
+
+
+def stop_after(recipe: Any, step: int) -> None:
+    def on_step(record: Mapping[str, Any]) -> None:
+        # The record of the step after is written, and its checkpoint is not.
+        if record["step"] == step + 1:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(recipe, on_step=on_step)
+
+
+def switched(recipe: dict[str, Any], folder: Path, step: int, before: int, rows: int) -> Path:
+    """A run that is resumed by hand with other micro-batches from a step on."""
+    if step > 1:
+        stop_after(tiny(recipe, folder, before), step - 1)
+    train(tiny(recipe, folder, rows), resume=True)
+    return folder
+
+
+def final(run: Path) -> tuple[list[Any], bytes, bytes]:
+    """The metrics that are no measurements, the weights and the moments."""
+    records = [
+        {k: v for k, v in record.items() if k not in MEASURED and not k.startswith("val")}
+        for record in read_json_lines(run / "metrics.jsonl")
+    ]
+    for record in records:
+        for key in ("perplexity", "bits_per_byte"):
+            record.pop(key, None)
+    last = list_checkpoints(run)[-1]
+    return (
+        records,
+        (last / WEIGHTS_NAME).read_bytes(),
+        (last / "optimizer.safetensors").read_bytes(),
+    )
+
+
+def losses(run: Path) -> list[float]:
+    return [record["train/loss"] for record in read_json_lines(run / "metrics.jsonl")]
+
+
+def test_a_step_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    generator, memory = random.Random("out of memory"), Memory(monkeypatch)
+    expected: dict[int, Any] = {}
+    count = cases(2, 60)
+    for number in range(count):
+        step, part = generator.randint(1, _STEPS), generator.randint(1, 2)
+        where, failure = generator.choice(("forward", "backward")), generator.choice(_FAILURES)
+        said = f"step {step}, micro-batch {part}, {where}, {failure.__name__}"
+        run, first = tmp_path / f"run-{number}", 2 * (step - 1) + part
+        memory.runs_out({first: (where, failure)})
+        train(tiny(recipe, run, 4))
+        assert memory.rows == [4] * first + [2] * (4 * (_STEPS - step + 1)), said
+        event = {"step": step, "event": "out of memory", "micro_batch_rows": 2, "before": 4}
+        assert read_json_lines(run / "events.jsonl") == [event], said
+        if step not in expected:
+            expected[step] = final(switched(recipe, tmp_path / f"by-hand-{step}", step, 4, 2))
+        assert final(run) == expected[step], said
+    record_property("cases", ("micro-steps out of memory", count))
+
+
+def test_the_loss_curve_is_that_of_the_run_that_had_the_memory(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(monkeypatch)
+    no_dropout = {"model": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+    memory.runs_out({})
+    train(tiny(recipe, tmp_path / "whole", 8, **no_dropout))
+    memory.runs_out({3: ("backward", no_memory_on_a_cpu), 5: ("forward", no_memory_on_a_gpu)})
+    train(tiny(recipe, tmp_path / "short", 8, **no_dropout))
+    # The third pass fails, then in the third step's second attempt the second of two.
+    assert memory.rows == [8] * 3 + [4] * 2 + [2] * (4 * (_STEPS - 2))
+    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    events = read_json_lines(tmp_path / "short" / "events.jsonl")
+    assert [(event["step"], event["micro_batch_rows"]) for event in events] == [(3, 4), (3, 2)]
+
+
+def test_a_resumed_run_stays_with_the_smaller_micro_batches(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, failure = Memory(monkeypatch), {3: ("forward", no_memory_on_a_cpu)}
+    memory.runs_out(failure)
+    train(tiny(recipe, tmp_path / "whole", 4))
+    memory.runs_out(failure)
+    stop_after(tiny(recipe, tmp_path / "broken", 4), 4)
+    (tmp_path / "broken" / "events.jsonl").unlink()  # it is made again
+    memory.runs_out({})
+    train(tiny(recipe, tmp_path / "broken", 4), resume=True)
+    assert memory.rows == [2] * (4 * (_STEPS - 4))
+    assert final(tmp_path / "broken") == final(tmp_path / "whole")
+    both = [read_json_lines(tmp_path / name / "events.jsonl") for name in ("broken", "whole")]
+    assert both[0] == both[1] != []
+    # Who says another size gets it.
+    memory.runs_out({})
+    train(tiny(recipe, tmp_path / "broken", 8, schedule={"max_steps": _STEPS + 1}), resume=True)
+    assert memory.rows == [8]
+
+
+def test_where_not_even_one_row_fits_the_run_ends_and_says_what_to_do(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(monkeypatch)
+    memory.runs_out(dict.fromkeys(range(3, 10), ("forward", no_memory_on_a_cpu)))
+    said = r"step 2: out of memory with a micro-batch of one row .*lower data\.seq_len"
+    with pytest.raises(TrainingError, match=said):
+        train(tiny(recipe, tmp_path / "run", 4))
+    assert memory.rows == [4, 4, 4, 2, 1]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
+def test_updates_in_the_backward_pass_are_not_repeated(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them are made by then."""
+    memory = Memory(monkeypatch)
+    values = tiny(
+        recipe,
+        tmp_path / "run",
+        8,
+        efficiency={"optimizer_in_backward": True},
+        optimizer={"max_grad_norm": 0.0},
+    )
+    memory.runs_out({3: ("backward", no_memory_on_a_gpu)})
+    with pytest.raises(torch.OutOfMemoryError):
+        train(values)
+    assert memory.rows == [8] * 3
+
+
+_METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "mixture of experts": {
+        "model": {
+            "model_type": "mixtral",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32,
+        }
+    },
+    "compiled": {"efficiency": {"compile": True, "compile_backend": "aot_eager"}},
+    "fp16": {"efficiency": {"precision": "fp16"}},
+    "bf16_params": {"efficiency": {"precision": "bf16_params"}},
+}
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_what_a_failed_attempt_left_behind_counts_nowhere(
+    name: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router statistics, fp32 gradients of masters, the loss scale."""
+    memory = Memory(monkeypatch)
+    memory.runs_out({2: ("backward", no_memory_on_a_cpu)})
+    train(tiny(recipe, tmp_path / "run", 4, **_METHODS[name]))
+    assert memory.rows[:4] == [4, 4, 2, 2]
+    memory.runs_out({})
+    train(tiny(recipe, tmp_path / "other", 2, **_METHODS[name]))
+    assert final(tmp_path / "run") == final(tmp_path / "other")

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.training.config import parse_recipe
+from firstlight.training.guard import DivergedError, Guard, GuardConfig, z_score
+
+_NUMBERS = st.floats(-1e6, 1e6)
+
+
+def after(guard: Guard, values: list[float]) -> Guard:
+    """The guard when it has accepted these losses, with a gradient norm of 1."""
+    for value in values:
+        assert guard.accepts(value, 1.0)
+    return guard
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_with_and_without_a_z_score(bad: float) -> None:
+    for config in (GuardConfig(), GuardConfig(spike_z_score=3.0)):
+        guard = Guard(config)
+        assert guard.accepts(2.0, 1.0)
+        assert not guard.accepts(bad, 1.0)
+        assert not guard.accepts(2.0, bad)
+        assert not guard.accepts(math.inf, -math.inf)
+        assert guard.skipped_in_a_row == 3
+        assert guard.state_dict()["losses"] == [2.0]
+        assert "not finite" in guard.reason
+        assert guard.accepts(2.0, 1.0)
+        assert guard.skipped_in_a_row == 0
+
+
+def test_without_a_z_score_everything_finite_is_accepted() -> None:
+    guard = after(Guard(GuardConfig()), [1.0] * 200)
+    assert guard.accepts(1e30, 1e30)
+
+
+def test_too_many_in_a_row_are_too_many() -> None:
+    guard = Guard(GuardConfig(max_skipped_steps=3))
+    for _ in range(2):
+        assert not guard.accepts(math.nan, 1.0)
+        guard.require_fit()
+    assert guard.accepts(1.0, 1.0)
+    for _ in range(2):
+        guard.accepts(math.nan, 1.0)
+        guard.require_fit()
+    guard.accepts(math.nan, 1.0)
+    with pytest.raises(DivergedError, match=r"3 steps in a row were skipped \(loss nan, .*lower"):
+        guard.require_fit()
+
+
+def test_a_spike_is_refused_from_the_sixteenth_value_on() -> None:
+    quiet = [3.0 + 0.1 * (-1) ** n for n in range(15)]
+    assert after(Guard(GuardConfig(spike_z_score=6.0)), quiet).accepts(100.0, 1.0)
+    guard = after(Guard(GuardConfig(spike_z_score=6.0)), [*quiet, 3.1])
+    assert not guard.accepts(100.0, 1.0)
+    assert not guard.accepts(3.0, 1e4)
+    assert "gradient norm 1e+04 is " in guard.reason
+    assert guard.accepts(3.5, 1.0)  # five deviations
+    # The other way is no trouble.
+    assert guard.accepts(0.5, 0.0)
+
+
+def test_a_refused_value_does_not_make_the_next_look_ordinary() -> None:
+    guard = after(Guard(GuardConfig(spike_z_score=6.0)), [3.0 + 0.01 * (n % 7) for n in range(50)])
+    before = guard.state_dict()["losses"]
+    assert not any(guard.accepts(30.0, 1.0) for _ in range(300))
+    assert guard.state_dict()["losses"] == before
+
+
+def test_only_the_window_is_looked_at() -> None:
+    config = GuardConfig(spike_z_score=6.0, spike_window=16)
+    guard = after(Guard(config), [9.0 - 0.01 * n for n in range(40)])
+    assert len(guard.state_dict()["losses"]) == 16
+    assert guard.state_dict()["losses"][-1] == 9.0 - 0.39
+
+
+@given(st.lists(_NUMBERS, min_size=16, max_size=60), _NUMBERS)
+def test_the_z_score_is_that_of_the_statistics_module(before: list[float], value: float) -> None:
+    mean = statistics.fmean(before)
+    deviation = max(statistics.pstdev(before), 0.01 * abs(mean))
+    found = z_score(value, deque(before))
+    if deviation > 1e-6:
+        assert found == pytest.approx((value - mean) / deviation, rel=1e-6, abs=1e-6)
+    assert z_score(value, deque(before[:15])) == 0
+
+
+def test_among_equal_values_a_small_change_is_no_spike() -> None:
+    assert z_score(2.01, deque([2.0] * 20)) == pytest.approx(0.5)
+    assert z_score(1e-9, deque([0.0] * 20)) == math.inf
+    assert z_score(0.0, deque([0.0] * 20)) == 0
+
+
+@given(
+    st.lists(st.tuples(_NUMBERS | st.just(math.nan), st.floats(0, 1e9)), max_size=80),
+    st.integers(0, 80),
+)
+def test_a_guard_goes_on_exactly_from_its_state_in_json(
+    values: list[tuple[float, float]], cut: int
+) -> None:
+    config = GuardConfig(spike_z_score=2.0, spike_window=16)
+    whole, first, second = Guard(config), Guard(config), Guard(config)
+    decisions = [whole.accepts(*value) for value in values]
+    before = [first.accepts(*value) for value in values[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + [second.accepts(*value) for value in values[cut:]] == decisions
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_guard_of_nothing_has_seen_nothing_and_a_damaged_one_is_said() -> None:
+    guard = after(Guard(GuardConfig()), [1.0] * 20)
+    guard.load_state_dict({})
+    assert guard.state_dict() == Guard(GuardConfig()).state_dict()
+    for state in ({"losses": 3}, {"losses": ["x"]}, {"skipped_in_a_row": None}):
+        with pytest.raises(CheckpointError, match="guard is damaged"):
+            guard.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"max_skipped_steps": 0}, "guard.max_skipped_steps"),
+        ({"on_divergence": "pray"}, "guard.on_divergence"),
+        ({"max_rollbacks": -1}, "guard.max_rollbacks"),
+        ({"spike_z_score": 0.0}, "guard.spike_z_score"),
+        ({"spike_window": 15}, "guard.spike_window"),
+        ({"spike_zscore": 6.0}, "did you mean 'spike_z_score'"),
+    ],
+)
+def test_what_cant_be_meant_is_refused(values: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_recipe({"data": {"dir": "x"}, "guard": values})

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.training import setup
+from firstlight.training.lock import held
+from firstlight.training.loop import train
+
+
+def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+    for _ in range(2):
+        with held(tmp_path):
+            for _ in range(2):
+                with (
+                    pytest.raises(CheckpointError, match="in use by another process"),
+                    held(tmp_path),
+                ):
+                    pass
+
+
+def test_what_was_made_for_nothing_is_taken_away_again(tmp_path: Path) -> None:
+    with held(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "c").mkdir()
+    with pytest.raises(ZeroDivisionError), held(tmp_path / "c" / "d"):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.rglob("*")] == ["c"]
+    with held(tmp_path / "c"):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["c"]
+
+
+def test_what_something_was_written_to_stays_and_so_does_an_older_lock(tmp_path: Path) -> None:
+    with held(tmp_path / "a"):
+        (tmp_path / "a" / "file").touch()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "file"]
+    (tmp_path / "a" / "file").unlink()
+    with held(tmp_path / "a"):
+        pass
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
+
+
+def test_a_lock_that_was_taken_away_while_somebody_waited_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would hold the folder: one the file that is there, one the file that was."""
+    lock, flock = tmp_path / "run" / ".lock", fcntl.flock
+    taken_away: list[bool] = []
+
+    def late(file: Any, operation: int) -> None:
+        if not taken_away:
+            taken_away.append(True)
+            lock.unlink()
+            lock.parent.rmdir()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with held(lock.parent):
+        assert lock.exists()
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with pytest.raises(CheckpointError, match="in use"), held(lock.parent):
+            pass
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file: choose another"), held(tmp_path / "file"):
+        pass
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib\n"
+        "from firstlight.training.lock import held\n"
+        "with held(pathlib.Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
+    assert done.returncode == -9
+    assert os.listdir(tmp_path / "run") == [".lock"]
+    with held(tmp_path / "run"):
+        pass
+
+
+def test_a_run_holds_its_folder_before_it_looks_at_the_checkpoints(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that resume at the same moment would both go on from the newest."""
+    looked = []
+
+    def newest(run_folder: Path, *_: Any) -> None:
+        looked.append(run_folder)
+        with pytest.raises(CheckpointError, match="in use"), held(run_folder):
+            pass
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(setup, "_newest_checkpoint", newest)
+    with pytest.raises(ZeroDivisionError):
+        train(recipe, resume=True)
+    assert looked == [Path(recipe["run"]["dir"])]

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from firstlight.training.stopping import Stopping, StopRequestedError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class HeardError(BaseException):
+    """The handler from before has got a signal."""
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise HeardError(number)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Handlers of this test's own, which must be there after it."""
+    before = {number: signal.signal(number, _raise) for number in _SIGNALS}
+    yield
+    left = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert set(left.values()) <= {_raise, signal.SIG_IGN}
+
+
+def reason(stopping: Stopping) -> str | None:
+    """Asked anew each time, which mypy does not think of a property."""
+    return stopping.reason
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", _SIGNALS)
+def test_a_signal_is_a_reason_and_the_second_does_what_it_did_before(
+    number: signal.Signals,
+) -> None:
+    with Stopping(None) as stopping:
+        stopping.watch()
+        assert reason(stopping) is None
+        stopping.check()
+        send(number)
+        assert reason(stopping) == number.name
+        with pytest.raises(StopRequestedError):
+            stopping.check()
+        with pytest.raises(HeardError):
+            send(signal.SIGTERM)
+        # From then on all are as before.
+        assert signal.getsignal(signal.SIGUSR1) is _raise
+
+
+def test_before_a_step_is_done_signals_do_what_they_did() -> None:
+    with Stopping(None) as stopping, pytest.raises(HeardError):
+        send(signal.SIGTERM)
+    assert reason(stopping) is None
+
+
+def test_after_the_run_signals_do_what_they_did() -> None:
+    with Stopping(None) as stopping:
+        stopping.watch()
+        stopping.watch()
+    with pytest.raises(HeardError):
+        send(signal.SIGINT)
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Stopping(None) as stopping:
+        stopping.watch()
+        send(signal.SIGTERM)
+        assert reason(stopping) is None
+        send(signal.SIGUSR1)
+        assert reason(stopping) == "SIGUSR1"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_in_another_thread_only_time_counts() -> None:
+    found = []
+
+    def run() -> None:
+        with Stopping(1e-9) as stopping:
+            stopping.watch()
+            found.append(stopping.reason)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == ["max_minutes"]
+
+
+def test_time_counts_from_the_start_but_only_once_a_step_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Stopping(2.0) as stopping:
+        now = 1000.0
+        assert reason(stopping) is None
+        stopping.watch()
+        assert reason(stopping) == "max_minutes"
+        now = 219.9
+        assert reason(stopping) is None
+        now = 220.0
+        assert reason(stopping) == "max_minutes"
+        send(signal.SIGTERM)
+        assert reason(stopping) == "SIGTERM"
+
+
+_DEFAULTS = """
+import os, signal, sys
+from firstlight.training.stopping import Stopping
+with Stopping(None, shown=True) as stopping:
+    stopping.watch()
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print(stopping.reason, flush=True)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", -15), ("SIGUSR1", -10), ("SIGINT", -2)])
+def test_without_handlers_the_second_signal_is_the_end(name: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _DEFAULTS, name], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout == f"{name}\n"
+    assert done.stderr.startswith("\nfinishing the step and saving; once more to stop at once\n")
