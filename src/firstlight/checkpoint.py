@@ -306,7 +306,9 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
     if isinstance(recipe := parts["recipe"], dict):
         # A recipe may leave these two out.
-        optional: dict[str, Any] = {name: {} for name in ("model", "lora") if recipe.get(name) is None}
+        optional: dict[str, Any] = {
+            name: {} for name in ("model", "lora") if recipe.get(name) is None
+        }
         parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
     for name, part in parts.items():
         if not isinstance(part, dict):

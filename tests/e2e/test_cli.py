@@ -403,7 +403,7 @@ _ERRORS = {
     "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",
     "train r.yaml --init-from empty": "empty is not a model folder",
     "train r.yaml --run.dir run --resume --model.hidden_size 64": "another model",
-    "train r.yaml --model.hidden_size 4000000": "out of memory",
+    "train r.yaml --model.hidden_size 4000000": "its weights alone take ",
     "eval nowhere": "model folder nowhere does not exist",
     "eval rum": "(did you mean 'run'?)",
     "eval empty": "empty is not a model folder",

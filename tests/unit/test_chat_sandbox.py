@@ -87,7 +87,8 @@ def test_the_ways_out_of_the_sandbox_are_shut(template: str) -> None:
         (
             "{% set n = namespace(x=[1, 2]) %}"
             "{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "it keeps a value of more than",
+            # On a slow machine, looking at all of it takes too long before it is too much.
+            r"it keeps a value of more than|it takes more than",
         ),
         (
             "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% endif %}{% endmacro %}"
