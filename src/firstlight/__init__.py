@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
     from firstlight.evaluation.perplexity import Evaluation, evaluate
-    from firstlight.generation.engine import Generation, GenerationStream, generate, load
+    from firstlight.generation.continuation import Generation
+    from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.huggingface import LoadedModel
     from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
@@ -49,6 +50,7 @@ __all__ = [
     "draw_report",
     "evaluate",
     "generate",
+    "generate_batch",
     "load",
     "load_recipe",
     "prepare",
@@ -60,7 +62,7 @@ _HOMES = {
     "Conversion": "conversion.convert",
     "Evaluation": "evaluation.perplexity",
     "FirstlightError": "errors",
-    "Generation": "generation.engine",
+    "Generation": "generation.continuation",
     "GenerationStream": "generation.engine",
     "LoadedModel": "huggingface",
     "Recipe": "training.config",
@@ -73,6 +75,7 @@ _HOMES = {
     "draw_report": "training.report",
     "evaluate": "evaluation.perplexity",
     "generate": "generation.engine",
+    "generate_batch": "generation.engine",
     "load": "generation.engine",
     "load_recipe": "training.config",
     "prepare": "data.prepare",

@@ -291,6 +291,24 @@ def test_an_empty_prompt_starts_from_nothing(trained: Path, tmp_path: Path, run:
     assert len(result["token_ids"]) == 5
 
 
+def test_stop_texts_end_the_text_and_logprobs_are_told(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    model = without_an_end(trained, tmp_path)
+    options = ("--prompt", "the", "--temperature", "0", "--max-new-tokens", "20", "--json")
+    whole = one_object(run("generate", model, *options, "--logprobs", "2").out)
+    assert whole["finish_reason"] == "length"
+    assert [one["token_id"] for one in whole["logprobs"]] == whole["token_ids"]
+    assert all(one["logprob"] == one["top"][0][1] for one in whole["logprobs"])
+    end = whole["text"][3:5]
+    ended = one_object(run("generate", model, *options, "--stop", "no", "--stop", end).out)
+    assert ended["finish_reason"] == "stop"
+    assert ended["text"] == whole["text"][: whole["text"].find(end)]
+    assert ended["logprobs"] is None
+    other = ("--repetition-penalty", "5", "--min-p", "0.5")
+    assert one_object(run("generate", model, *options, *other).out)["text"] != whole["text"]
+
+
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
     assert run(*arguments).err == "the model's context of 64 tokens is full\n"
@@ -416,6 +434,8 @@ _ERRORS = {
     "generate run --prompt x --temperature -1": "temperature must be 0 or above, not -1",
     "generate run --prompt x --temperature nan": "temperature must be",
     "generate run --prompt x --top-p 0": "top_p must be above 0",
+    "generate run --prompt x --min-p 2": "min_p must be between 0 (off) and 1",
+    "generate run --prompt x --repetition-penalty 0": "repetition_penalty must be above 0",
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",

@@ -92,6 +92,18 @@ def test_the_narrowest_settings_take_the_likeliest(settings_: dict[str, Any]) ->
     assert filter_probabilities(logits, config).tolist() == [0, 1, 0, 0]
 
 
+@given(logits=logits_lists, temperature=st.floats(0.05, 5), p=st.floats(0.001, 1))
+def test_min_p_keeps_what_is_at_least_that_share_of_the_likeliest(
+    logits: list[float], temperature: float, p: float
+) -> None:
+    powers = [math.exp((value - max(logits)) / temperature) for value in logits]
+    assume(all(abs(math.log(power) - math.log(p)) > 1e-4 for power in powers if power > 0))
+    config = SamplingConfig(temperature=temperature, min_p=p)
+    found = filter_probabilities(torch.tensor(logits), config)
+    kept = [power if power >= p else 0.0 for power in powers]
+    assert found.tolist() == pytest.approx([one / sum(kept) for one in kept], abs=1e-5)
+
+
 def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
     config = SamplingConfig(temperature=1.0, top_k=2)
     found = filter_probabilities(torch.tensor([1.0, 3.0, 1.0, 0.0]), config)

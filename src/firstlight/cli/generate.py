@@ -19,6 +19,15 @@ from firstlight.console import say
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before it; several are allowed.")
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="N",
+    help="With --json: each token's log-probability, and those of the N likeliest.",
+)
 @click.option("--seed", type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", show_default=True)
 @click.option(
@@ -41,6 +50,10 @@ def generate_command(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    stop: tuple[str, ...],
+    logprobs: int | None,
     seed: int | None,
     device: str,
     dtype: str,
@@ -55,7 +68,17 @@ def generate_command(
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware import find_hardware
 
-    config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    config = SamplingConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        logprobs=logprobs,
+    )
     loaded = load(
         checkpoint,
         find_hardware(device).device,

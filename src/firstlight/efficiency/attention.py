@@ -99,13 +99,14 @@ def _by_kernel(
 
 
 def flex_mask(
-    positions_T: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+    positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Any:
     """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
     is seen in are skipped, and no T x S mask is kept. Where causality is all, or beside a cache,
     it is `dense_mask`'s."""
-    if (document_ids_BT is None and window is None) or len(positions_T) != total:
-        return dense_mask(positions_T, total, window, document_ids_BT)
+    plain = document_ids_BT is None and window is None
+    if plain or positions.dim() == 2 or len(positions) != total:
+        return dense_mask(positions, total, window, document_ids_BT)
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def flex_mask(
 
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
-        visible, rows, None, len(positions_T), total, device=str(positions_T.device)
+        visible, rows, None, len(positions), total, device=str(positions.device)
     )
 
 

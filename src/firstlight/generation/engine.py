@@ -1,20 +1,22 @@
-"""Run a model token by token: prefill the cache with the prompt, then decode."""
+"""Texts from a model: load it, then continue one text piece by piece, or many at a time."""
 
 from __future__ import annotations
 
-import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
-from firstlight.generation.sampling import SamplingConfig, sample
+from firstlight.generation.batch import BatchDecoder, require_prompt
+from firstlight.generation.continuation import Continuation, Generation
+from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, load_model
 from firstlight.models import Model
-from firstlight.tokenizer import TextStream, Tokenizer
+from firstlight.tokenizer import Tokenizer
 from firstlight.weights import LOADING_WAYS, LoadingWay
 
 #: Names of `load`'s dtypes; None is that of the file.
@@ -59,7 +61,6 @@ def load(
     return load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
 
 
-@torch.inference_mode()
 def generate_ids(
     model: Model,
     prompt_ids: Sequence[int],
@@ -67,62 +68,54 @@ def generate_ids(
     eos_token_ids: Sequence[int] = (),
 ) -> Iterator[int]:
     """Yield new token ids after `prompt_ids` until an end token (not yielded), `max_new_tokens`
-    or the model's context limit.
+    or the model's context limit. Stop texts are not looked for.
 
     Raises:
         ConfigError: the prompt is empty or fills the context.
         ModelError: the prompt holds an id beyond the vocabulary.
     """
+    require_prompt(model, prompt_ids)
     limit = model.config.max_position_embeddings
-    if not prompt_ids:
-        raise ConfigError("the prompt has no tokens: the model needs at least one to go on from")
-    if len(prompt_ids) >= limit:
-        raise ConfigError(
-            f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
-            "shorten it"
-        )
-    if max(prompt_ids) >= model.config.vocab_size:
-        raise ModelError(
-            f"the tokenizer gives id {max(prompt_ids)}, beyond the model's vocabulary of "
-            f"{model.config.vocab_size}: they don't belong together"
-        )
-    parameter = next(model.parameters())
-    count = min(config.max_new_tokens, limit - len(prompt_ids))
-    generator = torch.Generator().manual_seed(_seed(config))
-    cache = model.make_cache(1, len(prompt_ids) + count, parameter.dtype)
-    input_ids = torch.tensor([list(prompt_ids)], device=parameter.device)
-    for _ in range(count):
-        logits_V = model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
-        token_id = sample(logits_V, config, generator)
-        if token_id in eos_token_ids:
-            return
-        yield token_id
-        input_ids = torch.tensor([[token_id]], device=parameter.device)
+    text = Continuation(prompt_ids, config, context=limit, eos_token_ids=eos_token_ids)
+    for count, _ in enumerate(_pieces(model, text), start=1):
+        yield from text.token_ids[count - 1 : count]
 
 
-def _seed(config: SamplingConfig) -> int:
-    return config.seed if config.seed is not None else secrets.randbits(62)
+def _pieces(model: Model, text: Continuation) -> Iterator[str]:
+    """Continue a text alone: what each new token makes certain, often nothing."""
+    decoder = BatchDecoder(model, 1, len(text.prompt_ids) + text.config.max_new_tokens)
+    logits_V = decoder.add(text.prompt_ids)
+    yield text.push(logits_V)
+    while text.finish_reason is None:
+        yield text.push(decoder.step(text.token_ids[-1:])[0])
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A finished continuation.
+def continuation(
+    loaded: LoadedModel, prompt_ids: Sequence[int], config: SamplingConfig
+) -> Continuation:
+    """A text that a model is to continue.
 
-    Attributes:
-        prompt: as given.
-        text: what the model added.
-        token_ids: of the added text.
-        prompt_tokens: number of tokens of the prompt, bos included.
-        finish_reason: "stop" at an end token, "length" at a limit.
-        seed: gives the same text again.
+    Raises:
+        ModelError: the model folder has no tokenizer.
     """
+    return Continuation(
+        prompt_ids,
+        config,
+        context=loaded.model.config.max_position_embeddings,
+        eos_token_ids=loaded.eos_token_ids,
+        tokenizer=tokenizer_of(loaded),
+    )
 
-    prompt: str
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    seed: int
+
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: its folder has none.
+    """
+    if loaded.tokenizer is None:
+        raise ModelError(f"{loaded.folder} has no tokenizer: add tokenizer.json to it")
+    return loaded.tokenizer
 
 
 class GenerationStream:
@@ -138,41 +131,34 @@ class GenerationStream:
     """
 
     def __init__(self, loaded: LoadedModel, prompt: str, config: SamplingConfig) -> None:
-        if loaded.tokenizer is None:
-            raise ModelError(f"{loaded.folder} has no tokenizer: add tokenizer.json to it")
         self.result: Generation | None = None
-        self._loaded, self._tokenizer, self._prompt = loaded, loaded.tokenizer, prompt
-        self._config = replace(config, seed=_seed(config))
+        self._loaded, self._prompt, self._config = loaded, prompt, config
+        self._tokenizer = tokenizer_of(loaded)
 
     def __iter__(self) -> Iterator[str]:
         self._loaded.require_unchanged()
-        tokenizer: Tokenizer = self._tokenizer
-        prompt_ids = tokenizer.encode_prompt(self._prompt)
-        stream = TextStream(tokenizer, prompt_ids)
-        ids: list[int] = []
+        prompt_ids = self._tokenizer.encode_prompt(self._prompt)
+        text = continuation(self._loaded, prompt_ids, self._config)
         pieces: list[str] = []
-        stops = self._loaded.eos_token_ids
-        for token_id in generate_ids(self._loaded.model, prompt_ids, self._config, stops):
-            ids.append(token_id)
-            piece = stream.push(token_id)
+        for piece in _pieces(self._loaded.model, text):
             if piece:
                 pieces.append(piece)
                 yield piece
-        rest = stream.finish()
-        if rest:
-            pieces.append(rest)
-            yield rest
-        room = self._loaded.model.config.max_position_embeddings - len(prompt_ids)
-        at_limit = len(ids) == min(self._config.max_new_tokens, room)
-        assert self._config.seed is not None
-        self.result = Generation(
-            self._prompt,
-            "".join(pieces),
-            ids,
-            len(prompt_ids),
-            "length" if at_limit else "stop",
-            self._config.seed,
-        )
+        self.result = _finished(text, self._prompt, "".join(pieces))
+
+
+def _finished(text: Continuation, prompt: str, added: str) -> Generation:
+    assert text.finish_reason is not None
+    assert text.config.seed is not None
+    return Generation(
+        prompt,
+        added,
+        text.token_ids,
+        len(text.prompt_ids),
+        text.finish_reason,
+        text.config.seed,
+        text.logprobs,
+    )
 
 
 def generate(
@@ -184,22 +170,108 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    logprobs: int | None = None,
 ) -> Generation:
     """Continue a text.
 
     Args:
         checkpoint: a folder or hub id as for `load`, or what `load` returned.
         prompt: text to continue; empty starts from the model's beginning-of-text token.
-        max_new_tokens, temperature, top_k, top_p, seed: see `SamplingConfig`.
+        max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, stop,
+            logprobs: see `SamplingConfig`.
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
         ModelError, CheckpointError, TokenizerError: the model can't be used.
     """
-    config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    config = SamplingConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprobs=logprobs,
+    )
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
     stream = GenerationStream(loaded, prompt, config)
     for _ in stream:
         pass
     assert stream.result is not None
     return stream.result
+
+
+def generate_batch(
+    loaded: LoadedModel,
+    prompts: Sequence[str],
+    config: SamplingConfig,
+    *,
+    batch_size: int = 8,
+) -> list[Generation]:
+    """Continue several texts at a time, each as if it were alone.
+
+    A text that ends makes room for the next one at once. With a seed in the config every text
+    is drawn with it, as `generate` would; without, each has a seed of its own. What is computed
+    in a batch is rounded otherwise than alone, by the last digit of fp32: where two tokens are as
+    likely as that, one may be taken for the other.
+
+    Args:
+        loaded: from `load`.
+        prompts: texts to continue.
+        config: see `SamplingConfig`.
+        batch_size: texts at a time.
+
+    Returns:
+        The continuations, in the order of the prompts.
+
+    Raises:
+        ConfigError: a prompt fills the context, or `batch_size` is below 1.
+        ModelError: the model has no tokenizer, or its outputs are no numbers.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+    loaded.require_unchanged()
+    tokenizer = tokenizer_of(loaded)
+    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    for prompt_ids in ids:
+        require_prompt(loaded.model, prompt_ids)
+    longest = max(map(len, ids), default=0)
+    size = max(min(batch_size, len(prompts)), 1)
+    decoder = BatchDecoder(loaded.model, size, longest + config.max_new_tokens)
+    waiting = deque(enumerate(ids))
+    running: list[tuple[int, Continuation]] = []
+    pieces: list[list[str]] = [[] for _ in prompts]
+    done: dict[int, Generation] = {}
+
+    def push(index: int, text: Continuation, logits_V: Tensor) -> bool:
+        """Whether the text goes on."""
+        pieces[index].append(text.push(logits_V))
+        if text.finish_reason is None:
+            return True
+        done[index] = _finished(text, prompts[index], "".join(pieces[index]))
+        return False
+
+    while waiting or running:
+        while waiting and len(running) < size:
+            index, prompt_ids = waiting.popleft()
+            text = continuation(loaded, prompt_ids, config)
+            logits_V = decoder.add(prompt_ids)
+            if push(index, text, logits_V):
+                running.append((index, text))
+            else:
+                decoder.remove(len(running))
+        if not running:
+            continue
+        logits_BV = decoder.step([text.token_ids[-1] for _, text in running])
+        goes_on = [push(*entry, logits_BV[row]) for row, entry in enumerate(running)]
+        for row in reversed(range(len(running))):
+            if not goes_on[row]:
+                decoder.remove(row)
+                running[row] = running[-1]
+                running.pop()
+    return [done[index] for index in range(len(prompts))]

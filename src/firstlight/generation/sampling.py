@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,14 @@ class SamplingConfig:
         top_k: only the k likeliest tokens, and any as likely as the last of them; 0 is all.
         top_p: only the fewest likeliest tokens whose probabilities sum to p; 1 is all
             (Holtzman et al. 2020). Applied after temperature and top_k.
+        min_p: only tokens at least so many times as likely as the likeliest (Nguyen et al.
+            2024); 0 is all. Applied after temperature, to the probabilities before top_k and
+            top_p.
+        repetition_penalty: logits of tokens that the prompt or the new text has already are
+            divided by it where they are positive, else multiplied (Keskar et al. 2019); 1 is off.
+        stop: texts that end the continuation; they are not part of it.
+        logprobs: note the log-probability of each token chosen, and of so many likeliest ones
+            beside it; None notes none.
         seed: the same seed gives the same text; None draws one.
 
     Raises:
@@ -31,6 +41,10 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         limits = (
@@ -38,6 +52,14 @@ class SamplingConfig:
             ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < float("inf"),
+                "above 0 (1 is off)",
+            ),
+            ("stop", all(self.stop), "texts of at least one character"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or above"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
         )
         for name, fine, allowed in limits:
@@ -45,14 +67,24 @@ class SamplingConfig:
                 raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")
 
 
-def sample(logits_V: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
+def sample(
+    logits_V: Tensor,
+    config: SamplingConfig,
+    generator: torch.Generator,
+    seen: Collection[int] = (),
+) -> int:
     """Choose one token id from the logits [V] of one position.
+
+    Args:
+        seen: ids that the repetition penalty is for.
 
     Raises:
         ModelError: the logits are not finite numbers.
     """
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
+    if config.repetition_penalty != 1 and seen:
+        logits_V = penalize(logits_V, config.repetition_penalty, seen)
     if config.temperature == 0:
         return int(logits_V.argmax())
     probabilities_V = filter_probabilities(logits_V, config)
@@ -60,11 +92,23 @@ def sample(logits_V: Tensor, config: SamplingConfig, generator: torch.Generator)
     return int(torch.multinomial(probabilities_V.cpu(), 1, generator=generator))
 
 
+def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
+    """Logits [V] (fp32) with those of the tokens seen divided by the penalty where they are
+    positive, else multiplied (Keskar et al. 2019, CTRL)."""
+    ids = torch.tensor(sorted(set(seen)), device=logits_V.device)
+    logits_V = logits_V.float()
+    values = logits_V[ids]
+    return logits_V.index_copy(0, ids, torch.where(values > 0, values / penalty, values * penalty))
+
+
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """The probabilities [V] to draw from (fp32): temperature, then top-k, then top-p."""
+    """The probabilities [V] to draw from (fp32): temperature, min-p, then top-k, then top-p."""
     logits_V = logits_V.float()
     # From the largest down, so that no temperature, however small, overflows.
     logits_V = (logits_V - logits_V.max()) / max(config.temperature, 1e-30)
+    if config.min_p > 0:
+        # The likeliest is at 0: p / p_max >= min_p, without a softmax.
+        logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
     if 0 < config.top_k < len(logits_V):
         smallest_kept = logits_V.topk(config.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < smallest_kept, float("-inf"))
@@ -77,3 +121,27 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
         probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
         probabilities_V = probabilities_V / probabilities_V.sum()
     return probabilities_V
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, by the model itself: before temperature and all else that changes
+    the choice.
+
+    Attributes:
+        token_id: the token chosen.
+        logprob: natural logarithm of its probability.
+        top: (id, logprob) of the likeliest tokens, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def logprob_of(logits_V: Tensor, token_id: int, top: int) -> TokenLogprob:
+    """The log-probability of a token, and those of the `top` likeliest, from logits [V]."""
+    logprobs_V = logits_V.float().log_softmax(-1)
+    best = logprobs_V.topk(min(top, len(logprobs_V)))
+    entries = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprob(token_id, float(logprobs_V[token_id]), tuple(entries))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from firstlight.models.cache import Cache, KVCache, RaggedCache
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
@@ -13,13 +14,16 @@ from firstlight.models.llama_config import LlamaConfig, MoEConfig
 __all__ = [
     "FAMILIES",
     "GPT2",
+    "Cache",
     "Family",
     "GPT2Config",
+    "KVCache",
     "Llama",
     "LlamaConfig",
     "MoEConfig",
     "Model",
     "ModelConfig",
+    "RaggedCache",
     "allocate",
     "build_model",
     "empty_model",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
-from firstlight.models.cache import KVCache
+from firstlight.models.cache import Cache, KVCache
 from firstlight.models.ops import (
     AttentionFunction,
     Embedding,
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.attend = attention
 
-    def forward(self, x_BTC: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         B, T, C = x_BTC.shape
         qkv = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv.unbind(2))
@@ -220,7 +220,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
         return x_BTC + self.mlp(self.ln_2(x_BTC))  # type: ignore[no-any-return]
 
@@ -305,7 +305,7 @@ class GPT2(nn.Module):
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits [B, T, V] of the next token; with `labels` [B, T], the summed loss instead.
@@ -318,17 +318,19 @@ class GPT2(nn.Module):
             cache: keys and values of the tokens before these; the new ones are added.
             logits_to_keep: only the last so many positions' logits; 0 for all.
         """
-        start = cache.length if cache is not None else 0
-        T = input_ids.shape[1]
-        positions_T = torch.arange(start, start + T, device=input_ids.device)
-        mask = self.make_mask(positions_T, start + T, None, document_ids)
-        positions = positions_T if document_ids is None else document_positions(document_ids)
+        T = total = input_ids.shape[1]
+        if cache is None:
+            places = torch.arange(T, device=input_ids.device)
+        else:
+            places, total = cache.positions(T), cache.total(T)
+        mask = self.make_mask(places, total, None, document_ids)
+        positions = places if document_ids is None else document_positions(document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
         x_BTC = self.transformer.drop(x_BTC)
         for layer in self.transformer.h:
             x_BTC = layer(x_BTC, mask, cache)
         if cache is not None:
-            cache.length += T
+            cache.advance(T)
         x_BTC = self.transformer.ln_f(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         vocab_size = self.config.vocab_size
         if labels is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.models.cache import KVCache
+from firstlight.models.cache import Cache, KVCache
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
 from firstlight.models.moe import RouterStatistics, SparseMLP, load_balancing_loss
 from firstlight.models.ops import (
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.attend = attention
 
     def forward(
-        self, x_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: KVCache | None
+        self, x_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Cache | None
     ) -> Tensor:
         B, T, _ = x_BTC.shape
         q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
@@ -123,7 +123,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         masks: tuple[Any, Any],
-        cache: KVCache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The stream after this layer, and the router's logits where it has experts.
 
@@ -236,7 +236,7 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits [B, T, V] of the next token; with `labels` [B, T], the summed loss instead.
@@ -252,16 +252,18 @@ class Llama(nn.Module):
             cache: keys and values of the tokens before these; the new ones are added.
             logits_to_keep: only the last so many positions' logits; 0 for all.
         """
-        start = cache.length if cache is not None else 0
-        T = input_ids.shape[1]
-        positions_T = torch.arange(start, start + T, device=input_ids.device)
-        positions = positions_T if document_ids is None else document_positions(document_ids)
+        T = total = input_ids.shape[1]
+        if cache is None:
+            places = torch.arange(T, device=input_ids.device)
+        else:
+            places, total = cache.positions(T), cache.total(T)
+        positions = places if document_ids is None else document_positions(document_ids)
         cos, sin = rope_tables(self.rope_frequencies, positions, torch.float32)
         window = self.config.sliding_window
-        mask = self.make_mask(positions_T, start + T, None, document_ids)
+        mask = self.make_mask(places, total, None, document_ids)
         masks = (mask, mask)
         if window is not None:
-            masks = (mask, self.make_mask(positions_T, start + T, window, document_ids))
+            masks = (mask, self.make_mask(places, total, window, document_ids))
         x_BTC = self.model.embed_tokens(input_ids)
         router_logits: list[Tensor] = []
         for layer in self.model.layers:
@@ -269,7 +271,7 @@ class Llama(nn.Module):
             if logits_NE is not None:
                 router_logits.append(logits_NE)
         if cache is not None:
-            cache.length += T
+            cache.advance(T)
         x_BTC = self.model.norm(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         vocab_size = self.config.vocab_size
         if labels is None:

@@ -186,7 +186,7 @@ class MaskFunction(Protocol):
 
     def __call__(
         self,
-        positions_T: Tensor,
+        positions: Tensor,
         total: int,
         window: int | None,
         document_ids_BT: Tensor | None,
@@ -194,23 +194,30 @@ class MaskFunction(Protocol):
 
 
 def dense_mask(
-    positions_T: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+    positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """True where a query may look: bool [T, S], or [B, 1, T, S] with documents; None where that
-    is the causal mask.
+    """True where a query may look: bool [T, S], or [B, 1, T, S] with documents or with positions
+    that differ from row to row; None where that is the causal mask.
 
     Args:
-        positions_T: of the queries in their row.
+        positions: of the queries in their row, [T] or [B, T].
         total: tokens there are to look at, from position 0.
         window: a query sees itself and the `window` - 1 tokens before it; None is all.
         document_ids_BT: a query sees its own document only; the row is all there is to look at.
     """
-    mask = sliding_window_mask(positions_T, total, window)
+    if positions.dim() == 2:
+        assert document_ids_BT is None
+        distance_BTS = positions[..., None] - torch.arange(total, device=positions.device)
+        seen_BTS = distance_BTS >= 0
+        if window is not None:
+            seen_BTS &= distance_BTS < window
+        return seen_BTS[:, None]
+    mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
-        mask = causal_mask(len(positions_T), total, positions_T.device)
+        mask = causal_mask(len(positions), total, positions.device)
     return (same_BTS & mask)[:, None]
 
 

@@ -1,0 +1,114 @@
+"""Sequences of unequal lengths, decoded together in one batch that they may join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from firstlight.errors import ConfigError, ModelError
+from firstlight.models import Cache, Model, RaggedCache
+
+#: Attention looks at a multiple of so many places: few shapes, and little that is looked at in
+#: vain.
+_REACH_STEP = 64
+
+
+class BatchDecoder:
+    """The state of several sequences: what the model computed of them, and nothing of how tokens
+    are chosen.
+
+    The sequences are numbered 0 ... `len(decoder)` - 1. When one is removed, the last takes its
+    number.
+
+    Args:
+        model: in evaluation mode.
+        max_sequences: at once.
+        max_tokens: of each sequence, prompt and new tokens together.
+    """
+
+    def __init__(self, model: Model, max_sequences: int, max_tokens: int) -> None:
+        assert max_sequences > 0
+        self.model, self.max_sequences = model, max_sequences
+        self.max_tokens = min(max_tokens, model.config.max_position_embeddings)
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        self._cache = model.make_cache(max_sequences, self.max_tokens, parameter.dtype)
+        self._lengths: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @torch.inference_mode()
+    def add(self, prompt_ids: Sequence[int]) -> Tensor:
+        """Take in a sequence, as the last; return the logits [V] of its next token.
+
+        Raises:
+            ConfigError, ModelError: see `require_prompt`.
+        """
+        assert len(self) < self.max_sequences, "there is no room for another sequence"
+        require_prompt(self.model, prompt_ids)
+        input_ids = torch.tensor([list(prompt_ids)], device=self._device)
+        cache = self._cache.sequence(len(self))
+        logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
+        self._lengths.append(len(prompt_ids))
+        return logits_V
+
+    @torch.inference_mode()
+    def step(self, token_ids: Sequence[int]) -> Tensor:
+        """Give each sequence its next token; return the logits [B, V] of the ones after.
+
+        Args:
+            token_ids: of all sequences, in their order.
+        """
+        assert len(token_ids) == len(self) > 0
+        longest = max(self._lengths) + 1
+        assert longest <= self.max_tokens, "a sequence is full"
+        reach = min(-(-longest // _REACH_STEP) * _REACH_STEP, self.max_tokens)
+        cache: Cache
+        if len(self) == 1:  # no mask is needed, and no place to be looked up
+            cache = self._cache.sequence(0)
+            cache.length = self._lengths[0]
+        else:
+            lengths = torch.tensor(self._lengths, device=self._device)
+            cache = RaggedCache(self._cache, lengths, reach)
+        input_ids = torch.tensor(token_ids, device=self._device)[:, None]
+        logits_BV: Tensor = self.model(input_ids, cache=cache)[:, -1]
+        self._lengths = [length + 1 for length in self._lengths]
+        return logits_BV
+
+    def room(self, number: int) -> int:
+        """How many more tokens a sequence can take."""
+        return self.max_tokens - self._lengths[number]
+
+    def remove(self, number: int) -> None:
+        """Forget a sequence; the last one gets its number."""
+        last, length = len(self) - 1, self._lengths[-1]
+        if number != last:
+            for stored in (self._cache.keys, self._cache.values):
+                stored[:, number, :, :length] = stored[:, last, :, :length]
+            self._lengths[number] = length
+        self._lengths.pop()
+
+
+def require_prompt(model: Model, prompt_ids: Sequence[int]) -> None:
+    """Refuse a prompt that the model can't go on from.
+
+    Raises:
+        ConfigError: it is empty or fills the context.
+        ModelError: it holds an id beyond the vocabulary.
+    """
+    limit = model.config.max_position_embeddings
+    if not prompt_ids:
+        raise ConfigError("the prompt has no tokens: the model needs at least one to go on from")
+    if len(prompt_ids) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
+            "shorten it"
+        )
+    if max(prompt_ids) >= model.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer gives id {max(prompt_ids)}, beyond the model's vocabulary of "
+            f"{model.config.vocab_size}: they don't belong together"
+        )

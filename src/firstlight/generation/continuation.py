@@ -1,0 +1,150 @@
+"""One text that is being continued: which tokens are chosen, what text they are, when it ends."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from firstlight.generation.sampling import SamplingConfig, TokenLogprob, logprob_of, sample
+from firstlight.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished continuation.
+
+    Attributes:
+        prompt: as given.
+        text: what the model added, up to a stop text.
+        token_ids: what the model chose, without the end token; with a stop text, up to the token
+            that completed it.
+        prompt_tokens: number of tokens of the prompt, bos included.
+        finish_reason: "stop" at an end token or stop text, "length" at a limit.
+        seed: gives the same text again.
+        logprobs: of each of `token_ids`, where the config asks for them.
+    """
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Continuation:
+    """Chooses the tokens of one text from the model's logits, and turns them into text.
+
+    Args:
+        prompt_ids: of the text that is continued.
+        config: how; without a seed, one is drawn.
+        context: the model's limit of tokens.
+        eos_token_ids: tokens that end the text.
+        tokenizer: None makes no text of the tokens, and knows no stop texts.
+
+    Attributes:
+        config: with its seed.
+        token_ids: chosen so far, without the end token.
+        finish_reason: None while the text goes on; see `Generation`.
+        logprobs: of `token_ids`, where the config asks for them.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        config: SamplingConfig,
+        *,
+        context: int,
+        eos_token_ids: Collection[int] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        seed = secrets.randbits(62) if config.seed is None else config.seed
+        self.config = replace(config, seed=seed)
+        self.prompt_ids = list(prompt_ids)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
+        self.finish_reason: str | None = None
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._most = min(config.max_new_tokens, context - len(self.prompt_ids))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._seen = set(prompt_ids)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
+        self._stops = StopTexts(config.stop)
+
+    def push(self, logits_V: Tensor) -> str:
+        """Choose the next token; return the text that has become certain, often none.
+
+        While `finish_reason` is None, the model is to be given the last of `token_ids`.
+
+        Raises:
+            ModelError: the logits are not finite numbers.
+        """
+        assert self.finish_reason is None
+        token_id = sample(logits_V, self.config, self._generator, self._seen)
+        if token_id in self._eos_token_ids:
+            return self._end("stop")
+        self.token_ids.append(token_id)
+        self._seen.add(token_id)
+        if self.logprobs is not None:
+            assert self.config.logprobs is not None
+            self.logprobs.append(logprob_of(logits_V, token_id, self.config.logprobs))
+        piece = "" if self._stream is None else self._stops.push(self._stream.push(token_id))
+        if self._stops.found:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self._most:
+            piece += self._end("length")
+        return piece
+
+    def _end(self, reason: str) -> str:
+        rest = "" if self._stream is None else self._stops.push(self._stream.finish())
+        if self._stops.found:
+            reason = "stop"
+        else:
+            rest += self._stops.finish()
+        self.finish_reason = reason
+        return rest
+
+
+class StopTexts:
+    """Passes pieces of a text on until one of some texts comes, and never a part of that.
+
+    Args:
+        texts: none of them empty.
+
+    Attributes:
+        found: whether one of them has come.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.found = False
+        self._texts = tuple(texts)
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """Add a piece; return what is now certain to be before any of the texts."""
+        if not self._texts:
+            return piece
+        text = self._held + piece
+        places = [place for stop in self._texts if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        kept = max(self._overlap(text, stop) for stop in self._texts)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """What was held back, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """How much of the text's end is a beginning of `stop`."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

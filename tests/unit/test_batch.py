@@ -1,0 +1,211 @@
+"""Sequences of unequal lengths in one batch: each as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.errors import ConfigError, ModelError
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import generate, generate_batch
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.huggingface import LoadedModel
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.models.cache import RaggedCache
+from firstlight.tokenizer import Tokenizer
+
+CONTEXT = 96
+GPT2 = GPT2Config(
+    vocab_size=352,
+    hidden_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    max_position_embeddings=CONTEXT,
+)
+LLAMA = LlamaConfig(
+    vocab_size=352,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=CONTEXT,
+)
+MISTRAL = LLAMA.model_copy(update={"model_type": "mistral", "sliding_window": 5})
+FAMILIES: dict[str, ModelConfig] = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL}
+
+
+def new_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
+    """With weights large enough that the continuations are no constant."""
+    model = empty_model(config, vocab_multiple).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+    return model
+
+
+MODELS = {name: new_model(config) for name, config in FAMILIES.items()}
+
+
+def full(model: Model, ids: list[int]) -> Tensor:
+    """The definition: logits after the whole text, no cache."""
+    with torch.no_grad():
+        logits_V: Tensor = model(torch.tensor([ids]))[0, -1]
+        return logits_V
+
+
+# Logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> None:
+    model, lengths = MODELS[name], [1, 7, 12]
+    texts = [[(7 * i + row) % 350 for i in range(20)] for row in range(3)]
+    cache = model.make_cache(4, 32, torch.float32)
+    cache.keys.fill_(9.0)  # what lies beyond a row's length is never looked at
+    cache.values.fill_(-9.0)
+    for row, length in enumerate(lengths):
+        model(torch.tensor([texts[row][:length]]), cache=cache.sequence(row))
+    ragged = RaggedCache(cache, torch.tensor(lengths), reach=32)
+    found: list[Tensor] = []
+    for done, size in ((0, 1), (1, 3), (4, 1)):  # several tokens at a time, too
+        places = [length + done for length in lengths]
+        ids = torch.tensor([t[p : p + size] for t, p in zip(texts, places, strict=True)])
+        found.append(model(ids, cache=ragged))
+    assert ragged.lengths.tolist() == [6, 12, 17]
+    together = torch.cat(found, dim=1)
+    for row, length in enumerate(lengths):
+        expected = model(torch.tensor([texts[row][: length + 5]]))[0, length:]
+        torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=1e-4)
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
+@settings(max_examples=25)
+def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
+    data: st.DataObject, name: str
+) -> None:
+    model = MODELS[name]
+    decoder = BatchDecoder(model, 3, CONTEXT)
+    texts: list[list[int]] = []
+    token = st.integers(0, 351)
+    for _ in range(data.draw(st.integers(1, 12))):
+        kinds = ["add"] * (len(texts) < 3) + ["step", "step", "remove"] * bool(texts)
+        kind = data.draw(st.sampled_from(kinds))
+        if kind == "add":
+            text = data.draw(st.lists(token, min_size=1, max_size=70))
+            found = decoder.add(text)
+            texts.append(text)
+            torch.testing.assert_close(found, full(model, text), atol=1e-4, rtol=1e-4)
+        elif kind == "remove":
+            number = data.draw(st.integers(0, len(texts) - 1))
+            decoder.remove(number)
+            texts[number] = texts[-1]
+            texts.pop()
+        else:
+            new = [data.draw(token) for _ in texts]
+            logits = decoder.step(new)
+            texts = [[*text, one] for text, one in zip(texts, new, strict=True)]
+            for row, text in enumerate(texts):
+                torch.testing.assert_close(logits[row], full(model, text), atol=1e-4, rtol=1e-4)
+        assert len(decoder) == len(texts)
+        assert [decoder.room(n) for n in range(len(texts))] == [CONTEXT - len(t) for t in texts]
+
+
+def test_a_batch_takes_no_more_than_it_has_room_for() -> None:
+    decoder = BatchDecoder(MODELS["gpt2"], 1, 4)
+    decoder.add([1, 2, 3])
+    with pytest.raises(AssertionError, match="no room"):
+        decoder.add([1])
+    decoder.step([1])
+    with pytest.raises(AssertionError, match="full"):
+        decoder.step([1])
+
+
+# Texts
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def loaded(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> LoadedModel:
+    return LoadedModel(MODELS[request.param], tokenizer, (0,), Path("a-model"))
+
+
+PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 🙂", "the"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(max_new_tokens=12, temperature=0),
+        SamplingConfig(max_new_tokens=12, temperature=1.0, top_k=40, seed=5),
+        SamplingConfig(
+            max_new_tokens=40, temperature=1.5, min_p=0.01, repetition_penalty=1.3, seed=1
+        ),
+    ],
+    ids=["greedy", "top-k", "min-p"],
+)
+def test_a_text_is_the_same_in_and_out_of_a_batch(
+    loaded: LoadedModel, config: SamplingConfig, batch_size: int
+) -> None:
+    found = generate_batch(loaded, PROMPTS, config, batch_size=batch_size)
+    assert [one.prompt for one in found] == PROMPTS
+    for one in found:
+        alone = generate(
+            loaded,
+            one.prompt,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            seed=one.seed,
+        )
+        assert one == alone
+
+
+def test_without_a_seed_each_text_has_its_own(loaded: LoadedModel) -> None:
+    found = generate_batch(loaded, ["the"] * 4, SamplingConfig(20, temperature=1.0))
+    assert len({one.seed for one in found}) == 4
+
+
+def test_no_prompts_are_no_texts(loaded: LoadedModel) -> None:
+    assert generate_batch(loaded, [], SamplingConfig()) == []
+
+
+def test_what_cannot_be_continued_is_refused_before_anything_is_computed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchDecoder, "add", None)
+    with pytest.raises(ConfigError, match="context is 96"):
+        generate_batch(loaded, ["the", "the " * 200], SamplingConfig())
+    with pytest.raises(ConfigError, match="batch_size must be at least 1, not 0"):
+        generate_batch(loaded, ["the"], SamplingConfig(), batch_size=0)
+    bare = LoadedModel(loaded.model, None, (), Path("bare"))
+    with pytest.raises(ModelError, match="bare has no tokenizer"):
+        generate_batch(bare, ["the"], SamplingConfig())
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_ids_that_pad_the_vocabulary_are_never_drawn(config: ModelConfig) -> None:
+    """Even where their rows hold what would be the likeliest tokens of all."""
+    small = config.model_copy(update={"vocab_size": 67})
+    model = new_model(small, vocab_multiple=64)
+    head = model.lm_head.weight
+    assert len(head) == 128
+    with torch.no_grad():
+        head[67:] = 50.0 * head[:61]
+    decoder = BatchDecoder(model, 2, 90)
+    generator = torch.Generator().manual_seed(0)
+    logits = [decoder.add([1, 2]), decoder.add([3])]
+    for _ in range(60):
+        assert all(row.shape == (67,) for row in logits)
+        drawn = [
+            int(torch.multinomial((row / 50).softmax(-1), 1, generator=generator)) for row in logits
+        ]
+        logits = list(decoder.step(drawn))
