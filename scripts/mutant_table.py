@@ -532,15 +532,15 @@ MUTANTS = [
     Mutant(
         "temperature 0 is 0.8",
         "firstlight/generation/engine.py",
-        "SamplingConfig(max_new_tokens, temperature, top_k",
-        "SamplingConfig(max_new_tokens, temperature or 0.8, top_k",
+        "temperature=temperature,",
+        "temperature=temperature or 0.8,",
         (_TEXT + "temperature_zero_becomes_another",),
     ),
     Mutant(
         "unbounded number of tokens",
-        "firstlight/generation/engine.py",
-        "count = min(config.max_new_tokens, limit - len(prompt_ids))",
-        "count = config.max_new_tokens",
+        "firstlight/generation/batch.py",
+        "self.max_tokens = min(max_tokens, model.config.max_position_embeddings)",
+        "self.max_tokens = max_tokens",
         (_TEXT + "a_number_of_tokens_decides_how_much_memory_is_taken",),
     ),
     Mutant(
