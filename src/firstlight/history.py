@@ -94,13 +94,24 @@ def saved_checkpoints(run_folder: Path) -> list[Saved]:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Those with a sound manifest that are not of a dead branch, in the order of saving."""
-    saved: list[Saved] = []
-    # From the newest back: what a dead branch left behind may be what the run went on from since.
+    """Those with a sound manifest that are not of a dead branch, in the order in which they come.
+
+    A checkpoint of a later step than one saved after it is of a dead branch as well.
+    """
+    saved = _line(found)
+    return [
+        one for one in found if one.sequence and not any(two.leaves_behind(one) for two in saved)
+    ]
+
+
+def _line(found: Sequence[Saved]) -> list[Saved]:
+    """What the newest one's run went through, from the newest back: dead branches don't tell
+    what is dead, but a checkpoint that was replaced by one of the same step still does."""
+    line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
-        if one.sequence and not any(two.leaves_behind(one) for two in saved):
-            saved.insert(0, one)
-    return saved
+        if one.sequence and (not line or one.sequence <= line[-1].parent):
+            line.append(one)
+    return line
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:

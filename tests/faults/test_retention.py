@@ -112,8 +112,8 @@ class Run:
             self.line, self.base = [*self.before(new), new], new.number
             self.line = self.kept()
             if not isinstance(disk, FailingDisk) or not disk.refused:
-                assert self.on_disk() == {e.number for e in self.line}, self
-                assert litter(self.folder) == [], self
+                assert self.on_disk() == {e.number for e in self.line}, str(self)
+                assert litter(self.folder) == [], str(self)
 
     def content(self, entry: Entry) -> Checkpoint:
         return Checkpoint(
@@ -151,14 +151,14 @@ class Run:
     def go_back(self, how: str) -> None:
         found, _ = newest_checkpoint(self.folder)
         if found is None:
-            assert self.line == [], self
+            assert self.line == [], str(self)
             self.step, self.base, self.fresh = 0, 0, False
             return
         entry = self.entry(found)
         self.done.append(f"{how} at {entry}")
         self.line = self.line[: self.line.index(entry) + 1]
         step = step_of(found)
-        assert step == entry.step, self
+        assert step == entry.step, str(self)
         self.step, self.base = step, entry.number
         self.saver.saved_step = step
         self.fresh = True
@@ -211,11 +211,11 @@ class Run:
     def check(self) -> None:
         """Once there was a checkpoint there always is one, and it is the right one."""
         found, _ = newest_checkpoint(self.folder)
-        assert (found is None) == (self.line == []), self
+        assert (found is None) == (self.line == []), str(self)
         if found is not None:
             entry = self.entry(found)
             model = load_checkpoint(found, verify=False).model
-            assert model["w"].item() == entry.number, self
+            assert model["w"].item() == entry.number, str(self)
 
 
 def one_sequence(folder: Path, draw: random.Random) -> Run:
@@ -249,7 +249,7 @@ def one_sequence(folder: Path, draw: random.Random) -> Run:
             run.done.append("stop")
             run.resume()
         run.check()
-        assert not had_one or run.line, run
+        assert not had_one or run.line, str(run)
         had_one = had_one or bool(run.line)
     run.saver.close()
     return run
@@ -379,6 +379,11 @@ def test_a_dead_branch_is_what_was_saved_since_the_parent() -> None:
     # Gone on from the first branch after all, because the second was damaged.
     again = [*line, Saved(Path("a"), 10, 4, 2), Saved(Path("c"), 16, 5, 3)]
     assert [one.step for one in own_past(again)] == [4, 8, 12, 16]
+
+
+def test_a_dead_branch_stays_dead_when_what_tells_so_is_replaced() -> None:
+    line = [*saved(4, 8, 10), Saved(Path("a"), 12, 4, 2), Saved(Path("b"), 12, 5, 4)]
+    assert [one.folder for one in own_past(line)] == [Path("4"), Path("8"), Path("b")]
 
 
 def test_a_dead_branch_is_dead_at_every_moment_of_its_deletion(tmp_path: Path) -> None:
