@@ -29,6 +29,7 @@ from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training import automatic
 from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
@@ -808,6 +809,26 @@ def test_the_rows_that_pad_a_vocabulary_are_zero_before_anything_is_loaded(
         assert head.shape[0] == 64
         assert head[10:].count_nonzero() == 0
         assert model.state_dict()[embedding_name(model)][10:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_run_killed_before_its_first_checkpoint_keeps_what_auto_came_to(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    """What is measured may come out otherwise on another day, in the middle of a run."""
+    recipe["efficiency"] = {"precision": "auto"}
+
+    def die(_: Mapping[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(automatic, "resolve_precision", lambda *_: torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, on_step=die)
+    assert list_checkpoints(Path(recipe["run"]["dir"])) == []
+    monkeypatch.setattr(automatic, "resolve_precision", lambda *_: torch.float32)
+    result = train(recipe, resume=resumes)
+    found = load_recipe(result.run_folder / "recipe.yaml").efficiency.precision
+    assert found == ("bf16" if resumes else "fp32")
 
 
 def test_a_qwen2_model_with_another_split_is_warned_of(

@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
-from firstlight.training.config import DEFAULT_ROWS, Recipe
-from firstlight.training.job import Job
+from firstlight.training.config import DEFAULT_ROWS, Recipe, load_recipe
+from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.program import TrainingProgram
 from firstlight.training.resuming import changed_keys, take_up
@@ -81,12 +81,15 @@ def set_up(
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
     with held(run_folder):
-        yield _job(recipe, _newest_checkpoint(run_folder, resume, tell), init_from, new_rows, tell)
+        newest = _newest_checkpoint(run_folder, resume, tell)
+        decided = _decided_before(recipe, newest, run_folder) if resume else {}
+        yield _job(recipe, newest, decided, init_from, new_rows, tell)
 
 
 def _job(
     recipe: Recipe,
     newest: Path | None,
+    decided: Mapping[str, Any],
     init_from: str | Path | None,
     new_rows: str,
     tell: Callable[[str], None],
@@ -127,8 +130,7 @@ def _job(
     _require_fitting_prompts(recipe, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    saved = {} if newest is None else load_trainer_state(newest).get("recipe", {})
-    recipe = decide(recipe, saved, hardware, dataset.num_tokens, tell)
+    recipe = decide(recipe, decided, hardware, dataset.num_tokens, tell)
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
@@ -140,6 +142,26 @@ def _job(
         take_up(job, newest, tell)
     _require_disk(job)
     return job
+
+
+def _decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
+    """The resolved recipe of a run that is gone on with: what "auto" came to there stands.
+
+    A run that was killed before its first checkpoint has left it as a file.
+    """
+    if newest is not None:
+        found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
+        return found
+    try:
+        before = load_recipe(run_folder / RECIPE_NAME)
+    except ConfigError:
+        return {}
+    same = (before.data.seq_len, before.batch.global_batch_tokens) == (
+        recipe.data.seq_len or before.data.seq_len,
+        recipe.batch.global_batch_tokens,
+    )
+    # Another batch is cut anew.
+    return before.model_dump(exclude=None if same else {"batch"})
 
 
 def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], None]) -> Path | None:
