@@ -259,7 +259,10 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
             continue
         return one.folder, problems
     if problems:
-        raise CheckpointError(f"no checkpoint of {run_folder} can be used: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
+            "anew in another run.dir; --init-from takes weights of another run)"
+        )
     return None, []
 
 

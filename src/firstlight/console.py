@@ -5,6 +5,8 @@ stdout belongs to results: generated text, or the one JSON object of `--json`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from rich.console import Console
@@ -17,8 +19,22 @@ def console() -> Console:
 
 
 def say(message: str) -> None:
-    """Print one line for people. `message` is plain text: nothing in it is markup."""
-    print(message, file=sys.stderr, flush=True)  # noqa: T201
+    """Print one line for people. `message` is plain text: nothing in it is markup.
+
+    Where nobody reads any more (a pipe that is closed, a terminal that has gone) the work goes on.
+    """
+    try:
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        silence()
+
+
+def silence() -> None:
+    """Have whatever is written to stderr from now on go nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:

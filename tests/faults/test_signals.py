@@ -74,7 +74,7 @@ def test_a_second_signal_ends_a_run_at_once_and_a_file_asks_for_a_checkpoint(
     whole, asked = write_recipe(tmp_path, "whole", data, **_SECTIONS), tmp_path / "asked.yaml"
     write_recipe(tmp_path, "asked", data, **{**_SECTIONS, "checkpoint": {"every_steps": 0}})
     update = {"signal": ["SIGTERM", "update", 6, 1]}
-    codes = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+    codes = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138, "SIGHUP": 129}
     plan: list[Chain] = [[(whole, {})], [(asked, {**update, "again": "SIGTERM", "save_now": 3})]]
     for again in codes:
         recipe = write_recipe(tmp_path, again, data, **_SECTIONS)

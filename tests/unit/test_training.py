@@ -811,6 +811,19 @@ def test_the_rows_that_pad_a_vocabulary_are_zero_before_anything_is_loaded(
         assert model.state_dict()[embedding_name(model)][10:].count_nonzero() == 0
 
 
+def test_a_checkpoint_without_its_manifest_is_named_and_passed_over(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, older, last = list_checkpoints(train(recipe).run_folder)
+    before = (last / WEIGHTS_NAME).read_bytes()
+    (last / "manifest.json").unlink()
+    result = train(recipe, resume=True, progress=True)
+    said = capsys.readouterr().err
+    assert f"warning: {last} has no manifest.json: it is no checkpoint" in said
+    assert f"resuming from {older}" in said
+    assert (result.checkpoint / WEIGHTS_NAME).read_bytes() == before
+
+
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_run_killed_before_its_first_checkpoint_keeps_what_auto_came_to(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, resumes: bool

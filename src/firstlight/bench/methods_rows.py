@@ -210,7 +210,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         Row("lora", {"lora.rank": 8}),
         Row("qlora", {"lora.rank": 8, "lora.quantize": "nf4"}, in_quick=False),
         Row("compile", compiled),
-        Row("compile-regional", {**compiled, "efficiency.compile_regional": True}),
+        Row("compile-regional", {**compiled, "efficiency.compile_regional": True}, in_quick=False),
         Row(
             "compile-budget",
             {**compiled, "efficiency.activation_checkpointing": "budget"},

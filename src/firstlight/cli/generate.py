@@ -10,6 +10,7 @@ import click
 
 from firstlight.cli.output import with_json, write_out
 from firstlight.console import say
+from firstlight.errors import ConfigError
 
 
 @click.command("generate")
@@ -68,6 +69,8 @@ def generate_command(
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware import find_hardware
 
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs is for programs: it needs --json, too")
     config = SamplingConfig(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -19,6 +16,7 @@ from firstlight.cli.generate import generate_command
 from firstlight.cli.info import info_command
 from firstlight.cli.output import write_out
 from firstlight.cli.prepare import prepare_command
+from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.errors import FirstlightError, describe_os_error
@@ -76,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     as_json = "--json" in arguments
     try:
-        with _cleaning_up_when_terminated():
+        with cleaning_up_when_terminated():
             exit_code: int | None = firstlight.main(
                 arguments, prog_name="firstlight", standalone_mode=False
             )
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", "Interrupted", 130, as_json)
-    except _Terminated as signal_:
+    except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); say nothing, also not while closing.
@@ -108,33 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     return exit_code or 0
-
-
-class _Terminated(BaseException):
-    """A signal to end has come; unwinds everything, so that nothing half-written stays."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise; one that is ignored (nohup) stays so."""
-
-    def terminate(number: int, _: object) -> None:
-        raise _Terminated(number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                before[number] = signal.signal(number, terminate)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:

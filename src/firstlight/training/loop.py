@@ -30,8 +30,8 @@ class TrainResult:
         train_loss: of the last step; None when there was no step left to do, or it was skipped
             for having none.
         evaluation: the last one of this call; None without a validation split.
-        stopped_by: what ended the run before its last step: "SIGTERM", "SIGINT", "SIGUSR1" or
-            "max_minutes"; None for a run that is complete.
+        stopped_by: what ended the run before its last step: a signal's name, such as "SIGTERM",
+            or "max_minutes"; None for a run that is complete.
     """
 
     run_folder: Path
@@ -54,8 +54,8 @@ def train(
 ) -> TrainResult:
     """Train a model as a recipe says.
 
-    From the first step on, SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run when the step at
-    hand is done, with a checkpoint to go on from; a second signal ends it at once.
+    From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run when the
+    step at hand is done, with a checkpoint to go on from; a second signal ends it at once.
 
     Args:
         recipe: a recipe, its values, or its file.

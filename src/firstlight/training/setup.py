@@ -28,6 +28,7 @@ from firstlight.data.loader import require_row
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from firstlight.hardware import find_hardware
+from firstlight.history import MANIFEST_NAME, step_folders
 from firstlight.huggingface import (
     LoadedModel,
     export_notes,
@@ -174,6 +175,11 @@ def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], Non
             )
         return None
     newest, problems = newest_checkpoint(run_folder)
+    for folder in step_folders(run_folder):
+        if not (folder / MANIFEST_NAME).is_file():
+            tell(
+                f"warning: {folder} has no {MANIFEST_NAME}: it is no checkpoint, and not looked at"
+            )
     for problem in problems:
         tell(f"warning: {problem}: an older checkpoint is taken")
     if newest is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -10,7 +9,9 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from firstlight.console import silence
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 #: A file of this name in the run folder asks for a checkpoint; it is deleted once that is there.
 SAVE_NOW_NAME = "save-now"
@@ -46,9 +47,9 @@ class Stopping:
         self._put_back()
 
     def watch(self) -> None:
-        """From here on SIGTERM, SIGINT and SIGUSR1 only ask to stop; the second one does what it
-        did before. One that is ignored (nohup) stays so. Signals are Python's main thread's: in
-        another, only time counts.
+        """From here on SIGTERM, SIGINT, SIGUSR1 and SIGHUP only ask to stop; the second one does
+        what it did before. One that is ignored (nohup) stays so. Signals are Python's main
+        thread's: in another, only time counts.
 
         To be called when a step is done: what ends before that has lost nothing, and with a
         limit of time every run gets on by one step at least.
@@ -85,8 +86,10 @@ class Stopping:
             self._signal = signal.Signals(number).name
             if self._shown:
                 # Python's own streams can't be written to while they are being written to.
-                with contextlib.suppress(OSError):
+                try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
+                except OSError:  # the terminal has gone
+                    silence()
             return
         before = self._before[number]
         self._put_back()

@@ -1,0 +1,92 @@
+"""Signals that end a command, and readers that go away."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
+
+_KINDS: dict[int, type[BaseException]] = {
+    signal.SIGTERM: Terminated,
+    signal.SIGHUP: Terminated,
+    signal.SIGUSR1: Terminated,
+    signal.SIGINT: KeyboardInterrupt,
+}
+
+
+@pytest.fixture
+def no_alarm() -> None:
+    """The time limit of tests uses the same timer."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("number", _KINDS)
+def test_a_signal_is_raised_where_the_program_is(number: int) -> None:
+    handler = signal.getsignal(number)
+    with pytest.raises(_KINDS[number]), cleaning_up_when_terminated():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == handler
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cleaning_up_when_terminated():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _import_and_wait(name: str) -> None:
+    importlib.import_module(name)
+    for _ in range(10**9):
+        pass
+
+
+@pytest.mark.parametrize("number", _KINDS)
+def test_a_signal_in_the_middle_of_an_import_is_raised_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None, number: int
+) -> None:
+    """Also where whoever imports swallows every exception, as C++ code does."""
+    name = f"sender_{number}"
+    source = f"import os\nos.kill(os.getpid(), {int(number)})\nwhole = True\n"
+    (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    (tmp_path / f"swallower_{number}.py").write_text(
+        f"try:\n    import {name}\nexcept BaseException:\n    pass\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    handlers = [signal.getsignal(one) for one in (number, signal.SIGALRM)]
+    with pytest.raises(_KINDS[number]), cleaning_up_when_terminated():
+        _import_and_wait(f"swallower_{number}")
+    assert sys.modules[name].whole is True
+    assert [signal.getsignal(one) for one in (number, signal.SIGALRM)] == handlers
+
+
+def test_work_goes_on_where_nobody_reads_its_messages() -> None:
+    program = (
+        "import sys\n"
+        "from firstlight.console import say\n"
+        "sys.stdin.readline()\n"
+        "say('one')\n"
+        "say('two')\n"
+        "print('done')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        out, _ = process.communicate("go\n")
+    assert (process.returncode, out) == (0, "done\n")
