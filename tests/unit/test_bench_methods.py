@@ -198,7 +198,8 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
     skipped = {name for name, reason in reasons.items() if reason}
     assert skipped - {"fp16"} == set(
         "offload tf32 fp8 paged-adamw8bit efficient cudnn flex compile-cudagraphs "
-        "adamw8bit-torchao compile-budget qlora foreach flash math blockwise".split()
+        "adamw8bit-torchao compile-regional compile-budget qlora foreach flash math "
+        "blockwise".split()
     )
     assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
     assert reasons["compile-budget"] == "left out by --quick"
