@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -54,7 +54,7 @@ def cleaning_up_when_terminated() -> Iterator[None]:
             # By whatever takes that signal by now.
             signal.raise_signal(waiting.pop())
 
-    handlers = {
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
         signal.SIGTERM: end,
         signal.SIGHUP: end,
         signal.SIGUSR1: end,
