@@ -34,6 +34,8 @@ from firstlight.training.metrics import read_json_lines
 
 def survives(recipe: dict[str, Any], seconds: float) -> bool:
     """Train in a child; whether it came to its end within the time, else it is killed."""
+    while signal.sigtimedwait([signal.SIGCHLD], 0) is not None:
+        pass  # of the one before, which may have ended by itself while it was being killed
     process = os.fork()
     if process == 0:
         code = 1
@@ -49,10 +51,7 @@ def survives(recipe: dict[str, Any], seconds: float) -> bool:
     if signal.sigtimedwait([signal.SIGCHLD], seconds) is None:
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if code == -signal.SIGKILL:
-        # Killed at its very end: the signal of that is not the next child's.
-        signal.sigtimedwait([signal.SIGCHLD], 0)
-    elif code:
+    if code not in (0, -signal.SIGKILL):
         sys.exit(f"{recipe['run']['dir']}: the run failed")
     return code == 0
 
