@@ -13,7 +13,7 @@ from typing import Any
 _IMPORT_MACHINERY = "<frozen importlib"
 
 #: Seconds after which a signal that came in the middle of an import is looked at again.
-_SOON = 0.01
+_SOON = 0.001
 
 
 class Terminated(BaseException):
