@@ -61,9 +61,21 @@ def test_a_signal_is_a_reason_and_the_second_does_what_it_did_before(
 
 
 def test_before_a_step_is_done_signals_do_what_they_did() -> None:
-    with Stopping(None) as stopping, pytest.raises(HeardError):
+    with Stopping(None), pytest.raises(HeardError):
         send(signal.SIGTERM)
-    assert reason(stopping) is None
+
+
+def test_a_signal_whose_exception_was_swallowed_is_not_forgotten() -> None:
+    """As one in a destructor is. Where it comes once more after that, it is no second one."""
+    with Stopping(None) as stopping:
+        with pytest.raises(HeardError):
+            send(signal.SIGTERM)
+        assert reason(stopping) == "SIGTERM"
+        stopping.watch()
+        send(signal.SIGTERM)
+        assert reason(stopping) == "SIGTERM"
+        with pytest.raises(HeardError):
+            send(signal.SIGTERM)
 
 
 def test_after_the_run_signals_do_what_they_did() -> None:

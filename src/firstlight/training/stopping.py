@@ -37,8 +37,14 @@ class Stopping:
         self._signal: str | None = None
         self._before: dict[int, Any] = {}
         self._watching = False
+        self._early: str | None = None
 
     def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # None: a handler that Python did not set and could not put back.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(
@@ -56,13 +62,7 @@ class Stopping:
         """
         if self._watching:
             return
-        self._watching = True
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in _SIGNALS:
-            # None: a handler that Python did not set and could not put back.
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._before[number] = signal.signal(number, self._hear)
+        self._watching, self._early = True, self._signal
 
     @property
     def reason(self) -> str | None:
@@ -82,8 +82,18 @@ class Stopping:
             raise StopRequestedError
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self._watching:
+            # Noted, since what is raised now may be swallowed, as by a destructor.
+            self._signal = name
+            self._do(self._before[number], number, frame)
+            return
+        if name == self._early:
+            # The one that came before, once more.
+            self._early = None
+            return
         if self._signal is None:
-            self._signal = signal.Signals(number).name
+            self._signal = name
             if self._shown:
                 # Python's own streams can't be written to while they are being written to.
                 try:
@@ -93,9 +103,13 @@ class Stopping:
             return
         before = self._before[number]
         self._put_back()
+        self._do(before, number, frame)
+
+    def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
         if callable(before):
             before(number, frame)
         else:
+            self._put_back()
             os.kill(os.getpid(), number)
 
     def _put_back(self) -> None:
