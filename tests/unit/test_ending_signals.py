@@ -70,6 +70,18 @@ def test_a_signal_in_the_middle_of_an_import_is_raised_after_it(
     assert [signal.getsignal(one) for one in (number, signal.SIGALRM)] == handlers
 
 
+def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None
+) -> None:
+    source = f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n"
+    (tmp_path / "last_sender.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with cleaning_up_when_terminated():
+        monkeypatch.setattr("firstlight.cli.termination._SOON", 60.0)
+        importlib.import_module("last_sender")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 def test_work_goes_on_where_nobody_reads_its_messages() -> None:
     program = (
         "import sys\n"

@@ -68,6 +68,9 @@ def cleaning_up_when_terminated() -> Iterator[None]:
     try:
         yield
     finally:
+        if signal.SIGALRM in before:
+            # A timer still running would end the process once its handler is gone.
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in before.items():
             signal.signal(number, previous)
 
