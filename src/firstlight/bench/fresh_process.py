@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from firstlight.bench.forked import end_group
 from firstlight.errors import FirstlightError
 
 #: What the environment of `firstlight train` has; see `cli/main.py`.
@@ -59,16 +60,15 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
             out, err = process.communicate()
         finally:
             # No helper outlives its run: it would slow the next one.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             process.wait()
     if process.returncode:
-        return {"error": {"type": "Failed", "message": _last_words(process.returncode, err)}}
+        return {"error": {"type": "Failed", "message": last_words(process.returncode, err)}}
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 
-def _last_words(code: int, err: str) -> str:
+def last_words(code: int, err: str) -> str:
     """Why a process failed, in one line."""
     if code == -signal.SIGKILL:
         return "killed by signal 9: most likely out of memory"

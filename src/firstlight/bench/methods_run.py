@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from firstlight.bench.forked import ForkServer, end_group, signals_waiting
+from firstlight.bench.fresh_process import last_words
 from firstlight.bench.methods_rows import Row, changes_up_to, recipe_of
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
@@ -172,7 +172,7 @@ def measure(outcome: Outcome, huge_pages: bool, work: Work) -> None:
         outcome.problem = TIME_IS_UP
         return
     if code:
-        outcome.problem, outcome.failed = _last_words(code, err), True
+        outcome.problem, outcome.failed = last_words(code, err), True
         return
     result = json.loads(out.splitlines()[-1])
     if "error" in result:
@@ -229,13 +229,3 @@ def _run_process(
                 # No helper outlives its row: it would slow the next one.
                 end_group(process.pid)
     return process.returncode, out, err
-
-
-def _last_words(code: int, err: str) -> str:
-    """Why a process failed, in one line."""
-    if code == -signal.SIGKILL:
-        return "killed by signal 9: most likely out of memory"
-    if code < 0:
-        return f"killed by signal {-code}"
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {code}"
