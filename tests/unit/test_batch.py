@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,20 +86,24 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
         torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("reuse_prefixes", [False, True])
 @given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
 @settings(max_examples=25)
 def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
-    data: st.DataObject, name: str
+    reuse_prefixes: bool, data: st.DataObject, name: str
 ) -> None:
     model = MODELS[name]
-    decoder = BatchDecoder(model, 3, CONTEXT)
+    decoder = BatchDecoder(model, 3, CONTEXT, reuse_prefixes=reuse_prefixes)
+    known = [[1, 2, 3]]
     texts: list[list[int]] = []
     token = st.integers(0, 351)
     for _ in range(data.draw(st.integers(1, 12))):
         kinds = ["add"] * (len(texts) < 3) + ["step", "step", "remove"] * bool(texts)
         kind = data.draw(st.sampled_from(kinds))
         if kind == "add":
-            text = data.draw(st.lists(token, min_size=1, max_size=70))
+            beginning = data.draw(st.sampled_from(known))[: data.draw(st.integers(0, 60))]
+            text = [*beginning, *data.draw(st.lists(token, min_size=1, max_size=20))]
+            known.append(text)
             found = decoder.add(text)
             texts.append(text)
             torch.testing.assert_close(found, full(model, text), atol=1e-4, rtol=1e-4)
@@ -111,10 +116,40 @@ def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
             new = [data.draw(token) for _ in texts]
             logits = decoder.step(new)
             texts = [[*text, one] for text, one in zip(texts, new, strict=True)]
+            known += texts
             for row, text in enumerate(texts):
                 torch.testing.assert_close(logits[row], full(model, text), atol=1e-4, rtol=1e-4)
         assert len(decoder) == len(texts)
         assert [decoder.room(n) for n in range(len(texts))] == [CONTEXT - len(t) for t in texts]
+
+
+def test_what_a_text_shares_with_one_that_was_there_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = new_model(LLAMA)
+    computed: list[int] = []
+    plain = model.forward
+
+    def counted(input_ids: Tensor, **others: Any) -> Tensor:
+        computed.append(input_ids.shape[1])
+        result: Tensor = plain(input_ids, **others)
+        return result
+
+    monkeypatch.setattr(model, "forward", counted)
+    decoder = BatchDecoder(model, 2, CONTEXT, reuse_prefixes=True)
+    decoder.add([1, 2, 3, 4])
+    decoder.step([5])
+    decoder.add([1, 2, 3, 4, 5, 6, 7])  # from a row that is in use
+    decoder.remove(0)
+    decoder.remove(0)
+    decoder.add([1, 2, 3, 4, 5, 6, 7])  # all but the last token are known
+    decoder.add([1, 9])
+    assert computed == [4, 1, 2, 1, 1]
+    without = BatchDecoder(model, 1, CONTEXT)
+    without.add([1, 2, 3])
+    without.remove(0)
+    without.add([1, 2, 3])
+    assert computed[5:] == [3, 3]
 
 
 def test_a_batch_takes_no_more_than_it_has_room_for() -> None:

@@ -41,6 +41,7 @@ _LAYERS = {
     "evaluation": 3,
     "conversion": 3,
     "bench": 4,
+    "serving": 4,
     "cli": 5,
 }
 #: Within layer 1 everything stands alone, but for this.

@@ -26,9 +26,14 @@ class BatchDecoder:
         model: in evaluation mode.
         max_sequences: at once.
         max_tokens: of each sequence, prompt and new tokens together.
+        reuse_prefixes: a text that begins as one did that was here before isn't computed anew up
+            to there: for conversations. What is computed in two parts is rounded otherwise than in
+            one, by the last digit.
     """
 
-    def __init__(self, model: Model, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: Model, max_sequences: int, max_tokens: int, *, reuse_prefixes: bool = False
+    ) -> None:
         assert max_sequences > 0
         self.model, self.max_sequences = model, max_sequences
         self.max_tokens = min(max_tokens, model.config.max_position_embeddings)
@@ -36,6 +41,9 @@ class BatchDecoder:
         self._device = parameter.device
         self._cache = model.make_cache(max_sequences, self.max_tokens, parameter.dtype)
         self._lengths: list[int] = []
+        self._reuse_prefixes = reuse_prefixes
+        #: The tokens whose keys and values lie in each row, of sequences that left, too.
+        self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -49,11 +57,29 @@ class BatchDecoder:
         """
         assert len(self) < self.max_sequences, "there is no room for another sequence"
         require_prompt(self.model, prompt_ids)
-        input_ids = torch.tensor([list(prompt_ids)], device=self._device)
         cache = self._cache.sequence(len(self))
+        if self._reuse_prefixes:
+            cache.length = self._take_prefix(prompt_ids)
+        input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
+        self._stored[len(self)] = []  # until the whole of it is there
         logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
+        self._stored[len(self)] = list(prompt_ids)
         self._lengths.append(len(prompt_ids))
         return logits_V
+
+    def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
+        """Put the longest beginning of a prompt that lies in any row into the next one's; return
+        its length. The last token is left out: its logits are wanted."""
+        shared = [_common(stored, prompt_ids[:-1]) for stored in self._stored]
+        row, length = max(enumerate(shared), key=lambda entry: entry[1])
+        self._copy(row, len(self), length)
+        return length
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` tokens' keys and values of one row into another."""
+        if source != target:
+            for stored in (self._cache.keys, self._cache.values):
+                stored[:, target, :, :length] = stored[:, source, :, :length]
 
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
@@ -76,6 +102,8 @@ class BatchDecoder:
         input_ids = torch.tensor(token_ids, device=self._device)[:, None]
         logits_BV: Tensor = self.model(input_ids, cache=cache)[:, -1]
         self._lengths = [length + 1 for length in self._lengths]
+        for stored, token_id in zip(self._stored, token_ids, strict=False):
+            stored.append(token_id)
         return logits_BV
 
     def room(self, number: int) -> int:
@@ -86,10 +114,16 @@ class BatchDecoder:
         """Forget a sequence; the last one gets its number."""
         last, length = len(self) - 1, self._lengths[-1]
         if number != last:
-            for stored in (self._cache.keys, self._cache.values):
-                stored[:, number, :, :length] = stored[:, last, :, :length]
+            self._copy(last, number, length)
             self._lengths[number] = length
+            self._stored[number] = list(self._stored[last])
         self._lengths.pop()
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def require_prompt(model: Model, prompt_ids: Sequence[int]) -> None:

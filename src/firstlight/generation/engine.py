@@ -77,17 +77,33 @@ def generate_ids(
     require_prompt(model, prompt_ids)
     limit = model.config.max_position_embeddings
     text = Continuation(prompt_ids, config, context=limit, eos_token_ids=eos_token_ids)
-    for count, _ in enumerate(_pieces(model, text), start=1):
+    for count, _ in enumerate(pieces_of(text, _decoder_for(model, text)), start=1):
         yield from text.token_ids[count - 1 : count]
 
 
-def _pieces(model: Model, text: Continuation) -> Iterator[str]:
-    """Continue a text alone: what each new token makes certain, often nothing."""
-    decoder = BatchDecoder(model, 1, len(text.prompt_ids) + text.config.max_new_tokens)
+def _decoder_for(model: Model, text: Continuation) -> BatchDecoder:
+    return BatchDecoder(model, 1, len(text.prompt_ids) + text.config.max_new_tokens)
+
+
+def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
+    """Continue a text to its end, or until nobody asks for more: what each new token makes
+    certain, often nothing.
+
+    Args:
+        text: nothing of it is in the decoder yet.
+        decoder: without sequences; it is without any afterwards.
+
+    Raises:
+        ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
+    """
+    assert len(decoder) == 0
     logits_V = decoder.add(text.prompt_ids)
-    yield text.push(logits_V)
-    while text.finish_reason is None:
-        yield text.push(decoder.step(text.token_ids[-1:])[0])
+    try:
+        yield text.push(logits_V)
+        while text.finish_reason is None:
+            yield text.push(decoder.step(text.token_ids[-1:])[0])
+    finally:
+        decoder.remove(0)
 
 
 def continuation(
@@ -140,7 +156,7 @@ class GenerationStream:
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
         text = continuation(self._loaded, prompt_ids, self._config)
         pieces: list[str] = []
-        for piece in _pieces(self._loaded.model, text):
+        for piece in pieces_of(text, _decoder_for(self._loaded.model, text)):
             if piece:
                 pieces.append(piece)
                 yield piece

@@ -1,0 +1,1 @@
+"""A model behind HTTP: the OpenAI-compatible server and the chat page."""
