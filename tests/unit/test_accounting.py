@@ -194,7 +194,7 @@ def test_flops_of_matrix_products_are_those_that_torch_counts(config: ModelConfi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_those_of_a_real_cache(config: ModelConfig, dtype: torch.dtype) -> None:
     cache = empty_model(config).make_cache(2, 5, dtype)
-    real = cache.keys.nbytes + cache.values.nbytes
+    real = sum(layer.nbytes for layer in (*cache.keys, *cache.values))
     assert cache_bytes_per_token(config, dtype) * 2 * 5 == real
 
 

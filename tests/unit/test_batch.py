@@ -69,11 +69,13 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
     model, lengths = MODELS[name], [1, 7, 12]
     texts = [[(7 * i + row) % 350 for i in range(20)] for row in range(3)]
     cache = model.make_cache(4, 32, torch.float32)
-    cache.keys.fill_(9.0)  # what lies beyond a row's length is never looked at
-    cache.values.fill_(-9.0)
+    for layer in cache.keys:  # what lies beyond a row's length is never looked at
+        layer.fill_(9.0)
+    for layer in cache.values:
+        layer.fill_(-9.0)
     for row, length in enumerate(lengths):
         model(torch.tensor([texts[row][:length]]), cache=cache.sequence(row))
-    ragged = RaggedCache(cache, torch.tensor(lengths), reach=32)
+    ragged = RaggedCache(cache.keys, cache.values, torch.tensor(lengths), reach=32)
     found: list[Tensor] = []
     for done, size in ((0, 1), (1, 3), (4, 1)):  # several tokens at a time, too
         places = [length + done for length in lengths]

@@ -76,8 +76,9 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass(
 @both
 def test_the_cache_holds_only_key_value_heads(config: ModelConfig) -> None:
     cache = ready(config).make_cache(5, 9, torch.bfloat16)
-    assert cache.keys.shape == (2, 5, config.num_key_value_heads, 9, config.head_dim)
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert len(cache.keys) == len(cache.values) == 2
+    assert cache.keys[0].shape == (5, config.num_key_value_heads, 9, config.head_dim)
+    assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
     assert cache.max_tokens == 9
 
 

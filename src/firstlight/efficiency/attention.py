@@ -54,7 +54,7 @@ def resolve_attention(
         return config.attention
     dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
     if documents and hardware.device.type == "cuda":
-        return "flex" if not dropout and can_compile(hardware) else "sdpa"
+        return "flex" if not dropout and can_compile(hardware.device) else "sdpa"
     compiled_bf16 = config.compile is True and dtype == torch.bfloat16
     short = seq_len <= _BLOCKWISE_TOKENS
     return "blockwise" if compiled_bf16 and short and hardware.device.type == "cpu" else "sdpa"

@@ -27,19 +27,18 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
         ConfigError: there is no C++ compiler, which a CPU needs.
     """
     needs_cpp = config.compile_backend == "inductor" and hardware.device.type == "cpu"
-    if needs_cpp and not can_compile(hardware):
+    if needs_cpp and not can_compile(hardware.device):
         raise ConfigError(
             "efficiency.compile needs a C++ compiler on a CPU: install g++ or clang, "
             "or set efficiency.compile to false"
         )
 
 
-def can_compile(hardware: Hardware) -> bool:
-    """Whether what torch.compile's inductor needs is there."""
-    if hardware.device.type == "cuda":
+def can_compile(device: torch.device) -> bool:
+    """Whether what torch.compile's inductor needs for a device is there."""
+    if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
-    is_cpu = hardware.device.type == "cpu"
-    return is_cpu and any(map(shutil.which, ("c++", "g++", "clang++")))
+    return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def compiled(model: Model, config: EfficiencyConfig) -> Callable[..., Tensor]:

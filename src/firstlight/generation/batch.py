@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.models import Cache, Model, RaggedCache
+
+if TYPE_CHECKING:
+    from firstlight.generation.compiled import CompiledStep
 
 #: Attention looks at a multiple of so many places: few shapes, and little that is looked at in
 #: vain.
@@ -29,17 +33,36 @@ class BatchDecoder:
         reuse_prefixes: a text that begins as one did that was here before isn't computed anew up
             to there: for conversations. What is computed in two parts is rounded otherwise than in
             one, by the last digit.
+        compile: decode through torch.compile, see `CompiledStep`. The first step takes half a
+            minute or so, unless `warm_up` was called.
+
+    Raises:
+        ConfigError: it can't be compiled here.
     """
 
     def __init__(
-        self, model: Model, max_sequences: int, max_tokens: int, *, reuse_prefixes: bool = False
+        self,
+        model: Model,
+        max_sequences: int,
+        max_tokens: int,
+        *,
+        reuse_prefixes: bool = False,
+        compile: bool = False,
     ) -> None:
         assert max_sequences > 0
         self.model, self.max_sequences = model, max_sequences
         self.max_tokens = min(max_tokens, model.config.max_position_embeddings)
         parameter = next(model.parameters())
         self._device = parameter.device
-        self._cache = model.make_cache(max_sequences, self.max_tokens, parameter.dtype)
+        # A compiled step would be another one where it looks at all places that there are.
+        places = self.max_tokens + (_REACH_STEP if compile else 0)
+        self._cache = model.make_cache(max_sequences, places, parameter.dtype)
+        self._compiled: CompiledStep | None = None
+        if compile:
+            # Only here: importing torch's compiler takes seconds.
+            from firstlight.generation.compiled import CompiledStep
+
+            self._compiled = CompiledStep(model, self._cache)
         self._lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
         #: The tokens whose keys and values lie in each row, of sequences that left, too.
@@ -78,8 +101,8 @@ class BatchDecoder:
     def _copy(self, source: int, target: int, length: int) -> None:
         """The first `length` tokens' keys and values of one row into another."""
         if source != target:
-            for stored in (self._cache.keys, self._cache.values):
-                stored[:, target, :, :length] = stored[:, source, :, :length]
+            for layer in (*self._cache.keys, *self._cache.values):
+                layer[target, :, :length] = layer[source, :, :length]
 
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
@@ -89,22 +112,35 @@ class BatchDecoder:
             token_ids: of all sequences, in their order.
         """
         assert len(token_ids) == len(self) > 0
-        longest = max(self._lengths) + 1
-        assert longest <= self.max_tokens, "a sequence is full"
-        reach = min(-(-longest // _REACH_STEP) * _REACH_STEP, self.max_tokens)
-        cache: Cache
-        if len(self) == 1:  # no mask is needed, and no place to be looked up
-            cache = self._cache.sequence(0)
-            cache.length = self._lengths[0]
-        else:
-            lengths = torch.tensor(self._lengths, device=self._device)
-            cache = RaggedCache(self._cache, lengths, reach)
-        input_ids = torch.tensor(token_ids, device=self._device)[:, None]
-        logits_BV: Tensor = self.model(input_ids, cache=cache)[:, -1]
+        assert max(self._lengths) < self.max_tokens, "a sequence is full"
+        logits_BV = self._logits(token_ids, self._lengths)
         self._lengths = [length + 1 for length in self._lengths]
         for stored, token_id in zip(self._stored, token_ids, strict=False):
             stored.append(token_id)
         return logits_BV
+
+    def _logits(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
+        cache: Cache
+        if len(lengths) == 1 and self._compiled is None:
+            # No mask is needed, and no place to be looked up.
+            cache = self._cache.sequence(0)
+            cache.length = lengths[0]
+        else:
+            lengths_B = torch.tensor(lengths, device=self._device)
+            reach = min(-(-(max(lengths) + 1) // _REACH_STEP) * _REACH_STEP, self.max_tokens)
+            if self._compiled is not None:
+                return self._compiled(input_ids_B1, lengths_B, reach)
+            cache = RaggedCache(self._cache.keys, self._cache.values, lengths_B, reach)
+        logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
+        return logits_BV
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile, where that is asked for, before the first text comes."""
+        assert not any(self._stored), "there are texts already"
+        for count in {1, min(2, self.max_sequences)} if self._compiled is not None else ():
+            self._logits([0] * count, [0] * count)
 
     def room(self, number: int) -> int:
         """How many more tokens a sequence can take."""

@@ -19,7 +19,7 @@ from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import LOADING_WAYS, LoadingWay
 
-#: Names of `load`'s dtypes; None is that of the file.
+#: Names of `load`'s dtypes, and what is read; None is that of the file.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -28,6 +28,7 @@ DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
     "f16": torch.float16,
+    "int8": torch.bfloat16,
 }
 
 
@@ -44,7 +45,9 @@ def load(
     Args:
         checkpoint: what to load.
         device: where the weights go: "cpu", "cuda", ...
-        dtype: "auto" (that of the file), "float32", "bfloat16" or "float16".
+        dtype: "auto" (that of the file), "float32", "bfloat16" or "float16"; "int8" gives the
+            linear layers weights of 8 bits (`Int8Linear`), and all else is bfloat16: for
+            generation only.
         way: "mmap" maps the file into memory: at once, but the file must not be overwritten in
             place while the model lives; "sequential" reads each tensor straight into its place;
             "straight" takes twice the memory; "auto" maps on the CPU where nothing is converted,
@@ -58,7 +61,12 @@ def load(
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
-    return load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
+    loaded = load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
+    if dtype == "int8":
+        from firstlight.generation.int8 import quantize_int8
+
+        quantize_int8(loaded.model)
+    return loaded
 
 
 def generate_ids(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -36,7 +37,8 @@ class KVCache:
         dtype, device: of the keys and values.
 
     Attributes:
-        keys, values: [layers, B, K, max_tokens, D].
+        keys, values: [B, K, max_tokens, D] of each layer. Tensors of their own, since a compiled
+            step would copy all layers to write into one.
         length: tokens stored so far.
     """
 
@@ -51,19 +53,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, batch_size, num_key_value_heads, max_tokens, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (batch_size, num_key_value_heads, max_tokens, head_dim)
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            for _ in range(2)
+        )
         self.length = 0
 
     @property
     def max_tokens(self) -> int:
         """How many tokens there is room for."""
-        return self.keys.shape[3]
+        return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
         """Of the next `new` tokens in their sequence, int64 [T], or [B, T] where they differ."""
-        return torch.arange(self.length, self.length + new, device=self.keys.device)
+        return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
         """How many tokens there are to look at beside the next `new` ones, those included."""
@@ -73,9 +77,10 @@ class KVCache:
         """Store the new tokens' keys and values; return those of all tokens, [B, K, S, D]."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.max_tokens, "the cache is full"
-        self.keys[layer, :, :, self.length : end] = k_BKTD
-        self.values[layer, :, :, self.length : end] = v_BKTD
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, :, self.length : end] = k_BKTD
+        values[:, :, self.length : end] = v_BKTD
+        return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, new: int) -> None:
         """Count `new` tokens that every layer has stored."""
@@ -84,7 +89,9 @@ class KVCache:
     def sequence(self, row: int) -> KVCache:
         """An empty cache of one sequence, in the memory of this one's row."""
         view = copy.copy(self)
-        view.keys, view.values = self.keys[:, row : row + 1], self.values[:, row : row + 1]
+        view.keys, view.values = (
+            [layer[row : row + 1] for layer in stored] for stored in (self.keys, self.values)
+        )
         view.length = 0
         return view
 
@@ -95,15 +102,16 @@ class RaggedCache:
     What lies in a row beyond its length is never looked at.
 
     Args:
-        cache: whose memory it is.
+        keys, values: of a `KVCache`, whose memory it is.
         lengths: tokens of each sequence so far, int64 [B] on the cache's device.
         reach: how many places are looked at: more than any length, at most `max_tokens`. A
             number that stays the same for many steps keeps the shapes the same.
     """
 
-    def __init__(self, cache: KVCache, lengths: Tensor, reach: int) -> None:
-        count = len(lengths)
-        self.keys, self.values = cache.keys[:, :count], cache.values[:, :count]
+    def __init__(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Tensor, reach: int
+    ) -> None:
+        self.keys, self.values = keys, values
         self.lengths, self.reach = lengths, reach
 
     def positions(self, new: int) -> Tensor:
@@ -116,12 +124,14 @@ class RaggedCache:
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens' keys and values; return those of all places, [B, K, S, D]."""
-        places = self.positions(k_BKTD.shape[2])[:, None, :, None].expand_as(k_BKTD)
+        count = len(self.lengths)
+        rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
+        places_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
-        keys.scatter_(2, places, k_BKTD.to(keys.dtype))
-        values.scatter_(2, places, v_BKTD.to(values.dtype))
-        return keys[:, :, : self.reach], values[:, :, : self.reach]
+        keys[rows_B1, :, places_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
+        values[rows_B1, :, places_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
+        return keys[:count, :, : self.reach], values[:count, :, : self.reach]
 
     def advance(self, new: int) -> None:
         """Count `new` tokens that every layer has stored."""
-        self.lengths += new
+        self.lengths = self.lengths + new

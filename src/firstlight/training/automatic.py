@@ -60,7 +60,7 @@ def decide(
     if config.compile == "auto":
         seconds = _ideal_seconds(recipe, hardware, dtype, epoch_tokens)
         pays = before.get("compile", seconds >= _WORTH_COMPILING_SECONDS) is True
-        chosen["compile"] = _says_how_to_compile(config) or (pays and can_compile(hardware))
+        chosen["compile"] = _says_how_to_compile(config) or (pays and can_compile(hardware.device))
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, hardware, dtype)
         chosen["loss_chunk_tokens"] = before.get("loss_chunk_tokens", chunk)

@@ -1,0 +1,95 @@
+"""Decoding through torch.compile: the same logits, and not compiled again for every length."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.errors import ConfigError
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.int8 import quantize_int8
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+
+GPT2 = GPT2Config(
+    vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+    max_position_embeddings=160,
+)  # fmt: skip
+MISTRAL = LlamaConfig(
+    model_type="mistral", vocab_size=90, hidden_size=32, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=160, sliding_window=70,
+)  # fmt: skip
+
+
+def new_model(config: ModelConfig) -> Model:
+    model = empty_model(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+# torch's inductor imports what torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "int8"))]
+)
+@torch.no_grad()
+def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> None:
+    model = new_model(MISTRAL if kind == "mistral" else GPT2)
+    bounds = {"atol": 1e-4, "rtol": 1e-4}
+    if kind == "int8":
+        model = model.bfloat16()
+        quantize_int8(model)
+        bounds = {"atol": 0.25, "rtol": 0.05}
+    plain, compiled = BatchDecoder(model, 4, 160), BatchDecoder(model, 4, 160, compile=True)
+    compiled.warm_up()
+    assert graphs() == 2
+
+    def same(one: Tensor, other: Tensor) -> None:
+        torch.testing.assert_close(one.float(), other.float(), **bounds)
+
+    texts = [[7] * 3, [1, 2] * 60, [5, 80, 6] * 20, [9]]
+    for size in range(1, 5):
+        text = texts[size - 1]
+        same(compiled.add(text), plain.add(text))
+        for step in range(6):
+            ids = [(11 * step + row) % 90 for row in range(size)]
+            same(compiled.step(ids), plain.step(ids))
+    for decoder in (plain, compiled):
+        decoder.remove(0)
+        decoder.remove(1)
+    for step in range(12):
+        same(compiled.step([step, 3]), plain.step([step, 3]))
+    for decoder in (plain, compiled):
+        decoder.remove(1)
+    same(compiled.step([4]), plain.step([4]))
+    assert graphs() == 2
+
+
+def test_where_there_is_no_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.generation.compiled.can_compile", lambda _: False)
+    with pytest.raises(ConfigError, match=r"install g\+\+"):
+        BatchDecoder(new_model(GPT2), 1, 8, compile=True)
+
+
+def test_nothing_is_compiled_unless_asked_for() -> None:
+    decoder = BatchDecoder(new_model(GPT2), 2, 20)
+    decoder.warm_up()
+    decoder.add([1, 2])
+    decoder.step([3])
+    assert graphs() == 0
