@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from firstlight.cli.bench_gemm import gemm_command
+from firstlight.cli.bench_generation import generation_command
 from firstlight.cli.bench_methods import methods_command
 from firstlight.cli.bench_training import training_command
 from firstlight.cli.output import human_bytes, say_table, with_json
@@ -92,7 +93,7 @@ def loading_command(
     return result
 
 
-for command in (methods_command, training_command, gemm_command):
+for command in (methods_command, training_command, generation_command, gemm_command):
     bench_group.add_command(command)
 
 _HEADER = ("way", "peak", "/ file", "/ model", "import", "load", "first logits", "/ transformers")

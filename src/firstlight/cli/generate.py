@@ -35,7 +35,14 @@ from firstlight.errors import ConfigError
     "--dtype",
     default="auto",
     show_default=True,
-    help="Of the weights: auto is the file's; float32, bfloat16, float16.",
+    help="Of the weights: auto is the file's; float32, bfloat16, float16, int8.",
+)
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=False,
+    show_default=True,
+    help="Decode through torch.compile: half a minute of compiling, then faster.",
 )
 @click.option(
     "--loading",
@@ -58,6 +65,7 @@ def generate_command(
     seed: int | None,
     device: str,
     dtype: str,
+    compiled: bool,
     loading: str,
     as_json: bool,
 ) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def generate_command(
         dtype=dtype,
         way=loading,  # type: ignore[arg-type]
     )
-    stream = GenerationStream(loaded, prompt, config)
+    stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)
     if not as_json:
         first = next(pieces, "")

@@ -89,8 +89,9 @@ def generate_ids(
         yield from text.token_ids[count - 1 : count]
 
 
-def _decoder_for(model: Model, text: Continuation) -> BatchDecoder:
-    return BatchDecoder(model, 1, len(text.prompt_ids) + text.config.max_new_tokens)
+def _decoder_for(model: Model, text: Continuation, *, compile: bool = False) -> BatchDecoder:
+    longest = len(text.prompt_ids) + text.config.max_new_tokens
+    return BatchDecoder(model, 1, longest, compile=compile)
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
@@ -149,14 +150,19 @@ class GenerationStream:
         loaded: from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
+        compile: decode through torch.compile: half a minute of compiling, then faster; see
+            `firstlight.generation.compiled`.
 
     Raises:
         ModelError: the model folder has no tokenizer.
     """
 
-    def __init__(self, loaded: LoadedModel, prompt: str, config: SamplingConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel, prompt: str, config: SamplingConfig, *, compile: bool = False
+    ) -> None:
         self.result: Generation | None = None
         self._loaded, self._prompt, self._config = loaded, prompt, config
+        self._compile = compile
         self._tokenizer = tokenizer_of(loaded)
 
     def __iter__(self) -> Iterator[str]:
@@ -164,7 +170,8 @@ class GenerationStream:
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
         text = continuation(self._loaded, prompt_ids, self._config)
         pieces: list[str] = []
-        for piece in pieces_of(text, _decoder_for(self._loaded.model, text)):
+        decoder = _decoder_for(self._loaded.model, text, compile=self._compile)
+        for piece in pieces_of(text, decoder):
             if piece:
                 pieces.append(piece)
                 yield piece
@@ -198,6 +205,7 @@ def generate(
     repetition_penalty: float = 1.0,
     stop: Sequence[str] = (),
     logprobs: int | None = None,
+    compile: bool = False,
 ) -> Generation:
     """Continue a text.
 
@@ -206,6 +214,7 @@ def generate(
         prompt: text to continue; empty starts from the model's beginning-of-text token.
         max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, stop,
             logprobs: see `SamplingConfig`.
+        compile: see `GenerationStream`.
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
@@ -223,7 +232,7 @@ def generate(
         logprobs=logprobs,
     )
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
-    stream = GenerationStream(loaded, prompt, config)
+    stream = GenerationStream(loaded, prompt, config, compile=compile)
     for _ in stream:
         pass
     assert stream.result is not None
@@ -236,6 +245,7 @@ def generate_batch(
     config: SamplingConfig,
     *,
     batch_size: int = 8,
+    compile: bool = False,
 ) -> list[Generation]:
     """Continue several texts at a time, each as if it were alone.
 
@@ -249,6 +259,7 @@ def generate_batch(
         prompts: texts to continue.
         config: see `SamplingConfig`.
         batch_size: texts at a time.
+        compile: see `GenerationStream`.
 
     Returns:
         The continuations, in the order of the prompts.
@@ -266,7 +277,7 @@ def generate_batch(
         require_prompt(loaded.model, prompt_ids)
     longest = max(map(len, ids), default=0)
     size = max(min(batch_size, len(prompts)), 1)
-    decoder = BatchDecoder(loaded.model, size, longest + config.max_new_tokens)
+    decoder = BatchDecoder(loaded.model, size, longest + config.max_new_tokens, compile=compile)
     waiting = deque(enumerate(ids))
     running: list[tuple[int, Continuation]] = []
     pieces: list[list[str]] = [[] for _ in prompts]

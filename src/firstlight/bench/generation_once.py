@@ -1,0 +1,146 @@
+"""One row of `firstlight bench generation`, in a process of its own.
+
+A model is loaded, and continues prompts of random tokens, greedily and never ending early: all of
+one length, since transformers would have to pad others. Of each number of prompts, one
+continuation is made first that isn't timed; then the clock runs
+
+- until the first token of all prompts is chosen (prefill), and
+- from there to the last token of all (decoding).
+
+transformers' `generate` is timed from outside, once for one new token and once for all of them;
+the difference is the decoding.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.bench.fresh_process import answer
+from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.engine import load
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.hardware import synchronize
+
+#: Of one timed continuation: seconds to the first token, seconds of the rest, the first text.
+Timing = tuple[float, float, list[int]]
+
+
+def generation_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Load a model and time its continuations.
+
+    Args:
+        request: "program", "folder", "dtype", "compile", "device", "batch_sizes",
+            "prompt_tokens", "new_tokens", "times", "threads", "vocab_size".
+
+    Returns:
+        "load_seconds", "peak_bytes" above the level after the imports, and "batches": for each
+        number of prompts its "warm_up_seconds", lists of "first_token_seconds" and
+        "tokens_per_second", and the "token_ids" of the first text.
+    """
+    torch.set_num_threads(request["threads"])
+    build = _transformers if request["program"] == "transformers" else _firstlight
+    if request["program"] == "transformers":
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+        from transformers import AutoModelForCausalLM  # noqa: F401
+    before = resident_bytes()
+    reset_peak()
+    start = time.perf_counter()
+    continue_texts = build(request)
+    load_seconds = time.perf_counter() - start
+    batches = [_batch(request, size, continue_texts) for size in request["batch_sizes"]]
+    return {
+        "load_seconds": load_seconds,
+        "peak_bytes": peak_resident_bytes() - before,
+        "batches": batches,
+    }
+
+
+def _batch(
+    request: dict[str, Any], size: int, continue_texts: Callable[[list[list[int]]], Timing]
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(size)
+    shape = (size, request["prompt_tokens"])
+    prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
+    start = time.perf_counter()
+    continue_texts(prompts)
+    warm_up = time.perf_counter() - start
+    timings = [continue_texts(prompts) for _ in range(request["times"])]
+    new = size * (request["new_tokens"] - 1)
+    return {
+        "batch_size": size,
+        "warm_up_seconds": warm_up,
+        "first_token_seconds": [first for first, _, _ in timings],
+        "tokens_per_second": [new / rest for _, rest, _ in timings],
+        "token_ids": timings[-1][2],
+    }
+
+
+def _firstlight(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
+    loaded = load(request["folder"], request["device"], dtype=request["dtype"])
+    longest = request["prompt_tokens"] + request["new_tokens"]
+    largest = max(request["batch_sizes"])
+    decoder = BatchDecoder(loaded.model, largest, longest, compile=request["compile"])
+    config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
+
+    def continue_texts(prompts: list[list[int]]) -> Timing:
+        start = time.perf_counter()
+        texts = [Continuation(prompt, config, context=longest + 1) for prompt in prompts]
+        for text in texts:
+            text.push(decoder.add(text.prompt_ids))
+        first = time.perf_counter()
+        while texts[0].finish_reason is None:
+            logits_BV = decoder.step([text.token_ids[-1] for text in texts])
+            for text, logits_V in zip(texts, logits_BV, strict=True):
+                text.push(logits_V)
+        end = time.perf_counter()
+        for _ in texts:
+            decoder.remove(0)
+        return first - start, end - first, texts[0].token_ids
+
+    return continue_texts
+
+
+def _transformers(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(request["device"])
+    dtype = getattr(torch, request["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(Path(request["folder"]), dtype=dtype)
+    model = model.to(device).eval()
+
+    def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
+        ids = torch.tensor(prompts, device=device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        synchronize(device)
+        return time.perf_counter() - start, found[0, ids.shape[1] :].tolist()
+
+    def continue_texts(prompts: list[list[int]]) -> Timing:
+        first, _ = seconds(prompts, 1)
+        whole, token_ids = seconds(prompts, request["new_tokens"])
+        return first, whole - first, token_ids
+
+    return continue_texts
+
+
+if __name__ == "__main__":
+    answer(generation_once, sys.argv[1])
