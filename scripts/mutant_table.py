@@ -318,8 +318,8 @@ MUTANTS = [
     Mutant(
         "validation loss is a mean of means",
         "firstlight/evaluation/perplexity.py",
-        "moved.document_ids))\n        tokens += batch.num_valid",
-        "moved.document_ids)) / batch.num_valid\n        tokens += 1",
+        "losses.append(RowLoss(part[0], float(loss), batch.num_valid))",
+        "losses.append(RowLoss(part[0], float(loss) / batch.num_valid, 1))",
         (_DATA + "the_validation_loss_is_a_mean_of_batch_means",),
     ),
     Mutant(

@@ -166,6 +166,13 @@ def test_every_verb_gives_one_json_object(
     assert result == {"out": str(data), **json.loads((data / "manifest.json").read_text("utf-8"))}
     assert result["documents"] == {"read": 120, "written": 120, "rejected": {}}
 
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "a good line"}\n' + '{"no": 1}\n' * 7, encoding="utf-8")
+    answer = run("prepare", lines, "--tokenizer", tok, "--out", tmp_path / "few", "--json")
+    assert one_object(answer.out)["documents"]["rejected"] == {"no_text": 7}
+    assert answer.err.count("lines.jsonl:") == 5
+    assert "... all of them in" in answer.err
+
     recipe = write_recipe(tmp_path / "run.yaml", data={"dir": str(data)})
     answer = run("train", recipe, "--json")
     result = one_object(answer.out)

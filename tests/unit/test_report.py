@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME
-from firstlight.training.report import REPORT_NAME, draw_report, smooth
+from firstlight.training.report import HTML_NAME, REPORT_NAME, draw_report, smooth
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,12 @@ def draw(run: Path, records: list[dict[str, Any]], *samples: str) -> Path:
     width, height = struct.unpack(">II", content[16:24])
     assert width > 600
     assert height > 400
-    assert sorted(p.name for p in run.iterdir()) == [METRICS_NAME, REPORT_NAME, SAMPLES_NAME]
+    assert sorted(p.name for p in run.iterdir()) == [
+        METRICS_NAME,
+        HTML_NAME,
+        REPORT_NAME,
+        SAMPLES_NAME,
+    ]
     return path
 
 

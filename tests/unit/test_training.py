@@ -189,8 +189,10 @@ def test_a_run_folder_holds_what_the_documentation_says(
         "checkpoints",
         "metrics.jsonl",
         "recipe.yaml",
+        "report.html",
         "report.png",
         "samples.jsonl",
+        "starts.jsonl",
     ]
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000008", "step-00000012"]
     samples = read_json_lines(folder / "samples.jsonl")

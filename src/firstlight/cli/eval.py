@@ -3,66 +3,179 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from firstlight.cli.output import say_rows, with_json
+from firstlight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from firstlight.evaluation.perplexity import Evaluation
+    from firstlight.evaluation.results import TaskResult
+
+#: What is about the loss alone, with its option.
+_OF_THE_LOSS = {
+    "split": "--split",
+    "seed": "--seed",
+    "seq_len": "--seq-len",
+    "document_masking": "--document-masking",
+}
+#: Texts at a time, where nothing is said.
+_ROWS, _TEXTS = 8, 32
 
 
 @click.command("eval")
 @click.argument("checkpoint")
 @click.option("--data", help="Prepared folder; left out: the one it was trained on.")
-@click.option("--split", type=click.Choice(["val", "train"]), default="val", show_default=True)
+@click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
+@click.option(
+    "--sample",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Only N rows of the split, drawn at random: the results are estimates, with their "
+    "standard errors.",
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Of the sample.  [default: 0]")
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row; left out: as trained.")
 @click.option(
     "--document-masking/--no-document-masking",
     default=None,
     help="Whether tokens see only their own document; left out: as trained.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option(
+    "--tasks",
+    multiple=True,
+    metavar="TASK",
+    help="Score it in a task: hellaswag,FILE.jsonl; hellaswag, with the data of the hub; "
+    "lm-eval:NAME,NAME,... of lm-evaluation-harness. May be given several times. The loss is then "
+    "computed with --data or --sample only.",
+)
+@click.option(
+    "--items", type=click.IntRange(min=1), metavar="N", help="The first N items of each task only."
+)
+@click.option("--task-folder", metavar="DIR", help="Further tasks for lm-evaluation-harness.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help=f"Rows, or a task's texts, at a time.  [default: {_ROWS} rows, {_TEXTS} texts]",
+)
 @click.option("--device", default="auto", show_default=True)
 @with_json
 def eval_command(
     checkpoint: str,
     data: str | None,
-    split: str,
-    seq_len: int | None,
-    document_masking: bool | None,
-    batch_size: int,
+    sample: int | None,
+    tasks: tuple[str, ...],
+    items: int | None,
+    task_folder: str | None,
+    batch_size: int | None,
     device: str,
     as_json: bool,
+    **of_the_loss: Any,
 ) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte over a whole split.
+    """Loss, perplexity and bits per byte over a split or a sample of it; scores in tasks.
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
+    with_loss = not tasks or data is not None or sample is not None
+    _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder)
+    given = {name: value for name, value in of_the_loss.items() if value is not None}
+    from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+    from firstlight.evaluation.tasks import evaluate_tasks
+
+    loaded = load_for_evaluation(checkpoint, device)
+    result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
+    if with_loss:
+        found = _with_bar(
+            "evaluating",
+            lambda show: evaluate(
+                loaded, data, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
+            ),
+        )
+        _say_loss(found)
+        result |= dataclasses.asdict(found)
+    if tasks:
+        scores = _with_bar(
+            "scoring",
+            lambda show: evaluate_tasks(
+                loaded,
+                tasks,
+                items=items,
+                task_folder=task_folder,
+                batch_size=batch_size or _TEXTS,
+                on_texts=show,
+            ),
+        )
+        _say_scores(scores)
+        result["tasks"] = {one.task: {"items": one.items, **one.figures()} for one in scores}
+    return result
+
+
+def _require_used(
+    with_loss: bool,
+    with_tasks: bool,
+    of_the_loss: dict[str, Any],
+    items: int | None,
+    task_folder: str | None,
+) -> None:
+    """Refuse options that would say something of what is not evaluated.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, option in _OF_THE_LOSS.items():
+        if not with_loss and of_the_loss[name] is not None:
+            raise ConfigError(
+                f"{option} is for the loss, which --tasks leaves out: name --data too"
+            )
+    for option, value in (("--items", items), ("--task-folder", task_folder)):
+        if not with_tasks and value is not None:
+            raise ConfigError(f"{option} is for tasks: name them with --tasks")
+
+
+def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+    """Do `work`, which reports what is done and to do, behind a progress bar."""
     from firstlight.console import progress_bar
-    from firstlight.evaluation.perplexity import evaluate
 
     with progress_bar() as bar:
-        task = bar.add_task("evaluating", total=None)
+        task = bar.add_task(what, total=None)
 
         def show(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        result = evaluate(
-            checkpoint,
-            data,
-            split=split,
-            seq_len=seq_len,
-            document_masking=document_masking,
-            batch_size=batch_size,
-            device=device,
-            on_rows=show,
-        )
-    rows: list[tuple[str, object]] = [
-        ("loss", f"{result.loss:.4f} nats a token"),
-        ("perplexity", f"{result.perplexity:.3f}"),
-        ("bits per byte", f"{result.bits_per_byte:.4f}"),
+        return work(show)
+
+
+def _say_loss(found: Evaluation) -> None:
+    from firstlight.evaluation.estimates import with_error
+
+    if found.loss_stderr is None:
+        loss, perplexity = f"{found.loss:.4f} nats a token", f"{found.perplexity:.3f}"
+    else:
+        rows = f"{found.rows:,} of {found.total_rows:,} rows"
+        loss = f"{with_error(found.loss, found.loss_stderr)} (standard error, {rows})"
+        perplexity = with_error(found.perplexity, found.perplexity_stderr)
+    shown: list[tuple[str, object]] = [
+        ("loss", loss),
+        ("perplexity", perplexity),
+        ("bits per byte", with_error(found.bits_per_byte, found.bits_per_byte_stderr)),
     ]
-    if result.gzip_bits_per_byte is not None:
-        rows.append(("gzip -9", f"{result.gzip_bits_per_byte:.4f} bits per byte on the same text"))
-    rows.append(("tokens", f"{result.tokens:,}"))
-    say_rows(rows)
-    return {"checkpoint": checkpoint, "split": split, **dataclasses.asdict(result)}
+    if found.gzip_bits_per_byte is not None:
+        shown.append(("gzip -9", f"{found.gzip_bits_per_byte:.4f} bits per byte on the same text"))
+    shown.append(("tokens", f"{found.tokens:,}"))
+    say_rows(shown)
+
+
+def _say_scores(scores: list[TaskResult]) -> None:
+    from firstlight.evaluation.estimates import with_error
+
+    rows = []
+    for one in scores:
+        items = "" if one.items is None else f", {one.items:,} items"
+        for name, metric in one.metrics.items():
+            note = "" if metric.stderr is None else f" (standard error{items})"
+            rows.append((f"{one.task} {name}", with_error(metric.value, metric.stderr) + note))
+    if rows:
+        say_rows(rows)

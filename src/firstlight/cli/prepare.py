@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ def prepare_command(
 def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data.prepare import REJECTED_NAME
     from firstlight.data.sources import REASONS
-    from firstlight.training.metrics import read_json_lines
 
     documents = manifest["documents"]
     for split, entry in manifest["splits"].items():
@@ -74,8 +74,8 @@ def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
     for reason, count in documents["rejected"].items():
         say(f"{count:,} of {documents['read']:,} documents rejected: {REASONS[reason]}")
     if documents["rejected"]:
-        rejected = read_json_lines(out / REJECTED_NAME)
-        for entry in itertools.islice(rejected, 5):
-            say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
-        if len(rejected) > 5:
+        with open(out / REJECTED_NAME, encoding="utf-8") as rejected:
+            for entry in map(json.loads, itertools.islice(rejected, 5)):
+                say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
+        if sum(documents["rejected"].values()) > 5:
             say(f"  ... all of them in {out / REJECTED_NAME}")

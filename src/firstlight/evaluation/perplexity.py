@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte over a split of a prepared corpus."""
+"""Loss, perplexity and bits per byte over a split of a prepared corpus, or a sample of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder, trained_on
-from firstlight.data.loader import rows_to_batch
+from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
-from firstlight.efficiency import EfficiencyConfig, LossFunction, loss_function
+from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
+from firstlight.evaluation.estimates import RowLoss, mean_loss, sampled_rows, standard_error
 from firstlight.hardware import find_hardware
 from firstlight.huggingface import LoadedModel, load_model
+from firstlight.models import Model
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,13 @@ class Evaluation:
         tokens: predicted tokens.
         rows: evaluated rows, of `total_rows`.
         total_rows: rows of the whole split.
+        split: "val" or "train".
+        seq_len: tokens a row.
+        document_masking: whether tokens saw only their own document.
+        loss_stderr, perplexity_stderr, bits_per_byte_stderr: standard errors of a random sample of
+            rows as an estimate of the whole split, see `estimates.standard_error`; that of the
+            perplexity by the delta method. None where all rows were evaluated, or rows that were
+            not drawn.
     """
 
     loss: float
@@ -40,6 +52,12 @@ class Evaluation:
     tokens: int
     rows: int
     total_rows: int
+    split: str
+    seq_len: int
+    document_masking: bool
+    loss_stderr: float | None = None
+    perplexity_stderr: float | None = None
+    bits_per_byte_stderr: float | None = None
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -49,7 +67,67 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
     return [i * total // limit for i in range(limit)]
 
 
+def row_losses(model: Model) -> LossFunction:
+    """The function that gives the summed loss of each row, fp64 [B], instead of that of all.
+
+    The logits of all rows of a batch are in memory at once.
+    """
+
+    def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        logits_BTV = model(input_ids, document_ids=document_ids)
+        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+        losses_BT = F.cross_entropy(
+            logits_BTV.to(wide).flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
+        ).view_as(labels)
+        return losses_BT.double().sum(1)
+
+    return losses
+
+
 @torch.inference_mode()
+def losses_of_rows(
+    loss_sum: LossFunction,
+    dataset: TokenDataset,
+    rows: Sequence[int],
+    *,
+    seq_len: int,
+    batch_size: int,
+    device: torch.device,
+    document_masking: bool = False,
+    first_id: int | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> list[RowLoss]:
+    """What each row comes to, or each batch of them: see `evaluate_split`."""
+    losses: list[RowLoss] = []
+    for start in range(0, len(rows), batch_size):
+        part = list(rows[start : start + batch_size])
+        batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=document_masking)
+        moved = batch.to(device)
+        loss = loss_sum(moved.input_ids, moved.labels, moved.document_ids)
+        if loss.dim() == 0:
+            losses.append(RowLoss(part[0], float(loss), batch.num_valid))
+        else:
+            tokens = (batch.labels != IGNORE_INDEX).sum(1)
+            losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
+        if on_rows is not None:
+            on_rows(start + len(part), len(rows))
+    if rows and rows[0] == 0 and _predicts_first(dataset, first_id):
+        input_ids = torch.tensor([[first_id]], device=device)
+        labels = torch.from_numpy(dataset[0:1])[None].to(device)
+        more = float(loss_sum(input_ids, labels))
+        losses[0] = RowLoss(0, losses[0].loss + more, losses[0].tokens + 1)
+    return losses
+
+
+def _predicts_first(dataset: TokenDataset, first_id: int | None) -> bool:
+    """Whether the split's very first token is predicted: a leading bos stands for no text, and
+    there is nothing to predict it from."""
+    return first_id is not None and int(dataset[0:1][0]) != first_id
+
+
 def evaluate_split(
     loss_sum: LossFunction,
     dataset: TokenDataset,
@@ -60,6 +138,7 @@ def evaluate_split(
     document_masking: bool = False,
     first_id: int | None = None,
     rows: Sequence[int] | None = None,
+    drawn: bool = False,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate non-overlapping rows: every token is predicted once, from what stands before it
@@ -67,9 +146,13 @@ def evaluate_split(
 
     Bits per byte charge tokens that were not predicted the mean of those that were.
 
+    What the batches, or rows, come to is added without rounding. What a row comes to depends on
+    its batch by the last digits of fp32, since matrix products are rounded otherwise in other
+    shapes: batch sizes agree to a relative 1e-6.
+
     Args:
-        loss_sum: (input_ids, labels) -> summed loss in nats; called with `document_ids` too
-            where documents are masked.
+        loss_sum: (input_ids, labels) -> summed loss in nats, of the batch [] or of each row [B];
+            called with `document_ids` too where documents are masked.
         dataset: the split.
         seq_len: tokens a row.
         batch_size: rows at a time; changes the speed only.
@@ -77,7 +160,9 @@ def evaluate_split(
         document_masking: evaluate as training with `data.document_masking` trains.
         first_id: predict the split's very first token too, from this id, so that every bit of
             the text counts.
-        rows: which rows; None is all.
+        rows: which rows, ascending; None is all.
+        drawn: the rows were drawn at random, and the loss function gives each row's: the result
+            has standard errors.
         on_rows: called after each batch with the rows done and to do.
 
     Raises:
@@ -85,40 +170,70 @@ def evaluate_split(
     """
     total = num_rows(dataset.num_tokens, seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
-    loss, tokens = 0.0, 0
-    for start in range(0, len(chosen), batch_size):
-        part = chosen[start : start + batch_size]
-        batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=document_masking)
-        moved = batch.to(device)
-        loss += float(loss_sum(moved.input_ids, moved.labels, moved.document_ids))
-        tokens += batch.num_valid
-        if on_rows is not None:
-            on_rows(start + len(part), len(chosen))
-    first_token = int(dataset[0:1][0])
-    # A leading bos stands for no text, and there is nothing to predict it from.
-    predictable = dataset.num_tokens - (first_id is None or first_token == first_id)
-    if document_masking and dataset.documents_begin_with_bos:
-        predictable = dataset.num_tokens - dataset.num_documents
-    if first_id is not None and first_token != first_id and chosen[:1] == [0]:
-        input_ids = torch.tensor([[first_id]], device=device)
-        loss += float(loss_sum(input_ids, torch.tensor([[first_token]], device=device)))
-        tokens += 1
-    if tokens == 0:
+    losses = losses_of_rows(
+        loss_sum,
+        dataset,
+        chosen,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        device=device,
+        document_masking=document_masking,
+        first_id=first_id,
+        on_rows=on_rows,
+    )
+    if not any(row.tokens for row in losses):
         raise DataError(
             f"the evaluated rows of {dataset.folder} hold no token to predict: "
             "its documents are of one token each; evaluate without document masking"
         )
-    mean = loss / tokens
+    predictable = dataset.num_tokens - (not _predicts_first(dataset, first_id))
+    if document_masking and dataset.documents_begin_with_bos:
+        predictable = dataset.num_tokens - dataset.num_documents
+    has_error = drawn and 2 <= len(chosen) < total
     gzip = dataset.gzip_bytes
     return Evaluation(
-        loss=mean,
-        perplexity=math.exp(min(mean, 700.0)),
-        bits_per_byte=mean / math.log(2) * predictable / dataset.text_bytes,
+        **_figures(
+            mean_loss(losses),
+            standard_error(losses, total) if has_error else None,
+            predictable / dataset.text_bytes / math.log(2),
+        ),
         gzip_bits_per_byte=8 * gzip / dataset.text_bytes if gzip else None,
-        tokens=tokens,
+        tokens=sum(row.tokens for row in losses),
         rows=len(chosen),
         total_rows=total,
+        split=dataset.split,
+        seq_len=seq_len,
+        document_masking=document_masking,
     )
+
+
+def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
+    """Loss, perplexity and bits per byte, and what an error of the loss makes of each: the
+    derivative times as much."""
+    perplexity = math.exp(min(loss, 700.0))
+    return {
+        "loss": loss,
+        "perplexity": perplexity,
+        "bits_per_byte": loss * bits_a_nat,
+        "loss_stderr": error,
+        "perplexity_stderr": None if error is None else perplexity * error,
+        "bits_per_byte_stderr": None if error is None else error * bits_a_nat,
+    }
+
+
+def load_for_evaluation(checkpoint: str | Path, device: str = "auto") -> LoadedModel:
+    """A model as `evaluate` takes it: in fp32.
+
+    Args:
+        checkpoint: a folder or hub id as for `firstlight.load`.
+        device: "auto", "cpu", "cuda", ...
+
+    Raises:
+        ConfigError: there is no such device.
+        ModelError, CheckpointError: the model can't be used.
+    """
+    hardware = find_hardware(device)
+    return load_model(resolve_model_folder(checkpoint), hardware.device, dtype=torch.float32)
 
 
 def evaluate(
@@ -126,18 +241,24 @@ def evaluate(
     data: str | Path | None = None,
     *,
     split: str = "val",
+    sample: int | None = None,
+    seed: int = 0,
     seq_len: int | None = None,
     batch_size: int = 8,
     document_masking: bool | None = None,
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model over a whole split.
+    """Loss, perplexity and bits per byte of a model over a split, or estimates with their standard
+    errors from a random sample of its rows.
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
         data: a prepared folder; None is the one that the checkpoint was trained on.
         split: "val" or "train".
+        sample: only so many rows, drawn without replacement; None, or as many as there are, is
+            the whole split.
+        seed: decides which rows.
         seq_len: tokens a row; None is what it was trained with, else its context limit
             (at most 1,024).
         batch_size: rows at a time.
@@ -146,20 +267,17 @@ def evaluate(
         on_rows: called after each batch with the rows done and to do.
 
     Raises:
-        ConfigError: seq_len, batch_size or device can't be meant.
+        ConfigError: sample, seed, seq_len, batch_size or device can't be meant.
         DataError: the data is missing, damaged, or of another tokenizer.
         ModelError, CheckpointError: the model can't be used.
     """
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
-    if isinstance(checkpoint, LoadedModel):
-        loaded = checkpoint
-        hardware = find_hardware(str(next(loaded.model.parameters()).device))
-    else:
-        hardware = find_hardware(device)
-        model_folder = resolve_model_folder(checkpoint)
-        loaded = load_model(model_folder, hardware.device, dtype=torch.float32)
+    limits = (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("sample", sample, 2))
+    for name, value, least in (*limits, ("seed", seed, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, not {value}")
+    loaded = checkpoint
+    if not isinstance(loaded, LoadedModel):
+        loaded = load_for_evaluation(loaded, device)
     loaded.require_unchanged()
     training_data = trained_on(loaded.folder)
     folder = data if data is not None else training_data.get("dir")
@@ -176,15 +294,17 @@ def evaluate(
         raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
     require_same_tokenizer(loaded, dataset)
     assert loaded.tokenizer is not None
-    loss_sum = loss_function(loaded.model, EfficiencyConfig(precision="fp32"), hardware)
+    total = num_rows(dataset.num_tokens, seq_len)
     result = evaluate_split(
-        loss_sum,
+        row_losses(loaded.model),
         dataset,
         seq_len=seq_len,
         batch_size=batch_size,
-        device=hardware.device,
+        device=next(loaded.model.parameters()).device,
         document_masking=document_masking,
         first_id=loaded.tokenizer.separator_id,
+        rows=None if sample is None else sampled_rows(total, sample, seed),
+        drawn=sample is not None,
         on_rows=on_rows,
     )
     if not math.isfinite(result.loss):

@@ -39,12 +39,14 @@ class RunConfig(_Section):
     device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
     max_minutes: save and stop once so much time has passed since the start, but not before a
         step is done; null is no limit.
+    tensorboard: write metrics and samples into the run folder's tensorboard/, too.
     """
 
     dir: str | None = Field(None, min_length=1)
     seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
     max_minutes: float | None = Field(None, gt=0)
+    tensorboard: bool = False
 
 
 class DataConfig(_Section):
@@ -158,6 +160,11 @@ class EvaluationConfig(_Section):
     sample_prompts: texts to be continued at each evaluation.
     sample_tokens: tokens a sample.
     temperature: how the samples are drawn; 0 is greedy.
+    tasks: what the model is scored in, as with `firstlight eval --tasks`, each one text:
+        "hellaswag,FILE.jsonl", "lm-eval:NAME".
+    tasks_every_steps: the tasks after every so many steps, and at the end; 0 is at each evaluation.
+    task_items: items of each task, the first so many; 0 is all.
+    task_folder: further tasks for lm-evaluation-harness.
     """
 
     every_steps: int = Field(200, ge=0)
@@ -165,6 +172,10 @@ class EvaluationConfig(_Section):
     sample_prompts: list[str] = [""]
     sample_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.8, ge=0)
+    tasks: list[str] = []
+    tasks_every_steps: int = Field(0, ge=0)
+    task_items: int = Field(0, ge=0)
+    task_folder: str | None = None
 
 
 class CheckpointConfig(_Section):

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
+from firstlight.evaluation.results import Task
 from firstlight.files import remove_file, remove_leftovers, write_file
 from firstlight.hardware import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -43,7 +44,7 @@ from firstlight.training.state import (
 )
 from firstlight.training.step import MicroBatchTooLargeError, StepResult
 from firstlight.training.stopping import SAVE_NOW_NAME
-from firstlight.training.validation import sample_texts, validation_loss
+from firstlight.training.validation import sample_texts, task_results, validation_loss
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -67,6 +68,7 @@ class Job:
         validation: TokenDataset | None,
         init_from: str | None,
         base: AdapterBase | None,
+        tasks: Sequence[Task] = (),
     ) -> None:
         recipe = program.recipe
         assert recipe.run.dir is not None
@@ -74,7 +76,7 @@ class Job:
         self.program, self.recipe, self.hardware = program, recipe, program.hardware
         self.model, self.optimizer, self.tokenizer = program.model, program.optimizer, tokenizer
         self.dataset, self.validation = dataset, validation
-        self.init_from, self.base = init_from, base
+        self.init_from, self.base, self.tasks = init_from, base, tasks
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
         self.accumulation = recipe.batch.accumulation(self.seq_len)
         self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self.accumulation)
@@ -127,7 +129,12 @@ class Job:
         )
         with (
             loader as self._loader,
-            RunLogs(self.run_folder, self._logged_step, self.state.events) as self._logs,
+            RunLogs(
+                self.run_folder,
+                self._logged_step,
+                self.state.events,
+                tensorboard=self.recipe.run.tensorboard,
+            ) as self._logs,
             self._saving(),
         ):
             yield
@@ -253,8 +260,19 @@ class Job:
         at_end = self.state.step == self.max_steps
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether this step is followed by validation loss and sample texts."""
+        return self.is_due(self.recipe.evaluation.every_steps)
+
+    @property
+    def tasks_are_due(self) -> bool:
+        """Whether this step is followed by the tasks."""
+        config = self.recipe.evaluation
+        return bool(self.tasks) and self.is_due(config.tasks_every_steps or config.every_steps)
+
     def evaluate(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
-        """Validation loss, and sample texts, for the step's metrics.
+        """Of validation loss, sample texts and scores in tasks what is due, for the step's metrics.
 
         Args:
             bar: told what comes out.
@@ -263,27 +281,39 @@ class Job:
         Raises:
             DivergedError: the weights are of no use.
         """
-        step, pending = self.state.step, self.state.pending
-        assert pending is not None
         check()
         self.model.eval()
         self._samples = []
+        if self.evaluation_is_due:
+            self._validate(bar, check)
+        if self.tasks_are_due:
+            self._score(bar, check)
+
+    def _validate(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
+        step, pending = self.state.step, self.state.pending
+        assert pending is not None
         for prompt, text in sample_texts(self.program, self.tokenizer, self.run_folder, check):
             self._samples.append({"step": step, "prompt": prompt, "text": text})
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
-        if self.validation is None:
-            return
-        found = validation_loss(self.program, self.validation, self.seq_len, check)
-        bar.message(
-            f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-            f"{found.bits_per_byte:.4f} bits a byte ({found.rows} of {found.total_rows} rows)"
-        )
-        self.evaluation, self.state.val_loss = found, found.loss
-        pending |= {
-            "val/loss": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
-        }
+        if self.validation is not None:
+            found = validation_loss(self.program, self.validation, self.seq_len, check)
+            bar.message(
+                f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
+                f"{found.bits_per_byte:.4f} bits a byte ({found.rows} of {found.total_rows} rows)"
+            )
+            self.evaluation, self.state.val_loss = found, found.loss
+            pending |= {
+                "val/loss": found.loss,
+                "perplexity": found.perplexity,
+                "bits_per_byte": found.bits_per_byte,
+            }
+
+    def _score(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
+        pending = self.state.pending
+        assert pending is not None
+        for score in task_results(self.program, self.tokenizer, self.run_folder, self.tasks, check):
+            bar.message(f"step {self.state.step}: {score}")
+            pending |= {f"{score.task}/{name}": x for name, x in score.figures().items()}
 
     def write_record(self) -> dict[str, Any]:
         """Write the step's metrics and texts down, now that nothing is missing; return them."""

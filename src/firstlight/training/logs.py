@@ -1,4 +1,5 @@
-"""What a run writes down as it goes: metrics.jsonl, samples.jsonl and events.jsonl."""
+"""What a run writes down as it goes: metrics.jsonl, samples.jsonl and events.jsonl, and the same
+for TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.files import remove_file, write_file
-from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, JsonLines, keep_until
+from firstlight.training.metrics import (
+    METRICS_NAME,
+    SAMPLES_NAME,
+    JsonLines,
+    keep_until,
+    read_json_lines,
+)
+from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
 EVENTS_NAME = "events.jsonl"
+STARTS_NAME = "starts.jsonl"
 
 
 class RunLogs:
@@ -24,6 +33,7 @@ class RunLogs:
         last_step: the last step whose lines stay; 0 drops all.
         events: the lines of events.jsonl; a file that is there is replaced. Without any, there
             is no such file.
+        tensorboard: write all of it into the folder's tensorboard/, too; else what is there stays.
 
     Raises:
         CheckpointError: a line in the middle of a file is damaged.
@@ -31,9 +41,15 @@ class RunLogs:
     """
 
     def __init__(
-        self, folder: Path, last_step: int, events: Sequence[Mapping[str, Any]] = ()
+        self,
+        folder: Path,
+        last_step: int,
+        events: Sequence[Mapping[str, Any]] = (),
+        *,
+        tensorboard: bool = False,
     ) -> None:
         self._folder = folder
+        self._tensorboard = TensorBoardLog(folder / TENSORBOARD_NAME) if tensorboard else None
         self._open(last_step)
         self.write_events(events)
 
@@ -47,9 +63,12 @@ class RunLogs:
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
         """Append a step's metrics, and the texts written after it."""
+        samples = list(samples)
         for sample in samples:
             self._samples.write(sample)
         self._metrics.write(record)
+        if self._tensorboard is not None:
+            self._tensorboard.write(record, samples)
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Make events.jsonl these lines."""
@@ -77,7 +96,12 @@ class RunLogs:
                 remove_file(self._folder / name)
         self._metrics = JsonLines(self._folder / METRICS_NAME)
         self._samples = JsonLines(self._folder / SAMPLES_NAME)
+        if self._tensorboard is not None:
+            lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
+            self._tensorboard.begin(*lines)
 
     def _close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()

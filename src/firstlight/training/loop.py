@@ -16,6 +16,7 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.report import draw_report
 from firstlight.training.setup import set_up
+from firstlight.training.starts import record_start
 from firstlight.training.stopping import Stopping, StopRequestedError
 
 
@@ -24,7 +25,7 @@ class TrainResult:
     """What a run came to.
 
     Attributes:
-        run_folder: metrics.jsonl, report.png, recipe.yaml, checkpoints/.
+        run_folder: metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
         checkpoint: the last one: a Hugging Face model folder.
         step, tokens_seen: since the first step, resumed parts included.
         train_loss: of the last step; None when there was no step left to do, or it was skipped
@@ -85,12 +86,14 @@ def train(
         job.open(),
         TrainingProgress(job.max_steps, job.state.step, shown=progress) as bar,
     ):
+        if job.goes_on:
+            record_start(job)
         while job.goes_on and stopping.reason is None:
             try:
                 if job.state.pending is None:  # else a run was stopped before its evaluation
                     job.step()
                     stopping.watch()
-                if job.is_due(recipe.evaluation.every_steps):
+                if job.evaluation_is_due or job.tasks_are_due:
                     job.evaluate(bar, stopping.check)
             except DivergedError as error:
                 job.go_back(error, bar)

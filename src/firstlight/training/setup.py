@@ -48,6 +48,8 @@ from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.program import TrainingProgram
 from firstlight.training.resuming import changed_keys, take_up
+from firstlight.training.tensorboard_log import require_tensorboard
+from firstlight.training.validation import tasks_of
 from firstlight.vocabulary import grow_vocabulary
 from firstlight.weights import fitting_tensors
 
@@ -97,6 +99,8 @@ def _job(
 ) -> Job:
     """The run, going on from its newest checkpoint if there is one."""
     hardware = find_hardware(recipe.run.device)
+    if recipe.run.tensorboard:
+        require_tensorboard()
     dataset = TokenDataset(recipe.data.dir, "train", verify=recipe.data.verify)
     validation = None
     if "val" in dataset.manifest["splits"]:
@@ -129,6 +133,7 @@ def _job(
         model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
     recipe = _filled_in(recipe, model.config, dataset)
     _require_fitting_prompts(recipe, tokenizer)
+    tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     recipe = decide(recipe, decided, hardware, dataset.num_tokens, tell)
@@ -138,7 +143,7 @@ def _job(
     if recipe.lora is not None:
         attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
-    job = Job(program, tokenizer, dataset, validation, origin, base)
+    job = Job(program, tokenizer, dataset, validation, origin, base, tasks)
     if newest is not None:
         take_up(job, newest, tell)
     _require_disk(job)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import autocast
+from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
+from firstlight.evaluation.results import Task, TaskResult
+from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
+from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.config import Recipe
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.program import TrainingProgram
 
@@ -62,9 +68,9 @@ def sample_texts(
     Raises:
         DivergedError: the weights are of no use.
     """
-    config, eos = program.recipe.evaluation, tokenizer.eos_token_id
+    config = program.recipe.evaluation
     sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
-    loaded = LoadedModel(program.model, tokenizer, () if eos is None else (eos,), run_folder)
+    loaded = _loaded(program.model, tokenizer, run_folder)
     for prompt in config.sample_prompts:
         text = ""
         try:
@@ -75,3 +81,70 @@ def sample_texts(
         except ModelError as error:
             raise DivergedError(f"{error}; {DIVERGED}") from None
         yield prompt, text
+
+
+def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
+    """The tasks of a recipe's `evaluation` section, read and checked.
+
+    Args:
+        model: whose context they must fit; its weights are not looked at.
+
+    Raises:
+        ConfigError, InputError, MissingDependencyError: see `ready_tasks`.
+    """
+    config = recipe.evaluation
+    return ready_tasks(
+        config.tasks,
+        _loaded(model, tokenizer, Path(recipe.run.dir or "")),
+        items=config.task_items or None,
+        task_folder=config.task_folder,
+    )
+
+
+def task_results(
+    program: TrainingProgram,
+    tokenizer: Tokenizer,
+    run_folder: Path,
+    tasks: Sequence[Task],
+    check: Callable[[], None],
+) -> Iterator[TaskResult]:
+    """How a run's model does in tasks.
+
+    Args:
+        program: its model is in evaluation mode.
+        tasks: from `tasks_of`.
+        check: called after each batch; may raise.
+
+    Raises:
+        DivergedError: the weights are of no use.
+    """
+    loaded = _loaded(program.model, tokenizer, run_folder)
+    # The endings of an item are short, and nothing is kept for a backward pass.
+    texts = 4 * program.recipe.batch.rows
+    for task in tasks:
+        try:
+            with autocast(program.hardware.device, program.dtype), _masked_attention(program):
+                found = task.evaluate(loaded, batch_size=texts, on_texts=lambda *_: check())
+        except ModelError as error:
+            raise DivergedError(f"{error}; {DIVERGED}") from None
+        yield from found
+
+
+@contextlib.contextmanager
+def _masked_attention(program: TrainingProgram) -> Iterator[None]:
+    """Attention that takes a mask, which texts that go on from a stored context need and some
+    kernels of GPUs do not have."""
+    way = program.recipe.efficiency.attention
+    if way not in ("flash", "cudnn"):
+        yield
+        return
+    choose_attention(program.model, "sdpa")
+    try:
+        yield
+    finally:
+        choose_attention(program.model, way)
+
+
+def _loaded(model: Model, tokenizer: Tokenizer, run_folder: Path) -> LoadedModel:
+    eos = tokenizer.eos_token_id
+    return LoadedModel(model, tokenizer, () if eos is None else (eos,), run_folder)

@@ -1,0 +1,46 @@
+"""`firstlight report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from firstlight.cli.output import say_rows, say_table, with_json
+
+if TYPE_CHECKING:
+    from firstlight.training.report_files import WrittenReport
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    metavar="FILE.html",
+    type=click.Path(path_type=Path),
+    help="Where to write; the picture gets the same name with .png. [one run: report.html in its "
+    "folder; several: comparison.html here]",
+)
+@with_json
+def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
+    """Draw a run as a web page and a picture, or lay several side by side.
+
+    RUN is a run folder; the run may still be going on, or have been killed. The page is one file
+    that loads nothing from elsewhere.
+    """
+    from firstlight.training import report_files
+
+    report = report_files.write_report([run.expanduser() for run in runs], out)
+    result = report_files.as_json(report)
+    _say_numbers(report)
+    say_rows([("report", report.page), ("picture", report.picture)])
+    return result
+
+
+def _say_numbers(report: WrittenReport) -> None:
+    from firstlight.training.report_compare import number_table
+
+    labels = report.comparison.labels
+    rows = [(name, *texts) for name, texts, _ in number_table(report.comparison)]
+    say_table([("", *labels), *rows])

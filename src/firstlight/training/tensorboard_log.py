@@ -1,0 +1,195 @@
+"""RUN/tensorboard/: what metrics.jsonl and samples.jsonl say, as TensorBoard reads it.
+
+The event file is derived: a start, a resumption and a rollback write it anew from the lines that
+stay, and each step then appends one event. So no step is in it twice, whatever was killed when,
+and it can be switched on in the middle of a run. It is written through the seam of disk.py, by
+one record at a time; only the records' contents come from tensorboard's own classes. A disk that
+refuses ends this log with a message, never the run.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from firstlight import disk as seam
+from firstlight.console import say
+from firstlight.disk import AppendedFile
+from firstlight.errors import MissingDependencyError, StorageError
+from firstlight.files import (
+    make_folder,
+    remove_file,
+    remove_leftovers,
+    replacing,
+    storage_errors,
+)
+
+TENSORBOARD_NAME = "tensorboard"
+
+#: events.out.tfevents.SECONDS.NUMBER.firstlight: when the run began (Unix time), and how many
+#: times the file was begun. A name is never used again: who reads the file while it is written
+#: anew sees that it is another one, and forgets what it has read.
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.(\d{6,9})\.firstlight")
+
+
+def require_tensorboard() -> None:
+    """Refuse `run.tensorboard` where its package is missing.
+
+    Raises:
+        MissingDependencyError: it is.
+    """
+    try:
+        import tensorboard.compat.proto.event_pb2
+        import tensorboard.summary.writer.record_writer  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError("tensorboard", "dash", "run.tensorboard") from error
+
+
+class TensorBoardLog:
+    """The event file of a run.
+
+    Scalars stand under the names they have in metrics.jsonl, in fp32; the text of a step's first
+    sample under `samples/0`, and so on. An event's wall time is when the run began plus the
+    training time up to it: the pause between a kill and its resumption does not count.
+
+    Args:
+        folder: RUN/tensorboard; made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        require_tensorboard()
+        self._folder = folder
+        self._file: AppendedFile | None = None
+        self._began, self._seconds = 0, 0.0
+        self._refused = False
+
+    def begin(
+        self, records: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write the file anew: these lines of metrics.jsonl and samples.jsonl, and no other."""
+        self.close()
+        if self._refused:
+            return
+        try:
+            with storage_errors(self._folder):
+                self._begin(records, samples)
+        except StorageError as error:
+            self._refuse(error)
+
+    def write(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append a step's metrics, and the texts written after it."""
+        if self._file is None:
+            return
+        try:
+            with storage_errors(self._folder):
+                self._file.append(self._event(record, samples))
+        except StorageError as error:
+            self.close()
+            self._refuse(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(
+        self, records: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        make_folder(self._folder)
+        remove_leftovers(self._folder)
+        own = [found for path in self._folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+        times = sorted((int(name[1]), int(name[2])) for name in own)
+        self._began, number = times[-1] if times else (int(time.time()), 0)
+        # First: a second file with the same steps would show them twice.
+        for path in sorted(self._folder / name[0] for name in own):
+            _forget(path, is_last=path.name == _name(*times[-1]))
+        path = self._folder / _name(self._began, number + 1)
+        texts = {step: list(lines) for step, lines in groupby(samples, lambda line: line["step"])}
+        self._seconds = 0.0
+        with replacing(path) as file:
+            file.write(_beginning(self._began))
+            for record in records:
+                file.write(self._event(record, texts.get(record["step"], [])))
+        self._file = AppendedFile(path)
+
+    def _event(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> bytes:
+        """A step as one record of the file."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for name in ("seconds", "save_stall_seconds"):
+            self._seconds += record.get(name) or 0.0
+        values = [
+            Summary.Value(tag=key, simple_value=value)
+            for key, value in record.items()
+            if key != "step" and type(value) in (int, float) and math.isfinite(value)
+        ]
+        values += [_text(f"samples/{number}", line) for number, line in enumerate(samples)]
+        when = self._began + self._seconds
+        return _framed(Event(step=record["step"], wall_time=when, summary=Summary(value=values)))
+
+    def _refuse(self, error: StorageError) -> None:
+        self._refused = True
+        say(
+            f"warning: {self._folder} is not written any more: {error} (the run goes on; "
+            "its metrics are in metrics.jsonl, and --resume writes all of them there again)"
+        )
+
+
+def _name(began: int, number: int) -> str:
+    return f"events.out.tfevents.{began}.{number:06d}.firstlight"
+
+
+def _forget(path: Path, *, is_last: bool) -> None:
+    """Delete an event file. The last one is emptied only: a TensorBoard that is open comes to the
+    next file at the end of the one it reads, and not at all if that is gone."""
+    # Not through a link, nor waiting for whoever reads a pipe.
+    if not is_last or path.is_symlink() or not path.is_file():
+        remove_file(path)
+        return
+    with storage_errors(path), seam.disk.append(path) as file:
+        seam.disk.truncate(file, 0)
+
+
+def _beginning(began: int) -> bytes:
+    """What stands before the first step."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    # Whoever has read an earlier file of the run is told to forget it.
+    start = SessionLog(status=SessionLog.START)
+    return _framed(Event(wall_time=began, file_version="brain.Event:2")) + _framed(
+        Event(wall_time=began, session_log=start)
+    )
+
+
+def _text(tag: str, sample: Mapping[str, Any]) -> Any:
+    """A sample, which TensorBoard shows as Markdown: fenced, so that it stays as it is."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    text = f"{sample['prompt']}{sample['text']}"
+    fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
+    content = f"{fence}\n{text}\n{fence}".encode(errors="replace")
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(
+        tag=tag,
+        metadata=SummaryMetadata(plugin_data=plugin),
+        tensor=TensorProto(dtype=DT_STRING, string_val=[content]),
+    )
+
+
+def _framed(event: Any) -> bytes:
+    """An event with the lengths and checksums around it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()

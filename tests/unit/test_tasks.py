@@ -1,0 +1,712 @@
+"""Scores in tasks: of a model, by the command, and of a run as it trains."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from firstlight.checkpoint import list_checkpoints
+from firstlight.cli.main import main
+from firstlight.errors import (
+    ConfigError,
+    FirstlightError,
+    InputError,
+    MissingDependencyError,
+    ModelError,
+    TrainingError,
+)
+from firstlight.evaluation import hellaswag
+from firstlight.evaluation.hellaswag import hub_hellaswag, item_of, read_hellaswag
+from firstlight.evaluation.likelihood import TokenPair, encode_choices, likelihoods
+from firstlight.evaluation.multiple_choice import Item, accuracies, answer_items, encode_items
+from firstlight.evaluation.tasks import evaluate_tasks
+from firstlight.huggingface import LoadedModel, model_files
+from firstlight.models import (
+    GPT2Config,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    MoEConfig,
+    empty_model,
+)
+from firstlight.stored import WEIGHTS_NAME
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training.loop import train
+from firstlight.training.metrics import read_json_lines
+from firstlight.weights import weights_to_save
+
+CONTEXT = 32
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+_CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(**_SIZES),
+    "llama": LlamaConfig(**_SIZES, num_key_value_heads=2),
+    "sliding window": LlamaConfig(**_SIZES, sliding_window=7, model_type="mistral"),
+    "experts": MoEConfig(
+        **_SIZES, model_type="mixtral", num_experts=4, num_experts_per_tok=2, intermediate_size=16
+    ),
+}
+
+
+def random_model(config: ModelConfig) -> Model:
+    model = empty_model(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(_CONFIGS["llama"])
+
+
+@pytest.fixture
+def loaded(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> LoadedModel:
+    return LoadedModel(model, tokenizer, (), tmp_path)
+
+
+@torch.no_grad()
+def slow_logprob(model: Model, pair: TokenPair) -> tuple[float, bool]:
+    """Each token in a forward pass of its own, over as much before it as there is room for."""
+    total, greedy = 0.0, True
+    ids = (*pair.context, *pair.continuation)[-(CONTEXT + 1) :]
+    for place in range(len(ids) - len(pair.continuation), len(ids)):
+        logits = model(torch.tensor([ids[:place]]))[0, -1].double()
+        total += float(logits.log_softmax(-1)[ids[place]])
+        greedy &= int(logits.argmax()) == ids[place]
+    return total, greedy
+
+
+def some_pairs() -> list[TokenPair]:
+    """Contexts shared, alone, equal in length, of one token, cut, and as long as the model's."""
+    generator = random.Random(4)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(generator.choices(range(320), k=count))
+
+    contexts = [ids(n) for n in (1, 1, 5, 5, 5, 12, 25, CONTEXT, CONTEXT + 1, 80)]
+    pairs = [TokenPair(c, ids(n)) for c in contexts for n in generator.choices(range(1, 9), k=3)]
+    pairs += [TokenPair(ids(9), ids(CONTEXT)), TokenPair(ids(1), ids(CONTEXT))]
+    generator.shuffle(pairs)
+    return pairs
+
+
+# Log-likelihoods
+
+
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_log_likelihoods_are_those_of_a_slow_loop(name: str) -> None:
+    model, pairs = random_model(_CONFIGS[name]), some_pairs()
+    found = likelihoods(model, pairs, batch_size=4)
+    expected = [slow_logprob(model, pair) for pair in pairs]
+    assert [f.logprob for f in found] == pytest.approx([p for p, _ in expected], abs=1e-4)
+
+
+def test_a_continuation_is_greedy_where_each_of_its_tokens_is_the_likeliest(model: Model) -> None:
+    ids = [5, 6, 7]
+    with torch.no_grad():
+        for _ in range(4):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    best, other = TokenPair((5, 6, 7), tuple(ids[3:])), TokenPair((5, 6, 7), (*ids[3:6], 1))
+    found = likelihoods(model, [best, other, TokenPair((5, 6, 7), tuple(ids[3:5]))], batch_size=8)
+    assert [f.is_greedy for f in found] == [True, False, True]
+    assert [slow_logprob(model, pair)[1] for pair in (best, other)] == [True, False]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 1000])
+def test_the_batch_size_changes_the_speed_only(model: Model, batch_size: int) -> None:
+    pairs = some_pairs()
+    expected = likelihoods(model, pairs, batch_size=8)
+    found = likelihoods(model, pairs, batch_size=batch_size)
+    assert [f.logprob for f in found] == pytest.approx([f.logprob for f in expected], abs=1e-4)
+    assert [f.is_greedy for f in found] == [f.is_greedy for f in expected]
+
+
+def test_progress_counts_each_text_once(model: Model) -> None:
+    seen: list[tuple[int, int]] = []
+    likelihoods(model, some_pairs(), batch_size=4, on_pairs=lambda *now: seen.append(now))
+    assert [total for _, total in seen] == [32] * len(seen)
+    assert sorted({done for done, _ in seen}) == [done for done, _ in seen]
+    assert seen[-1] == (32, 32)
+    assert len(seen) > 8
+
+
+def test_nothing_to_score_is_nothing(model: Model) -> None:
+    assert likelihoods(model, [], batch_size=4) == []
+
+
+def test_a_model_of_no_numbers_has_no_likelihoods(model: Model) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(ModelError, match="not finite numbers"):
+        likelihoods(broken, some_pairs(), batch_size=4)
+
+
+# Encoding
+
+
+def test_a_continuation_is_what_comes_after_the_contexts_tokens(tokenizer: Tokenizer) -> None:
+    found = encode_choices(tokenizer, "the star", [" sings", " falls under"])
+    context = tuple(tokenizer.encode("the star"))
+    for pair, whole in zip(found, ["the star sings", "the star falls under"], strict=True):
+        assert pair.context == context
+        assert pair.context + pair.continuation == tuple(tokenizer.encode(whole))
+
+
+def test_white_space_at_the_end_of_a_context_goes_over(tokenizer: Tokenizer) -> None:
+    (found,) = encode_choices(tokenizer, "the star \n", ["sings"])
+    assert found.context == tuple(tokenizer.encode("the star"))
+    assert tokenizer.decode(found.continuation) == " \nsings"
+
+
+def test_a_tokens_boundary_that_the_continuation_moves_is_counted_from_the_contexts(
+    tokenizer: Tokenizer,
+) -> None:
+    """`ste` + `ps`: what the pair is made of need not be what the whole is."""
+    alone, whole = tokenizer.encode("the st"), tokenizer.encode("the stone")
+    assert whole[: len(alone)] != alone
+    (found,) = encode_choices(tokenizer, "the st", ["one"])
+    assert found.context == tuple(alone)
+    assert found.continuation == tuple(whole[len(alone) :])
+
+
+def test_bos_stands_before_a_context_where_the_model_expects_it(texts: list[str]) -> None:
+    backend = train_tokenizer(texts, 320, special_tokens=("</s>", "<s>")).backend
+    tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", add_bos=True)
+    (found,) = encode_choices(tokenizer, "the star", [" sings"])
+    assert found.context == (1, *tokenizer.encode("the star"))
+    assert tokenizer.decode(found.continuation) == " sings"
+
+
+def test_a_context_of_nothing_is_the_separator(tokenizer: Tokenizer) -> None:
+    (found,) = encode_choices(tokenizer, " ", ["the"])
+    assert found == TokenPair((tokenizer.separator_id,), tuple(tokenizer.encode(" the")))
+
+
+# Which ending
+
+
+def uniform(model: Model) -> Model:
+    """Every token is as likely: only lengths count."""
+    flat = copy.deepcopy(model)
+    with torch.no_grad():
+        flat.lm_head.weight.zero_()
+    return flat
+
+
+def test_acc_takes_the_sum_and_acc_norm_the_sum_for_each_character(
+    model: Model, tokenizer: Tokenizer
+) -> None:
+    """Of three endings with equally likely tokens: the one of the fewest tokens, and the one of
+    the fewest tokens for its characters, wide ones counting as one."""
+    choices = ("日本", "the stone", "a small old river")
+    items = [Item("the star", choices, gold) for gold in range(3)]
+    pairs = encode_items(items, tokenizer, CONTEXT, "")
+    lengths = [len(pair.continuation) for pair in pairs[:3]]
+    answers = answer_items(uniform(model), items, pairs, batch_size=8)
+    assert answers[0].logprobs == pytest.approx([-n * math.log(320) for n in lengths], rel=1e-5)
+    best = lengths.index(min(lengths))
+    per_character = [n / len(c) for n, c in zip(lengths, choices, strict=True)]
+    best_norm = per_character.index(min(per_character))
+    assert best != best_norm
+    assert [a.acc for a in answers] == [gold == best for gold in range(3)]
+    assert [a.acc_norm for a in answers] == [gold == best_norm for gold in range(3)]
+
+
+def test_of_equal_endings_the_first_is_taken(model: Model, tokenizer: Tokenizer) -> None:
+    items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 1)]
+    pairs = encode_items(items, tokenizer, CONTEXT, "")
+    assert [a.acc for a in answer_items(model, items, pairs, batch_size=8)] == [True, False]
+
+
+def test_accuracies_have_the_error_of_a_share(model: Model, tokenizer: Tokenizer) -> None:
+    items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 0, 1, 0)]
+    pairs = encode_items(items, tokenizer, CONTEXT, "")
+    found = accuracies(answer_items(model, items, pairs, batch_size=8))
+    assert found["acc"].value == 0.75
+    assert found["acc"].stderr == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+
+
+def test_an_ending_that_the_context_has_no_room_for_is_refused(tokenizer: Tokenizer) -> None:
+    items = [Item("a", ("b", "c"), 0), Item("the star", ("sings", "日本 " * 40), 0)]
+    said = r"here: an ending of item 2 has \d+ tokens, and .* room for 1 to 32"
+    with pytest.raises(InputError, match=said):
+        encode_items(items, tokenizer, CONTEXT, "here")
+
+
+# HellaSwag's files
+
+ROW = {"activity_label": "Dawn", "ctx": "The star", "endings": ["a", "b"], "label": 1}
+
+
+def write(path: Path, *rows: object) -> Path:
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_an_item_is_its_label_and_context(tmp_path: Path) -> None:
+    without = {key: value for key, value in ROW.items() if key != "activity_label"}
+    path = write(tmp_path / "x.jsonl", ROW, "", without, {**ROW, "label": "0"})
+    assert read_hellaswag(path) == [
+        Item("Dawn: The star", ("a", "b"), 1),
+        Item("The star", ("a", "b"), 1),
+        Item("Dawn: The star", ("a", "b"), 0),
+    ]
+
+
+def test_of_the_original_data_the_second_part_begins_with_a_capital() -> None:
+    row = {**ROW, "ctx_a": "A [title] cat.", "ctx_b": "then  the DOG", "ctx": "not this"}
+    assert item_of(row).context == "Dawn: A.  cat. Then the dog".replace(".  ", ". ")
+
+
+def test_wikihows_brackets_are_taken_out() -> None:
+    row = {**ROW, "ctx": " [header] How to [title] Sing [step] Well ", "endings": [" a [b] c", "d"]}
+    item = item_of(row)
+    assert item.context == "Dawn:  How to. Sing Well"
+    assert item.choices == ("a c", "d")
+
+
+def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", ROW, ROW, "damaged")
+    assert len(read_hellaswag(path, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "is no HellaSwag item: Expecting property name"),
+        ("[1]", "it is no JSON object"),
+        ({**ROW, "ctx": 5}, "ctx must be a text"),
+        ({"endings": ["a", "b"], "label": 0}, "ctx is missing"),
+        ({**ROW, "ctx_a": "x"}, "ctx_b is missing"),
+        ({"ctx_a": "x", "ctx_b": "y", "endings": ["a", "b"], "label": 0}, "activity_label is miss"),
+        ({**ROW, "endings": "ab"}, "endings must be a list"),
+        ({**ROW, "endings": ["a"]}, "endings must be a list of texts, at least two"),
+        ({**ROW, "endings": ["a", 2]}, "endings must be texts"),
+        ({**ROW, "endings": ["a", "[x]"]}, "the context or an ending is empty"),
+        ({**ROW, "label": 2}, "label must be a number from 0 to 1, not 2"),
+        ({**ROW, "label": True}, "label must be a number"),
+        ({**ROW, "label": ""}, "label must be a number from 0 to 1, not ''"),
+        ({**ROW, "label": "-1"}, "label must be a number"),
+        ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a text"),
+        ("[" * 100_000, "is no HellaSwag item"),
+    ],
+)
+def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", ROW, line, ROW)
+    with pytest.raises(InputError) as raised:
+        read_hellaswag(path)
+    assert f"{path}:2 is no HellaSwag item: " in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(json.dumps(ROW).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(InputError, match=r"x\.jsonl:2 is no HellaSwag item"):
+        read_hellaswag(path)
+
+
+def test_files_of_nothing_and_no_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no items"):
+        read_hellaswag(write(tmp_path / "x.jsonl", "", " "))
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        read_hellaswag(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="it is a folder"):
+        read_hellaswag(tmp_path)
+
+
+def test_without_a_file_or_the_hub_one_is_told_to_give_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Datasets:
+        @staticmethod
+        def load_dataset(name: str, *, split: str) -> Any:
+            raise OSError(f"no route to {name} {split}")
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    said = r"Rowan/hellaswag can't be had .*\(OSError: no route to Rowan/hellaswag validation\)"
+    with pytest.raises(InputError, match=said + ".*--tasks hellaswag,FILE.jsonl"):
+        hub_hellaswag()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"firstlight\[data\]"):
+        hub_hellaswag()
+
+
+def test_the_hubs_rows_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(list[Any]):
+        def select(self, numbers: range) -> Rows:
+            return Rows(self[number] for number in numbers)
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(name: str, *, split: str) -> Any:
+            return Rows([{**ROW, "label": "1"}, {**ROW, "label": "0"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert [item.gold for item in hub_hellaswag()] == [1, 0]
+    assert [item.gold for item in hub_hellaswag(1)] == [1]
+
+
+# By name
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """20 items of four endings."""
+    generator = random.Random(3)
+    words = "the a light first dawn star river stone bird green small old sings".split()
+
+    def text(count: int) -> str:
+        return " ".join(generator.choices(words, k=count))
+
+    rows = [
+        {
+            "activity_label": "Dawn",
+            "ctx": text(generator.randint(2, 30)),
+            "endings": [text(generator.randint(1, 5)) for _ in range(4)],
+            "label": generator.randrange(4),
+        }
+        for _ in range(20)
+    ]
+    return write(tmp_path / "items.jsonl", *rows)
+
+
+def test_a_task_is_scored_by_name(loaded: LoadedModel, file: Path) -> None:
+    (result,) = evaluate_tasks(loaded, f"hellaswag,{file}")
+    items = read_hellaswag(file)
+    assert loaded.tokenizer is not None
+    pairs = encode_items(items, loaded.tokenizer, CONTEXT, "")
+    expected = accuracies(answer_items(loaded.model, items, pairs, batch_size=32))
+    assert (result.task, result.items, result.metrics) == ("hellaswag", 20, expected)
+    figures = result.figures()
+    assert list(figures) == ["acc", "acc_stderr", "acc_norm", "acc_norm_stderr"]
+    assert 0 < figures["acc"] < 1  # type: ignore[operator]
+    assert evaluate_tasks(loaded, [f"hellaswag,{file}"], items=7)[0].items == 7
+
+
+@pytest.mark.parametrize(
+    "tasks, said",
+    [
+        (["hellasvag"], r"task 'hellasvag' is unknown \(did you mean 'hellaswag'\?\)"),
+        (["x.jsonl"], r"known: hellaswag, hellaswag,FILE\.jsonl, and lm-eval:NAME"),
+        (["hellaswag,"], "names no file"),
+        (["lm-eval:"], "names none"),
+        (["lm-eval:a,,b"], "names none"),
+        (["hellaswag,x", "hellaswag,y"], "two are called hellaswag"),
+        (["lm-eval:a,b", "lm-eval:b"], "two are called b"),
+        (["hellaswag,x", "lm-eval:hellaswag"], "two are called hellaswag"),
+    ],
+)
+def test_names_that_can_not_be_meant_are_refused(
+    loaded: LoadedModel, tasks: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        evaluate_tasks(loaded, tasks)
+
+
+@pytest.mark.parametrize("name", ["items", "batch_size"])
+def test_counts_below_one_are_refused(loaded: LoadedModel, file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0"):
+        evaluate_tasks(loaded, f"hellaswag,{file}", **{name: 0})  # type: ignore[arg-type]
+
+
+def test_a_missing_harness_is_told_with_what_installs_it(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package 'lm_eval'.*\[eval\]"):
+        evaluate_tasks(loaded, "lm-eval:arc_easy")
+
+
+def test_a_model_without_tokenizer_is_refused(model: Model, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        evaluate_tasks(LoadedModel(model, None, (), tmp_path), f"hellaswag,{file}")
+
+
+# By the command
+
+
+@pytest.fixture
+def folder(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    place.mkdir()
+    for name, content in model_files(model.config, tokenizer).items():
+        (place / name).write_text(content, encoding="utf-8")
+    save_file(weights_to_save(model), place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+def test_the_command_prints_scores_with_their_errors(
+    folder: Path, file: Path, loaded: LoadedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(folder), "--tasks", f"hellaswag,{file}", "--json"]) == 0
+    answer = capfd.readouterr()
+    (result,) = evaluate_tasks(loaded, f"hellaswag,{file}")
+    assert json.loads(answer.out) == {
+        "checkpoint": str(folder),
+        "folder": str(folder),
+        "tasks": {"hellaswag": {"items": 20, **result.figures()}},
+    }
+    acc = result.metrics["acc"]
+    assert acc.stderr is not None
+    shown = f"{acc.value:.3f} ± {acc.stderr:.3f} (standard error, 20 items)"
+    assert f"hellaswag acc       {shown}\n" in answer.err
+
+
+def test_the_command_gives_the_loss_too_where_data_is_named(
+    folder: Path, file: Path, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tasks", f"hellaswag,{file}", "--items", "3", "--data", str(data), "--json"]
+    assert main(["eval", str(folder), *options]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["tasks"]["hellaswag"]["items"] == 3
+    assert found["loss"] > 1
+
+
+def test_the_command_names_a_bad_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "bad.jsonl", ROW, "{")
+    assert main(["eval", str(folder), "--tasks", f"hellaswag,{path}", "--json"]) == 1
+    answer = capfd.readouterr()
+    assert answer.err.startswith(f"firstlight: error: {path}:2 is no HellaSwag item")
+    assert json.loads(answer.out)["error"]["type"] == "InputError"
+
+
+# In training
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than these runs."""
+    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+
+
+def with_tasks(recipe: dict[str, Any], file: Path, **values: Any) -> dict[str, Any]:
+    """The recipe, scored at steps 6 and 12, with dropout, into a folder of its own."""
+    changed = copy.deepcopy(recipe)
+    changed["run"]["dir"] += "-scored"
+    changed["evaluation"] |= {"tasks": [f"hellaswag,{file}"], **values}
+    return changed
+
+
+@pytest.fixture
+def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """With dropout, which draws random numbers at each step."""
+    recipe["model"] = {
+        "model_type": "gpt2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "resid_pdrop": 0.2,
+    }
+    recipe["evaluation"]["sample_prompts"] = []
+    return recipe
+
+
+def metrics(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    return read_json_lines(Path(recipe["run"]["dir"]) / "metrics.jsonl")
+
+
+def scored(recipe: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What the tasks came to, by step."""
+    return {
+        record["step"]: {k: v for k, v in record.items() if k.startswith("hellaswag/")}
+        for record in metrics(recipe)
+        if any(key.startswith("hellaswag/") for key in record)
+    }
+
+
+def weights(recipe: dict[str, Any]) -> bytes:
+    folder = list_checkpoints(Path(recipe["run"]["dir"]))[-1]
+    return (folder / WEIGHTS_NAME).read_bytes()
+
+
+def test_a_run_is_the_same_with_and_without_tasks(recipe: dict[str, Any], file: Path) -> None:
+    train(recipe)
+    other = with_tasks(recipe, file)
+    train(other)
+    assert weights(other) == weights(recipe)
+    for plain, line in zip(metrics(recipe), metrics(other), strict=True):
+        assert plain["train/loss"] == line["train/loss"]
+        assert plain.get("val/loss") == line.get("val/loss")
+
+
+def test_scores_stand_on_the_lines_of_their_steps(recipe: dict[str, Any], file: Path) -> None:
+    recipe = with_tasks(recipe, file)
+    train(recipe)
+    found = scored(recipe)
+    assert list(found) == [6, 12]
+    assert set(found[12]) == {
+        "hellaswag/acc",
+        "hellaswag/acc_stderr",
+        "hellaswag/acc_norm",
+        "hellaswag/acc_norm_stderr",
+    }
+    (after,) = evaluate_tasks(recipe["run"]["dir"], f"hellaswag,{file}", device="cpu")
+    assert found[12] == {f"hellaswag/{name}": value for name, value in after.figures().items()}
+
+
+def test_tasks_may_come_less_often_than_the_loss(recipe: dict[str, Any], file: Path) -> None:
+    recipe = with_tasks(recipe, file, every_steps=2, tasks_every_steps=8, task_items=5)
+    train(recipe)
+    assert list(scored(recipe)) == [8, 12]
+    assert all(found["hellaswag/acc"] * 5 % 1 == 0 for found in scored(recipe).values())
+    assert sum("val/loss" in record for record in metrics(recipe)) == 6
+
+
+@pytest.mark.parametrize("every_steps, validated", [(4, [4, 8, 12]), (0, [12])])
+def test_tasks_come_by_a_clock_of_their_own(
+    recipe: dict[str, Any], file: Path, every_steps: int, validated: list[int]
+) -> None:
+    recipe = with_tasks(recipe, file, every_steps=every_steps, tasks_every_steps=5, task_items=5)
+    train(recipe)
+    assert list(scored(recipe)) == [5, 10, 12]
+    assert [r["step"] for r in metrics(recipe) if "val/loss" in r] == validated
+
+
+def test_a_run_without_a_validation_split_is_scored_too(
+    recipe: dict[str, Any], file: Path, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    from firstlight.data.prepare import prepare
+
+    prepare([corpus], tokenizer, tmp_path / "all", val_fraction=0)
+    recipe = with_tasks(recipe, file)
+    recipe["data"]["dir"] = str(tmp_path / "all")
+    train(recipe)
+    assert list(scored(recipe)) == [6, 12]
+
+
+def test_a_run_that_stops_while_it_is_scored_is_scored_when_it_goes_on(
+    recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = with_tasks(recipe, file), with_tasks(recipe, file)
+    broken["run"]["dir"] += "-broken"
+    train(whole)
+    score, done_when_stopped = answer_items, []
+
+    def stopped_in_the_middle(*args: Any, on_pairs: Any, **options: Any) -> Any:
+        def on_some(done: int, total: int) -> None:
+            done_when_stopped.append((done, total))
+            signal.raise_signal(signal.SIGTERM)
+            on_pairs(done, total)
+
+        return score(*args, on_pairs=on_some, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("firstlight.evaluation.tasks.answer_items", stopped_in_the_middle)
+        result = train(broken)
+    assert (result.stopped_by, result.step) == ("SIGTERM", 6)
+    ((done, total),) = done_when_stopped
+    assert 0 < done < total == 80
+    assert metrics(broken)[-1]["step"] == 5
+    train(broken, resume=True)
+    assert weights(broken) == weights(whole)
+    assert scored(broken) == scored(whole)
+    assert [r["step"] for r in metrics(broken)] == list(range(1, 13))
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_same_scores(
+    recipe: dict[str, Any], file: Path
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    whole, broken = with_tasks(recipe, file), with_tasks(recipe, file)
+    broken["run"]["dir"] += "-broken"
+    train(whole)
+
+    def kill(record: Mapping[str, Any]) -> None:
+        if record["step"] == 7:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(broken, on_step=kill)
+    train(broken, resume=True)
+    assert weights(broken) == weights(whole)
+    assert scored(broken) == scored(whole)
+
+
+@pytest.mark.parametrize(
+    "values, kind, said",
+    [
+        ({"tasks": ["hellaswag,nowhere.jsonl"]}, InputError, "nowhere.jsonl does not exist"),
+        ({"tasks": ["hellaswag", "hellaswag"]}, ConfigError, "two are called hellaswag"),
+        ({"tasks": ["swag"]}, ConfigError, "task 'swag' is unknown"),
+    ],
+)
+def test_tasks_that_can_not_be_scored_are_refused_before_the_first_step(
+    recipe: dict[str, Any],
+    file: Path,
+    values: dict[str, Any],
+    kind: type[FirstlightError],
+    said: str,
+) -> None:
+    recipe = with_tasks(recipe, file, **values)
+    with pytest.raises(kind, match=said):
+        train(recipe, on_step=lambda _: pytest.fail("a step was made"))
+    assert not Path(recipe["run"]["dir"]).exists()
+
+
+def test_a_bad_line_is_found_before_the_first_step(recipe: dict[str, Any], tmp_path: Path) -> None:
+    bad = write(tmp_path / "bad.jsonl", ROW, {**ROW, "label": 4})
+    with pytest.raises(InputError, match=r"bad\.jsonl:2 is no HellaSwag item"):
+        train(with_tasks(recipe, bad))
+    long = write(tmp_path / "long.jsonl", {**ROW, "endings": ["a", "日本 " * 40]})
+    with pytest.raises(InputError, match=r"long\.jsonl: an ending of item 1 has .* 1 to 64"):
+        train(with_tasks(recipe, long))
+
+
+def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
+    recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_numbers(*_: Any, **__: Any) -> None:
+        raise ModelError("the model's outputs are not finite numbers")
+
+    monkeypatch.setattr("firstlight.evaluation.tasks.answer_items", no_numbers)
+    recipe = with_tasks(recipe, file)
+    recipe["guard"] = {"on_divergence": "stop"}
+    with pytest.raises(TrainingError, match="step 6: the model's outputs are not finite numbers"):
+        train(recipe)
+
+
+def test_attention_without_masks_is_put_back_after_the_tasks(
+    recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of GPUs that take no mask can't go on from a stored context."""
+    chosen: list[str] = []
+    monkeypatch.setattr(
+        "firstlight.training.validation.choose_attention", lambda _, way: chosen.append(way)
+    )
+    recipe = with_tasks(recipe, file)
+    recipe["model"]["attn_pdrop"] = 0.0
+    recipe["efficiency"] = {"attention": "flash"}
+    train(recipe)
+    assert chosen == ["sdpa", "flash"] * 2
+
+
+def test_the_hubs_name_is_that_of_the_harness() -> None:
+    assert hellaswag.HUB_ID == "Rowan/hellaswag"
