@@ -2,7 +2,8 @@
 # make test   lint, type check and all tests
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
 # make test-mutants   known bugs put into a copy of the source, which its tests must notice
-# make test-slow   what takes minutes, such as exported models in llama.cpp itself
+# make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
+#                  20,000 requests and 1,000 vanishing clients for the server
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -46,9 +47,10 @@ test-slow: .venv/slow-ready
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# llama.cpp is built from source: some minutes, with a C++ compiler and cmake.
+# llama.cpp is built from source: some minutes, with a C++ compiler and cmake. The browser is
+# Debian's (apt install chromium); without it, its tests are skipped.
 .venv/slow-ready: .venv/test-ready
-	$(PIP) --editable '.[llama-cpp]'
+	$(PIP) --editable '.[llama-cpp,chat]' playwright
 	touch $@
 
 clean:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
     from firstlight.evaluation.perplexity import Evaluation, evaluate
+    from firstlight.evaluation.results import TaskResult
+    from firstlight.evaluation.tasks import evaluate_tasks
+    from firstlight.generation.chat import ChatSession
     from firstlight.generation.continuation import Generation
     from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
     from firstlight.generation.sampling import SamplingConfig
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatSession",
     "Conversion",
     "Evaluation",
     "FirstlightError",
@@ -42,6 +46,7 @@ __all__ = [
     "LoadedModel",
     "Recipe",
     "SamplingConfig",
+    "TaskResult",
     "TextStream",
     "TokenDataset",
     "Tokenizer",
@@ -49,6 +54,7 @@ __all__ = [
     "convert",
     "draw_report",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "generate_batch",
     "load",
@@ -59,6 +65,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ChatSession": "generation.chat",
     "Conversion": "conversion.convert",
     "Evaluation": "evaluation.perplexity",
     "FirstlightError": "errors",
@@ -67,6 +74,7 @@ _HOMES = {
     "LoadedModel": "huggingface",
     "Recipe": "training.config",
     "SamplingConfig": "generation.sampling",
+    "TaskResult": "evaluation.results",
     "TextStream": "tokenizer",
     "TokenDataset": "data.shards",
     "Tokenizer": "tokenizer",
@@ -74,6 +82,7 @@ _HOMES = {
     "convert": "conversion.convert",
     "draw_report": "training.report",
     "evaluate": "evaluation.perplexity",
+    "evaluate_tasks": "evaluation.tasks",
     "generate": "generation.engine",
     "generate_batch": "generation.engine",
     "load": "generation.engine",

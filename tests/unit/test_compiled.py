@@ -51,17 +51,17 @@ def graphs() -> int:
 @torch.no_grad()
 def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> None:
     model = new_model(MISTRAL if kind == "mistral" else GPT2)
-    bounds = {"atol": 1e-4, "rtol": 1e-4}
+    atol, rtol = 1e-4, 1e-4
     if kind == "int8":
         model = model.bfloat16()
         quantize_int8(model)
-        bounds = {"atol": 0.25, "rtol": 0.05}
+        atol, rtol = 0.25, 0.05
     plain, compiled = BatchDecoder(model, 4, 160), BatchDecoder(model, 4, 160, compile=True)
     compiled.warm_up()
     assert graphs() == 2
 
     def same(one: Tensor, other: Tensor) -> None:
-        torch.testing.assert_close(one.float(), other.float(), **bounds)
+        torch.testing.assert_close(one.float(), other.float(), atol=atol, rtol=rtol)
 
     texts = [[7] * 3, [1, 2] * 60, [5, 80, 6] * 20, [9]]
     for size in range(1, 5):

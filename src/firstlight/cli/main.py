@@ -10,12 +10,15 @@ from collections.abc import Sequence
 import click
 
 from firstlight.cli.bench import bench_group
+from firstlight.cli.chat import chat_command
 from firstlight.cli.convert import convert_command
 from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import generate_command
 from firstlight.cli.info import info_command
 from firstlight.cli.output import write_out
 from firstlight.cli.prepare import prepare_command
+from firstlight.cli.report import report_command
+from firstlight.cli.serve import serve_command
 from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
@@ -41,7 +44,7 @@ _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or da
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Start with: firstlight tokenizer train, prepare, train, eval, generate.",
+    epilog="Start with: firstlight tokenizer train, prepare, train, eval, chat.",
 )
 @click.version_option(package_name="firstlight")
 def firstlight() -> None:
@@ -54,6 +57,9 @@ for command in (
     train_command,
     eval_command,
     generate_command,
+    chat_command,
+    serve_command,
+    report_command,
     info_command,
     bench_group,
     convert_command,

@@ -1,0 +1,92 @@
+"""`firstlight chat`: a conversation in the terminal, or on a web page of this machine."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from firstlight.cli.chat_terminal import Terminal, shown
+from firstlight.console import say
+from firstlight.errors import ConfigError
+
+
+@click.command("chat")
+@click.argument("checkpoint")
+@click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
+@click.option("--max-new-tokens", type=int, default=512, show_default=True, help="Of an answer.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="Of the weights; see generate.")
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=False,
+    show_default=True,
+    help="Decode through torch.compile: half a minute of compiling, then faster.",
+)
+@click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
+@click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")
+@click.option("--port", type=int, help="With --web; default 8000, 0 is any that is free.")
+def chat_command(
+    checkpoint: str,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    device: str,
+    dtype: str,
+    compiled: bool,
+    web: bool,
+    host: str | None,
+    port: int | None,
+) -> None:
+    """Talk with a model, through its chat template. A model without one continues what you write.
+
+    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    Messages can be piped in, one a line; then nothing but the answers goes to stdout.
+    """
+    if not web and (host is not None or port is not None):
+        raise ConfigError("--host and --port are of the web page: add --web")
+    from firstlight.generation.chat import ChatSession, ConversationDecoder
+    from firstlight.generation.engine import load
+    from firstlight.generation.sampling import SamplingConfig
+    from firstlight.hardware import find_hardware
+
+    settings = SamplingConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    if web:
+        from firstlight.serving.chat_ui import require_web, serve_chat
+
+        address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
+    loaded = load(checkpoint, find_hardware(device).device, dtype=dtype)
+    if web:
+        serve_chat(loaded, address, system=system, settings=settings, compile=compiled)
+        return
+    decoder = ConversationDecoder(loaded.model, compile=compiled)
+    session = ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+    if compiled:
+        say("compiling")
+        decoder.with_room(1)
+    terminal = Terminal(session, interactive=sys.stdin.isatty())
+    if sys.stdin.isatty():
+        kind = "" if session.has_template else "; no chat template: it continues what you write"
+        say(f"{shown(loaded.folder.name)}, {session.context:,} tokens of context{kind}")
+        say("/help lists the commands, Ctrl-D leaves")
+    terminal.run()

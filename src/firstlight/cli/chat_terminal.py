@@ -1,0 +1,336 @@
+"""A conversation on stdin and stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from firstlight.cli.output import counted, say_rows, write_out
+from firstlight.console import say
+from firstlight.errors import ConfigError, FirstlightError, nearest
+
+if TYPE_CHECKING:
+    from firstlight.generation.chat import ChatSession
+    from firstlight.generation.sampling import SamplingConfig
+
+_PROMPT, _MORE = "> ", "... "
+_QUOTES = '"""'
+
+#: What moves the cursor, rings, colours, or turns the direction of what follows.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+#: The settings that have a command: its name, that in SamplingConfig, the type, what it does.
+_SETTINGS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (
+    ("temperature", "temperature", float, "0 takes the likeliest token, higher spreads the choice"),
+    ("top-k", "top_k", int, "only the k likeliest tokens; 0 is off"),
+    ("top-p", "top_p", float, "only the likeliest tokens that sum to p; 1 is off"),
+    ("min-p", "min_p", float, "only tokens p times as likely as the likeliest; 0 is off"),
+    ("repetition-penalty", "repetition_penalty", float, "against what was said; 1 is off"),
+    ("max-tokens", "max_new_tokens", int, "of an answer, at most"),
+    ("seed", "seed", int, "the same seed gives the same answers; none is chance"),
+)
+
+_INPUT_HELP = """\
+A line that ends in \\ goes on in the next one; so does a message between two lines of \"\"\".
+A message that begins with / is written with two: //etc.
+Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
+
+
+def shown(text: str) -> str:
+    """Text as a terminal may have it: control characters as their escapes, but for newline and
+    tab."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+# What the person writes
+
+
+class _EndOfInput(Exception):  # noqa: N818
+    """There are no more messages."""
+
+
+class _Input:
+    """Messages from stdin: typed, with the keys of readline where there is one, or piped."""
+
+    def __init__(self, interactive: bool) -> None:
+        self._interactive = interactive
+        self._edited = interactive and sys.stdout.isatty()
+        if self._edited:
+            with contextlib.suppress(ImportError):
+                import readline
+
+                # Pasted lines come as one message.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+
+    def message(self) -> str:
+        """The next message, of one line or several.
+
+        Raises:
+            _EndOfInput: there is none.
+        """
+        line = self._line(_PROMPT)
+        try:
+            if line.startswith(_QUOTES):
+                return self._quoted(line[len(_QUOTES) :])
+            while line.endswith("\\"):
+                line = f"{line[:-1]}\n{self._line(_MORE)}"
+        except _EndOfInput:
+            line = line.removesuffix("\\")
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            write_out("\n")
+            return self.message()
+        return line
+
+    def _quoted(self, text: str) -> str:
+        """The rest of a message that ends with three quotes, or with the input."""
+        with contextlib.suppress(_EndOfInput):
+            while not text.endswith(_QUOTES):
+                text += "\n" + self._line(_MORE)
+        return text.removesuffix(_QUOTES).strip("\n")
+
+    def _line(self, prompt: str) -> str:
+        if self._edited:
+            try:
+                return input(prompt)
+            except EOFError:
+                raise _EndOfInput from None
+            except UnicodeDecodeError:
+                say("firstlight: error: that was not UTF-8")
+                return self._line(prompt)
+        if self._interactive:
+            # Not to stdout, which goes to a file or another program.
+            print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
+        line = sys.stdin.buffer.readline()
+        if not line:
+            raise _EndOfInput
+        return line.decode("utf-8", errors="replace").rstrip("\r\n")
+
+
+# The conversation
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What /NAME does: `run` gets what was written after the name."""
+
+    argument: str
+    help: str
+    run: Callable[[str], None]
+
+
+class Terminal:
+    """A conversation on stdin and stdout. What is no answer goes to stderr."""
+
+    def __init__(self, session: ChatSession, *, interactive: bool) -> None:
+        self._session, self._interactive = session, interactive
+        self._input = _Input(interactive)
+        self._dropped = 0
+        self._leaving = False
+        settings = {
+            name: _Command("[X]", meaning, functools.partial(self._set, name))
+            for name, _, _, meaning in _SETTINGS
+        }
+        self._commands = {
+            "help": _Command("", "this list", lambda _: self._help()),
+            "reset": _Command("", "forget what was said", lambda _: self._reset()),
+            "retry": _Command("", "answer the last message again", lambda _: self._retry()),
+            "undo": _Command("", "take the last message back", lambda _: self._undo()),
+            "system": _Command("[TEXT]", "the system message; none removes it", self._system),
+            **settings,
+            "settings": _Command("", "all of them", lambda _: self._show_settings()),
+            "stats": _Command("", "tokens, speed, context used", lambda _: self._show_stats()),
+            "save": _Command(
+                "FILE", "write the messages as JSON, as OpenAI's API has them", self._save
+            ),
+            "quit": _Command("", "leave", lambda _: self._quit()),
+        }
+
+    def run(self) -> None:
+        """Answer messages until there are no more."""
+        while not self._leaving:
+            try:
+                message = self._input.message()
+            except _EndOfInput:
+                break
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                break
+            # What can't be done is said, and the conversation goes on.
+            try:
+                self._take(message)
+            except FirstlightError as error:
+                say(f"firstlight: error: {error}")
+            except KeyboardInterrupt:  # just before an answer began, or after its end
+                if not self._interactive:
+                    raise
+        else:
+            return
+        if self._interactive:
+            say("")  # the shell's prompt gets a line of its own
+
+    def _take(self, message: str) -> None:
+        if message.startswith("/") and not message.startswith("//"):
+            name, _, text = message[1:].partition(" ")
+            if name not in self._commands:
+                hint = nearest(name, self._commands) or ": /help lists the commands"
+                raise ConfigError(f"there is no command /{name}{hint}")
+            self._commands[name].run(text.strip())
+        elif message.strip() or not self._session.has_template:
+            text = message[1:] if message.startswith("//") else message
+            self._show(lambda: self._session.answer(text))
+
+    # Answers
+
+    def _show(self, answer: Callable[[], Iterator[str]]) -> None:
+        pieces = answer()
+        try:
+            with self._stopping_at_interrupt():
+                for piece in pieces:
+                    write_out(shown(piece))
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+        finally:
+            write_out("\n")
+        self._note()
+
+    @contextlib.contextmanager
+    def _stopping_at_interrupt(self) -> Iterator[None]:
+        """Ctrl-C ends the answer after the token at hand; a second one, at once."""
+        if not self._interactive:
+            yield
+            return
+        pressed = 0
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal pressed
+            pressed += 1
+            if pressed > 1:
+                raise KeyboardInterrupt
+            self._session.stop()
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self) -> None:
+        """Say what the person would wonder about."""
+        stats = self._session.stats
+        assert stats is not None
+        full = stats.prompt_tokens + stats.new_tokens >= self._session.context
+        if stats.finish_reason == "interrupted":
+            say("(stopped)")
+        elif stats.finish_reason == "length" and full:
+            say("(the context is full)")
+        elif stats.finish_reason == "length" and self._session.has_template:
+            say(f"(cut at {counted(stats.new_tokens, 'token')}: /max-tokens)")
+        if stats.dropped > self._dropped:
+            noun = "turn" if self._session.has_template else "token"
+            say(f"(the first {counted(stats.dropped, noun)} no longer fit into the context)")
+        self._dropped = stats.dropped
+
+    # Commands
+
+    def _help(self) -> None:
+        say_rows((f"/{name} {c.argument}", c.help) for name, c in self._commands.items())
+        say(_INPUT_HELP)
+        if not self._session.has_template:
+            say("This model continues your text as it is: begin with a space for a new word.")
+            say("An empty line has it go on.")
+
+    def _reset(self) -> None:
+        self._session.reset()
+        self._dropped = 0
+
+    def _retry(self) -> None:
+        self._show(self._session.retry)
+
+    def _undo(self) -> None:
+        text = self._session.undo()
+        if text is None:
+            raise ConfigError("there is no message yet that could be taken back")
+        start = text if len(text) <= 60 else f"{text[:57]}..."
+        say(f"(taken back: {shown(start)})")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._session.set_system(None if text == "none" else text)
+        say(f"system  {shown(self._session.system or 'none')}")
+
+    def _set(self, name: str, text: str) -> None:
+        field, kind = next((field, kind) for n, field, kind, _ in _SETTINGS if n == name)
+        if text:
+            self._session.settings = _changed(self._session.settings, name, field, kind, text)
+        say(f"{name}  {_value(self._session.settings, field)}")
+
+    def _show_settings(self) -> None:
+        settings = self._session.settings
+        rows = [(name, _value(settings, field)) for name, field, _, _ in _SETTINGS]
+        say_rows([*rows, ("system", shown(self._session.system or "none"))])
+
+    def _show_stats(self) -> None:
+        session, stats = self._session, self._session.stats
+        count = sum(message["role"] == "user" for message in session.messages)
+        rows: list[tuple[str, object]] = [("messages", f"{count:,}")]
+        if stats is not None:
+            used = stats.prompt_tokens + stats.new_tokens
+            share = 100 * used / session.context
+            first = f"the first after {stats.first_token_seconds:.2f} s"
+            rows += [
+                ("last prompt", counted(stats.prompt_tokens, "token")),
+                ("last answer", f"{counted(stats.new_tokens, 'token')} ({stats.finish_reason})"),
+                ("speed", f"{stats.tokens_per_second:.1f} tokens/s, {first}"),
+                ("context", f"{used:,} of {session.context:,} tokens used ({share:.0f} %)"),
+                ("left out", counted(stats.dropped, "turn" if session.has_template else "token")),
+                ("seed", stats.seed),
+            ]
+        say_rows(rows)
+
+    def _save(self, text: str) -> None:
+        from firstlight.files import write_json
+
+        if not text:
+            raise ConfigError("/save needs the name of a file: /save chat.json")
+        path = Path(text).expanduser()
+        write_json(path, self._session.messages)
+        say(f"{counted(len(self._session.messages), 'message')} written to {shown(str(path))}")
+
+    def _quit(self) -> None:
+        self._leaving = True
+
+
+def _changed(
+    settings: SamplingConfig, name: str, field: str, kind: type[int] | type[float], text: str
+) -> SamplingConfig:
+    """Settings with one of them as it was typed.
+
+    Raises:
+        ConfigError: it is no number, or out of range.
+    """
+    if field == "seed" and text == "none":
+        return replace(settings, seed=None)
+    try:
+        value = kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"/{name} needs {what}, not '{text}'") from None
+    changes: dict[str, Any] = {field: value}
+    return replace(settings, **changes)
+
+
+def _value(settings: SamplingConfig, field: str) -> str:
+    value = getattr(settings, field)
+    return "none" if value is None else str(value)

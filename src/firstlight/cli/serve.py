@@ -1,0 +1,207 @@
+"""`firstlight serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from firstlight.cli.output import human_bytes, write_out
+from firstlight.console import say
+
+if TYPE_CHECKING:
+    from firstlight.serving.server import ServerOptions
+    from firstlight.serving.service import Service
+
+
+@click.command("serve")
+@click.argument("checkpoint")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Others than this machine's own need an API key.",
+)
+@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--model-name", help="For clients; the checkpoint's name, if not given.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Its one line must be sent by clients; or set FIRSTLIGHT_API_KEY.",
+)
+@click.option(
+    "--allowed-host",
+    multiple=True,
+    metavar="NAME",
+    help="Another name that requests may be sent to (the header Host); several are allowed.",
+)
+@click.option(
+    "--allowed-origin",
+    multiple=True,
+    metavar="URL",
+    help="A page elsewhere that may ask (the header Origin); several are allowed.",
+)
+@click.option(
+    "--max-batch-size",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Texts that are made at a time.",
+)
+@click.option(
+    "--max-queue",
+    type=int,
+    default=64,
+    show_default=True,
+    help="Texts that may wait; more are refused with 429.",
+)
+@click.option(
+    "--max-context-tokens",
+    type=int,
+    help="Of a text, prompt and answer together; the model's limit, if not given.",
+)
+@click.option(
+    "--request-timeout",
+    type=float,
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one answer, waiting included.",
+)
+@click.option(
+    "--header-timeout",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the head of a request to arrive.",
+)
+@click.option(
+    "--body-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For its body to arrive.",
+)
+@click.option(
+    "--write-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For a client to go on reading.",
+)
+@click.option("--max-body-bytes", type=int, default=2**20, show_default=True)
+@click.option("--max-header-bytes", type=int, default=2**14, show_default=True)
+@click.option("--max-connections", type=int, default=512, show_default=True)
+@click.option(
+    "--shutdown-timeout",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For answers to end, after a signal.",
+)
+@click.option("--device", default="auto", show_default=True)
+@click.option(
+    "--dtype", default="auto", show_default=True, help="Of the weights: auto is the file's."
+)
+@click.option("--loading", default="auto", show_default=True, help="As of `firstlight generate`.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout when ready: url, model, ...",
+)
+def serve_command(
+    checkpoint: str,
+    model_name: str | None,
+    api_key_file: Path | None,
+    allowed_host: tuple[str, ...],
+    allowed_origin: tuple[str, ...],
+    device: str,
+    dtype: str,
+    loading: str,
+    as_json: bool,
+    **bounds: Any,
+) -> None:
+    """Answer OpenAI's clients over HTTP, until Ctrl-C.
+
+    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    """
+    from firstlight.serving.packages import require_packages
+
+    require_packages()
+    from firstlight.generation.engine import load
+    from firstlight.hardware import find_hardware
+    from firstlight.serving.server import ServerOptions, serve
+    from firstlight.serving.service import Limits
+
+    limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
+    options = ServerOptions(
+        model_name=model_name or _name_of(checkpoint),
+        api_key=_api_key(api_key_file),
+        allowed_hosts=allowed_host,
+        allowed_origins=allowed_origin,
+        limits=Limits(**limits),
+        **bounds,
+    )
+    loaded = load(
+        checkpoint,
+        find_hardware(device).device,
+        dtype=dtype,
+        way=loading,  # type: ignore[arg-type]
+    )
+
+    def ready(url: str, service: Service) -> None:
+        _say_ready(url, service, options, as_json)
+
+    serve(loaded, options, on_ready=ready)
+
+
+def _name_of(checkpoint: str) -> str:
+    """A hub id as it is; of a folder its name, since where it lies is nobody's business."""
+    path = Path(checkpoint)
+    return path.resolve().name or "model" if path.exists() else checkpoint
+
+
+def _api_key(file: Path | None) -> bytes | None:
+    """From the file, or else from the environment; never from the command line, which other
+    users of the machine can read.
+
+    Raises:
+        ConfigError, InputError: it can't be a key, or can't be read.
+    """
+    from firstlight.serving.server import KEY_VARIABLE, checked_key, key_from_file
+
+    if file is not None:
+        return key_from_file(file)
+    key = os.environ.get(KEY_VARIABLE)
+    return None if key is None else checked_key(os.fsencode(key), KEY_VARIABLE)
+
+
+def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
+    scheduler = service.scheduler
+    say(f"serving {service.name} at {url}/v1 (Ctrl-C ends it)")
+    say(
+        f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
+        f"keys and values: {human_bytes(service.cache_bytes)}; {options.max_queue} more may wait"
+    )
+    if options.api_key is not None:
+        say("clients need the API key")
+    if as_json:
+        content = {
+            "url": url,
+            "model": service.name,
+            "max_batch_size": options.max_batch_size,
+            "max_context_tokens": scheduler.max_tokens,
+            "cache_bytes": service.cache_bytes,
+            "needs_key": options.api_key is not None,
+        }
+        write_out(json.dumps(content, ensure_ascii=False) + "\n")

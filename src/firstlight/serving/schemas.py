@@ -1,0 +1,185 @@
+"""What a request may say: OpenAI's fields and our own, each with its bounds.
+
+Every field either does what it says or is refused by name; only those that change nothing about
+an answer are accepted without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: Answers to one prompt; prompts of one request.
+MOST_CHOICES, MOST_PROMPTS = 8, 64
+MOST_MESSAGES, MOST_PARTS = 512, 64
+MOST_STOPS, LONGEST_STOP = 4, 256
+MOST_LOGPROBS, MOST_CHAT_LOGPROBS = 5, 20
+#: Token ids of one prompt: more than any context.
+_MOST_IDS = 200_000
+
+_Text = Annotated[str, Field(max_length=256)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
+_Nothing = Annotated[list[Any], Field(max_length=0)] | None
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(_Strict):
+    """`stream_options`.
+
+    Attributes:
+        include_usage: one more chunk at the end, with the numbers of tokens.
+        include_obfuscation: has no effect; nothing is padded.
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What both kinds of requests have.
+
+    Attributes:
+        model: the name that `/v1/models` gives, or none.
+        stream: pieces as they are made, as server-sent events.
+        max_tokens: at most so many new ones for each choice; what the context has no room for is
+            cut.
+        n: so many answers, each with a seed of its own: `seed`, `seed + 1`, ...
+        temperature: 0 takes the likeliest token.
+        top_k, min_p, repetition_penalty: not OpenAI's; see `SamplingConfig`.
+        stop: texts that end an answer and are no part of it.
+        seed: the same seed gives the same answer.
+        user ... prompt_cache_retention: OpenAI's fields that say nothing about the answer:
+            accepted, without effect.
+    """
+
+    model: _Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+            Field(max_length=MOST_STOPS),
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`.
+
+    Attributes:
+        prompt: a text, several, or token ids, which may be control tokens.
+        logprobs: log-probabilities of the tokens chosen and of so many likeliest ones.
+    """
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[_TokenIds, Field(max_length=_MOST_IDS)]
+        | Annotated[list[_TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+
+class TextPart(_Strict):
+    """A part of a message's content; only texts are read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a conversation.
+
+    Attributes:
+        role: "developer" is OpenAI's newer word for "system".
+        content: a text, or parts that are joined.
+        refusal ... tool_calls: what clients send back of an answer of ours, where it is empty.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: (
+        str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)]
+    )
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: _Nothing = None
+    tool_calls: _Nothing = None
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template reads it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`.
+
+    Attributes:
+        messages: the conversation so far.
+        max_completion_tokens: OpenAI's newer name of `max_tokens`.
+        logprobs: log-probabilities of the tokens chosen.
+        top_logprobs: and of so many likeliest ones.
+        parallel_tool_calls: has no effect, since there are no tools.
+    """
+
+    messages: Annotated[
+        list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+    ]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_CHAT_LOGPROBS)] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+#: OpenAI's fields that would change the answer, and that are refused unless their value asks for
+#: nothing. null asks for nothing in any of them.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "moderation": (),
+}

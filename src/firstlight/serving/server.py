@@ -1,0 +1,317 @@
+"""The server as a process: what it listens at, who may ask, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from firstlight.errors import ConfigError, StorageError
+from firstlight.files import read_file
+from firstlight.generation.batch import BatchDecoder
+from firstlight.huggingface import LoadedModel
+from firstlight.serving.api import create_app
+from firstlight.serving.guarding import Access, is_loopback
+from firstlight.serving.protocol import protocol_with
+from firstlight.serving.service import Limits, Service
+
+#: The environment variable of the API key.
+KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
+
+_LONGEST_KEY = 4096
+#: Connections that the system keeps until they are accepted.
+_BACKLOG = 1024
+#: Files of the process besides connections.
+_OTHER_FILES = 128
+#: Seconds beyond the graceful end, for the last bytes to be written.
+_LAST_WRITES = 2.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What is served to whom.
+
+    Attributes:
+        host, port: to listen at; port 0 takes a free one.
+        model_name: for clients.
+        api_key: what they must send; None asks for none.
+        allowed_hosts, allowed_origins: see `Access`.
+        max_batch_size: texts that are decoded together.
+        max_queue: texts that may wait for that.
+        max_context_tokens: of a text, prompt and answer together; None is the model's limit.
+        shutdown_timeout: seconds that answers have to end, when the server is to end.
+        limits: of single requests.
+
+    Raises:
+        ConfigError: others could ask a server without a key, or a value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str = "model"
+    api_key: bytes | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_batch_size: int = 8
+    max_queue: int = 64
+    max_context_tokens: int | None = None
+    shutdown_timeout: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"{self.host} can be reached from other machines: set an API key in the "
+                f"environment variable {KEY_VARIABLE} or with --api-key-file"
+            )
+        limits = self.limits
+        most = 2**31
+        ranges = (
+            ("port", self.port, 0, 65535),
+            ("max_batch_size", self.max_batch_size, 1, 4096),
+            ("max_queue", self.max_queue, 0, most),
+            ("max_context_tokens", self.max_context_tokens, 2, most),
+            ("shutdown_timeout", self.shutdown_timeout, 0, most),
+            ("request_timeout", limits.request_timeout, 0.001, most),
+            ("header_timeout", limits.header_timeout, 0.001, most),
+            ("body_timeout", limits.body_timeout, 0.001, most),
+            ("write_timeout", limits.write_timeout, 0.001, most),
+            ("max_body_bytes", limits.max_body_bytes, 1, most),
+            ("max_header_bytes", limits.max_header_bytes, 256, 2**20),
+            ("max_connections", limits.max_connections, 1, 2**20),
+        )
+        for name, value, least, highest in ranges:
+            # NaN is in no range.
+            if value is not None and not least <= value <= highest:
+                raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
+
+
+def checked_key(key: bytes, where: str) -> bytes:
+    """A key that can be sent in a header.
+
+    Raises:
+        ConfigError: it is empty, or not of visible ASCII characters.
+    """
+    if not key:
+        raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
+    if not all(0x21 <= byte <= 0x7E for byte in key):
+        raise ConfigError(
+            f"the API key in {where} must be one line of visible ASCII characters, without spaces"
+        )
+    return key
+
+
+def key_from_file(path: Path) -> bytes:
+    """The one line of a file.
+
+    Raises:
+        InputError: it can't be read.
+        ConfigError: it holds no key.
+    """
+    return checked_key(read_file(path, _LONGEST_KEY).rstrip(b"\r\n"), str(path))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends with what it has begun, within a bound, and with exit code 0.
+
+    Args:
+        config: uvicorn's.
+        service: that answers.
+        shutdown_timeout: seconds that answers have to end.
+        on_ready: called once connections are taken.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        shutdown_timeout: float,
+        on_ready: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._service, self._shutdown_timeout = service, shutdown_timeout
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take connections."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, let answers end, end those that don't."""
+        loop = asyncio.get_running_loop()
+        stop = self._service.scheduler.stop
+        ending = loop.call_later(
+            self._shutdown_timeout, lambda: threading.Thread(target=stop).start()
+        )
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP end the server; uvicorn would raise them again at the end,
+        and knows nothing of the third. One that is ignored (nohup) stays so."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks for the end, a second SIGINT ends at once."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def new_service(
+    loaded: LoadedModel,
+    options: ServerOptions,
+    make_decoder: Callable[[], BatchDecoder] | None = None,
+) -> Service:
+    """What answers requests with a model; not started.
+
+    Args:
+        make_decoder: called in the thread that uses it; None makes a plain one, by `options`.
+    """
+    context = loaded.model.config.max_position_embeddings
+    most = min(options.max_context_tokens or context, context)
+
+    def plain_decoder() -> BatchDecoder:
+        return BatchDecoder(loaded.model, options.max_batch_size, most)
+
+    return Service(
+        loaded,
+        options.model_name,
+        make_decoder or plain_decoder,
+        max_queue=options.max_queue,
+        limits=options.limits,
+    )
+
+
+def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], None]) -> Server:
+    """The server of a service that is started; `run(sockets=[listening_socket(options)])`.
+
+    Args:
+        on_ready: called once connections are taken.
+    """
+    access = Access.of(
+        options.host, options.api_key, options.allowed_hosts, options.allowed_origins
+    )
+    # What clients do wrong is no news; tracebacks of what we do wrong are.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    config = uvicorn.Config(
+        create_app(service, access),
+        http=protocol_with(options.limits),
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        h11_max_incomplete_event_size=options.limits.max_header_bytes,
+        timeout_graceful_shutdown=round(options.shutdown_timeout + _LAST_WRITES),
+    )
+    return Server(config, service, options.shutdown_timeout, on_ready)
+
+
+def listening_socket(options: ServerOptions) -> socket.socket:
+    """The socket that clients connect to.
+
+    Raises:
+        ConfigError: there is no such address.
+        StorageError: it is in use, or not permitted.
+    """
+    where = f"{options.host} port {options.port}"
+    try:
+        found = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"there is no address {options.host} to listen at: {error}") from error
+    family, _, _, _, address = found[0]
+    try:
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        # The error's own text repeats the address.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise StorageError(f"can't listen at {where}: {reason}; choose another --port") from error
+
+
+def allow_connections(count: int) -> None:
+    """Have the system let this process open so many connections.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    import resource  # not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"the system lets a process open {hard} files, too few for {count} connections: "
+            "lower --max-connections or raise ulimit -n"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where a browser finds a socket."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    loaded: LoadedModel,
+    options: ServerOptions,
+    *,
+    on_ready: Callable[[str, Service], None],
+    make_decoder: Callable[[], BatchDecoder] | None = None,
+) -> None:
+    """Serve a model until a signal comes.
+
+    Args:
+        loaded: with a tokenizer.
+        options: what is served to whom.
+        on_ready: called with the URL and the service, once connections are taken.
+        make_decoder: see `new_service`.
+
+    Raises:
+        ConfigError, StorageError: it can't listen there.
+        ModelError: the model has no tokenizer.
+    """
+    allow_connections(options.limits.max_connections)
+    service = new_service(loaded, options, make_decoder)
+    with listening_socket(options) as listening:
+        try:
+            service.start()
+            url = url_of(listening)
+            new_server(service, options, lambda: on_ready(url, service)).run([listening])
+        finally:
+            service.stop()

@@ -1,0 +1,231 @@
+"""From what a request asks for to the texts that are to be continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.generation.chat import turn_end_ids
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.engine import tokenizer_of
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.huggingface import LoadedModel
+from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat
+from firstlight.serving.bodies import read_request
+from firstlight.serving.problems import RequestError, too_long
+from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from firstlight.serving.token_text import TokenTexts
+
+#: Tokens of a completion that doesn't say, as OpenAI's. A chat's answer may fill the context.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one request asks for.
+
+    Attributes:
+        texts: one for each choice: those of the first prompt, those of the second, ...
+        prompt_tokens: of all prompts.
+        answer: how the answer is told.
+        stream: piece by piece.
+        tells_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    texts: list[Continuation]
+    prompt_tokens: int
+    answer: AnswerFormat
+    stream: bool
+    tells_usage: bool
+
+
+class Workshop:
+    """Makes work of requests. Its methods take their time: they are for threads of their own.
+
+    Args:
+        loaded: with a tokenizer.
+        name: of the model, for clients.
+        context: tokens of a text, prompt and answer together.
+        capacity: how many texts there may be at a time.
+    """
+
+    def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
+        self._loaded, self.name, self.context = loaded, name, context
+        self._tokenizer = tokenizer_of(loaded)
+        self._texts = TokenTexts(self._tokenizer)
+        self._capacity = capacity
+        self._ends = loaded.eos_token_ids
+        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
+        self._chat_ends = tuple(dict.fromkeys(ends))
+
+    def completion(self, body: bytes) -> Work:
+        """What a body sent to `/v1/completions` asks for.
+
+        Raises:
+            RequestError: it can't be done.
+            ModelError: the model can't be used any more.
+        """
+        request = read_request(CompletionRequest, body)
+        self._require_usual(request)
+        prompts = self._prompts(request.prompt)
+        tells_usage = _tells_usage(request)
+        texts = None if request.logprobs is None else self._texts
+        return self._work(
+            request,
+            prompts,
+            CompletionFormat(self.name, texts, tells_usage=tells_usage),
+            max_tokens=request.max_tokens or _COMPLETION_TOKENS,
+            logprobs=request.logprobs,
+            end_ids=self._ends,
+        )
+
+    def chat(self, body: bytes) -> Work:
+        """What a body sent to `/v1/chat/completions` asks for.
+
+        Raises:
+            RequestError: it can't be done.
+            ModelError: the model can't be used any more.
+        """
+        if self._tokenizer.chat_template is None:
+            raise RequestError(
+                400,
+                "this model has no chat template, so it can't take messages: send its text as "
+                "prompt to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        request = read_request(ChatRequest, body)
+        self._require_usual(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        most = request.max_completion_tokens
+        if None not in (most, request.max_tokens) and most != request.max_tokens:
+            raise RequestError(
+                400,
+                "max_tokens and max_completion_tokens differ: give one of them",
+                param="max_tokens",
+            )
+        prompt_ids = self._encoded_chat(request)
+        texts = self._texts if request.logprobs else None
+        return self._work(
+            request,
+            [prompt_ids],
+            ChatFormat(self.name, texts, tells_usage=_tells_usage(request)),
+            max_tokens=most or request.max_tokens or self.context,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            end_ids=self._chat_ends,
+        )
+
+    def _require_usual(self, request: GenerationRequest) -> None:
+        """What both kinds of requests must keep to.
+
+        Raises:
+            RequestError, ModelError: see `completion`.
+        """
+        self._loaded.require_unchanged()
+        if request.model is not None and request.model != self.name:
+            raise RequestError(
+                404,
+                f"the model '{request.model}' does not exist: this server has '{self.name}'",
+                param="model",
+                code="model_not_found",
+            )
+        if request.stream_options is not None and not request.stream:
+            raise RequestError(400, "stream_options needs stream: true", param="stream_options")
+
+    def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+        """Ids of one or more prompts."""
+        several: Sequence[str | list[int] | int]
+        several = [prompt] if isinstance(prompt, str) else prompt
+        if isinstance(several[0], int):
+            several = [several]  # type: ignore[list-item]
+        return [self._encoded(one) for one in several]  # type: ignore[arg-type]
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                return self._tokenizer.encode_prompt(prompt)
+            except (InputError, TokenizerError) as error:
+                raise RequestError(400, f"prompt: {error}", param="prompt") from None
+        size = self._loaded.model.config.vocab_size
+        if max(prompt) >= size:
+            raise RequestError(
+                400,
+                f"prompt holds the token id {max(prompt)}, and the model has {size} tokens",
+                param="prompt",
+            )
+        return prompt
+
+    def _encoded_chat(self, request: ChatRequest) -> list[int]:
+        messages = [message.plain() for message in request.messages]
+        try:
+            return self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        except (InputError, TokenizerError) as error:
+            raise RequestError(400, f"messages: {error}", param="messages") from None
+
+    def _work(
+        self,
+        request: GenerationRequest,
+        prompts: list[list[int]],
+        answer: AnswerFormat,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        end_ids: tuple[int, ...],
+    ) -> Work:
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        choices = request.n or 1
+        if len(prompts) * choices > self._capacity:
+            raise RequestError(
+                400,
+                f"{len(prompts) * choices} answers are asked for, and this server takes "
+                f"{self._capacity} at a time",
+                param="n" if len(prompts) == 1 else param,
+            )
+        for prompt_ids in prompts:
+            if not prompt_ids:
+                raise RequestError(400, f"{param} has no tokens to go on from", param=param)
+            if len(prompt_ids) >= self.context:
+                raise too_long(len(prompt_ids), self.context, param)
+        texts = [
+            Continuation(
+                prompt_ids,
+                _sampling(request, choice, max_tokens, logprobs),
+                context=self.context,
+                eos_token_ids=end_ids,
+                tokenizer=self._tokenizer,
+            )
+            for prompt_ids in prompts
+            for choice in range(choices)
+        ]
+        tokens = sum(map(len, prompts))
+        return Work(texts, tokens, answer, bool(request.stream), _tells_usage(request))
+
+
+def _sampling(
+    request: GenerationRequest, choice: int, max_tokens: int, logprobs: int | None
+) -> SamplingConfig:
+    """How one choice is made; what is not said is as OpenAI has it."""
+    seed = request.seed
+    try:
+        return SamplingConfig(
+            max_new_tokens=max_tokens,
+            # 0 is greedy, and no lack of an answer.
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            min_p=request.min_p or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            stop=request.stop_texts,
+            logprobs=logprobs,
+            # Negative seeds are OpenAI's, too.
+            seed=None if seed is None else (seed + choice) % 2**63,
+        )
+    except ConfigError as error:
+        raise RequestError(400, str(error)) from None
+
+
+def _tells_usage(request: GenerationRequest) -> bool:
+    options = request.stream_options
+    return options is not None and bool(options.include_usage)

@@ -1,0 +1,275 @@
+"""The server with a tiny model: on a port of its own in a thread, or without any sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from tiny import PATIENCE, WatchedDecoder, tiny_loaded
+
+from firstlight.huggingface import LoadedModel
+from firstlight.serving.api import create_app
+from firstlight.serving.guarding import Access, Guard
+from firstlight.serving.server import (
+    ServerOptions,
+    listening_socket,
+    new_server,
+    new_service,
+    url_of,
+)
+from firstlight.serving.service import Limits, Service
+
+T = TypeVar("T")
+KEY = b"Secret-Key-1"
+
+
+@dataclass
+class Live:
+    """A server that runs.
+
+    Attributes:
+        url: where.
+        service: what answers.
+        decoder: what it decodes with.
+    """
+
+    url: str
+    service: Service
+    decoder: WatchedDecoder
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """For sockets."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        return parts.hostname, parts.port
+
+    def connect(self) -> socket.socket:
+        """A connection that gives up when nothing comes."""
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def sample(self, name: str, **labels: str) -> float:
+        """A number of /metrics."""
+        return sample(self.service, name, **labels)
+
+
+def sample(service: Service, name: str, **labels: str) -> float:
+    """A number that a service counts; 0 before it is counted first."""
+    return service.metrics._registry.get_sample_value(name, labels) or 0.0
+
+
+@contextmanager
+def live(
+    decoder: WatchedDecoder | None = None,
+    *,
+    loaded: LoadedModel | None = None,
+    **options: Any,
+) -> Iterator[Live]:
+    """A server on a free port of this machine, in a thread."""
+    decoder = WatchedDecoder() if decoder is None else decoder
+    chosen = ServerOptions(**{"port": 0, "model_name": "tiny", "shutdown_timeout": 0, **options})
+    service = new_service(loaded or tiny_loaded(), chosen, lambda: decoder)
+    with listening_socket(chosen) as listening:
+        service.start()
+        ready = threading.Event()
+        server = new_server(service, chosen, ready.set)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        url = url_of(listening)
+        thread.start()
+        try:
+            assert ready.wait(PATIENCE)
+            yield Live(url, service, decoder)
+        finally:
+            decoder.release()
+            server.should_exit = True
+            thread.join(PATIENCE)
+            service.stop()
+            assert not thread.is_alive()
+
+
+@dataclass
+class Answer:
+    """A response.
+
+    Attributes:
+        status: 0 where none has begun.
+        headers: the last of each name.
+        body: as far as it has come.
+        complete: whether its end has come.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    complete: bool = False
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, which must have OpenAI's shape."""
+        (error,) = self.json.values()
+        assert set(self.json) == {"error"}
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert isinstance(error["type"], str)
+        for name in ("param", "code"):
+            assert error[name] is None or isinstance(error[name], str)
+        assert "Traceback" not in error["message"]
+        assert "/a/folder" not in error["message"]
+        return error  # type: ignore[no-any-return]
+
+
+@dataclass
+class Request:
+    """A request that a test makes without sockets.
+
+    Attributes:
+        gone: to be set when the client goes away.
+    """
+
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: list[bytes]
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: Answer = field(default_factory=Answer)
+    on_body: Callable[[bytes], None] = lambda content: None
+    state: dict[str, Any] = field(default_factory=dict)
+
+    async def receive(self) -> dict[str, Any]:
+        """As ASGI has it."""
+        if self.body:
+            content = self.body.pop(0)
+            return {"type": "http.request", "body": content, "more_body": bool(self.body)}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        """As ASGI has it."""
+        if message["type"] == "http.response.start":
+            assert self.answer.status == 0
+            self.answer.status = message["status"]
+            self.answer.headers = {
+                name.decode().lower(): value.decode() for name, value in message["headers"]
+            }
+            return
+        assert not self.answer.complete
+        self.answer.body += message["body"]
+        self.answer.complete = not message.get("more_body", False)
+        self.on_body(message["body"])
+
+
+class Direct:
+    """An application that is called without sockets.
+
+    Attributes:
+        service: what answers.
+        decoder: what it decodes with.
+    """
+
+    def __init__(self, app: Guard, service: Service, decoder: WatchedDecoder) -> None:
+        self._app, self.service, self.decoder = app, service, decoder
+        self._runner = asyncio.Runner()
+        self.run(self._attach())
+
+    async def _attach(self) -> None:
+        self.service.attach(asyncio.get_running_loop())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """In the application's event loop."""
+        return self._runner.run(coroutine)
+
+    def close(self) -> None:
+        """End it."""
+        self.decoder.release()
+        self.service.stop()
+        self._runner.close()
+
+    async def answer(self, request: Request) -> Answer:
+        """Ask, in the event loop."""
+        path, _, query = request.path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": request.method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": query.encode(),
+            "headers": request.headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+            "state": request.state,
+        }
+        await self._app(scope, request.receive, request.send)
+        return request.answer
+
+    def ask(
+        self,
+        path: str,
+        content: Any = None,
+        *,
+        method: str | None = None,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        body: list[bytes] | None = None,
+    ) -> Answer:
+        """Ask, and wait for the answer. `content` is sent as JSON, `body` as it is."""
+        request = request_for(path, content, method=method, headers=headers, body=body)
+        return self.run(self.answer(request))
+
+
+def request_for(
+    path: str,
+    content: Any = None,
+    *,
+    method: str | None = None,
+    headers: list[tuple[bytes, bytes]] | None = None,
+    body: list[bytes] | None = None,
+) -> Request:
+    """A request with JSON, or with other headers and another body."""
+    if body is None:
+        body = [b"" if content is None else json.dumps(content).encode()]
+    if headers is None:
+        headers = [(b"host", b"localhost:8000"), (b"content-type", b"application/json")]
+    method = method or ("GET" if content is None and body == [b""] else "POST")
+    return Request(method, path, headers, body)
+
+
+def new_direct(
+    decoder: WatchedDecoder | None = None,
+    *,
+    loaded: LoadedModel | None = None,
+    access: Access | None = None,
+    max_queue: int = 64,
+    limits: Limits | None = None,
+) -> Direct:
+    """An application with a tiny model."""
+    decoder = WatchedDecoder() if decoder is None else decoder
+    options = ServerOptions(model_name="tiny", max_queue=max_queue, limits=limits or Limits())
+    service = new_service(loaded or tiny_loaded(), options, lambda: decoder)
+    service.start()
+    app = create_app(service, access or Access.of("127.0.0.1", None))
+    return Direct(app, service, decoder)
+
+
+def events(body: bytes) -> list[Any]:
+    """The server-sent events of a stream, which must end as OpenAI's do."""
+    parts = body.decode().split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts)
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]

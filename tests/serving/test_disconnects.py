@@ -1,0 +1,357 @@
+"""Clients that go away, and clients that don't read: what was for them ends, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from live import Direct, Live, Request, live, new_direct, request_for, sample
+from tiny import PATIENCE, WatchedDecoder
+
+from firstlight.serving.protocol import GuardedProtocol
+from firstlight.serving.scheduler import Job
+from firstlight.serving.service import Limits
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def content_for(path: str, **fields: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    needed = {"prompt": "x"} if path == PATHS[0] else plain
+    # Greedy: the token that ends a turn isn't met by chance.
+    return {**needed, "max_tokens": 60, "temperature": 0, **fields}
+
+
+@contextmanager
+def held(sequences: int = 2) -> Iterator[Direct]:
+    """An application whose decoder waits for the test."""
+    app = new_direct(WatchedDecoder(sequences, held=True))
+    try:
+        yield app
+    finally:
+        app.close()
+
+
+async def begun(app: Direct, request: Request, steps: int) -> asyncio.Task[Any]:
+    """A request, after so many steps."""
+    task = asyncio.create_task(app.answer(request))
+    app.decoder.allow(steps)
+    await asyncio.to_thread(app.decoder.wait_for, lambda: app.decoder.steps == steps)
+    return task
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_more_than_two_steps_are_done_for_a_client_that_went_away(
+    path: str, stream: bool, n: int
+) -> None:
+    with held() as app:
+        request = request_for(path, content_for(path, stream=stream, n=n))
+
+        async def leave() -> None:
+            task = await begun(app, request, 5)
+            request.gone.set()
+            await task
+
+        app.run(leave())
+        assert sample(app.service, "firstlight_client_disconnects_total") == 1
+        status = "200" if stream else "499"
+        assert sample(app.service, "firstlight_requests_total", route=path, status=status) == 1
+        app.decoder.release()
+        # The decoder may go on as it likes; when another text is complete, it has nothing else.
+        other = app.ask(PATHS[0], content_for(PATHS[0], max_tokens=4))
+        assert other.status == 200
+        assert app.decoder.steps <= 5 + 2 + 3
+        assert app.service.scheduler.running == 0
+
+
+def test_a_client_that_went_away_while_it_waited_leaves_its_place_in_the_queue() -> None:
+    with held(1) as app:
+        first, second = (request_for(PATHS[0], content_for(PATHS[0], max_tokens=4)) for _ in "ab")
+
+        async def leave() -> None:
+            task = await begun(app, first, 1)
+            waiting = asyncio.create_task(app.answer(second))
+            while app.service.scheduler.waiting == 0:
+                await asyncio.sleep(0)
+            second.gone.set()
+            await waiting
+            assert app.service.scheduler.waiting == 0
+            app.decoder.release()
+            await task
+
+        app.run(leave())
+        assert first.answer.status == 200
+        assert len(app.decoder.prompts) == 1
+
+
+def test_a_client_that_went_away_before_its_body_was_whole_is_nobody() -> None:
+    with held() as app:
+        request = request_for(PATHS[0], body=[b'{"prompt"'])
+        request.body.append(b"")
+        plain = request.receive
+
+        async def receive() -> dict[str, Any]:
+            message = await plain()
+            return {**message, "more_body": True} if message["type"] == "http.request" else message
+
+        request.receive = receive  # type: ignore[method-assign]
+        request.gone.set()
+        app.run(app.answer(request))
+        assert app.decoder.prompts == []
+        route = {"route": PATHS[0], "status": "499"}
+        assert sample(app.service, "firstlight_requests_total", **route) == 1
+
+
+def test_a_client_that_does_not_read_is_dropped_with_a_bounded_number_of_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("firstlight.serving.service._MOST_UNREAD", 10)
+    with held() as app:
+        app.decoder.release()
+        aborted = asyncio.Event()
+        request = request_for(PATHS[0], content_for(PATHS[0], stream=True, max_tokens=90))
+        cancelled: list[Job] = []
+        plain_cancel = app.service.scheduler.cancel
+
+        def cancel(jobs: Sequence[Job]) -> None:
+            cancelled.extend(jobs)
+            plain_cancel(jobs)
+
+        def abort() -> None:
+            assert len(cancelled) == 1  # before anybody waits for the connection
+            aborted.set()
+
+        monkeypatch.setattr(app.service.scheduler, "cancel", cancel)
+        request.state["abort"] = abort
+        plain = request.send
+
+        async def send(message: Any) -> None:
+            await plain(message)
+            await aborted.wait()  # as a full buffer makes it wait
+
+        request.send = send  # type: ignore[method-assign]
+        app.run(asyncio.wait_for(app.answer(request), PATIENCE))
+        assert sample(app.service, "firstlight_client_disconnects_total") == 1
+        assert sample(app.service, "firstlight_generated_tokens_total") < 90
+        assert app.ask(PATHS[0], content_for(PATHS[0], max_tokens=2)).status == 200
+        assert app.service.scheduler.running == 0
+
+
+def test_a_connection_that_breaks_while_it_is_written_to_ends_its_texts() -> None:
+    with held() as app:
+        content = content_for(PATHS[0], stream=True, max_tokens=90)
+        request = request_for(PATHS[0], content)
+
+        def fail(body: bytes) -> None:
+            raise OSError("broken pipe")
+
+        request.on_body = fail
+        with pytest.raises(OSError, match="broken pipe"):
+            app.run(app.answer(request))
+        app.decoder.release()
+        assert app.ask(PATHS[0], content_for(PATHS[0], max_tokens=4)).status == 200
+        assert app.decoder.steps <= 2 + 3
+        assert app.service.scheduler.running == 0
+
+
+# On sockets
+
+
+def raw_request(path: str, content: Any) -> bytes:
+    """As a client sends it."""
+    body = json.dumps(content).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@contextmanager
+def counting_answers(server: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Gives a function that waits until so many requests are over."""
+    changed, over = threading.Condition(), 0
+    plain = server.service.metrics.count_request
+
+    def count(route: str, status: int) -> None:
+        nonlocal over
+        plain(route, status)
+        with changed:
+            over += 1
+            changed.notify_all()
+
+    def wait(requests: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: over >= requests, PATIENCE)
+
+    monkeypatch.setattr(server.service.metrics, "count_request", count)
+    yield wait
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["plain", "pipelining", "pipelining later", "upgrading", "half-closing"]
+)
+def test_a_closed_connection_is_seen_while_the_decoder_works(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, kind: str
+) -> None:
+    decoder = WatchedDecoder(2, held=True)
+    with live(decoder) as server, counting_answers(server, monkeypatch) as wait_for_answers:
+        connection = server.connect()
+        sent = raw_request(PATHS[0], content_for(PATHS[0], stream=stream))
+        if kind == "upgrading":
+            upgrade = b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13"
+            sent = sent.replace(b"\r\nContent-Type", upgrade + b"\r\nContent-Type")
+        connection.sendall(sent + (sent * 3 if kind == "pipelining" else b""))
+        decoder.allow(3)
+        decoder.wait_for(lambda: decoder.steps == 3)
+        if kind == "pipelining later":
+            connection.sendall(sent)
+        if kind == "half-closing":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        wait_for_answers(1)  # with the decoder at work
+        connection.close()
+        decoder.release()
+        with server.connect() as other:
+            other.sendall(raw_request(PATHS[0], content_for(PATHS[0], max_tokens=4)))
+            assert other.recv(100).startswith(b"HTTP/1.1 200")
+        assert decoder.steps <= 3 + 2 + 3
+        assert len(decoder.prompts) == 2
+
+
+def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = WatchedDecoder(8)
+    plain = socket.create_server
+
+    def small(*args: Any, **values: Any) -> socket.socket:
+        made = plain(*args, **values)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made
+
+    lost = threading.Event()
+    plain_lost = GuardedProtocol.connection_lost
+
+    def connection_lost(self: GuardedProtocol, error: Exception | None) -> None:
+        plain_lost(self, error)
+        lost.set()
+
+    monkeypatch.setattr(socket, "create_server", small)
+    monkeypatch.setattr(GuardedProtocol, "connection_lost", connection_lost)
+    with (
+        live(decoder, limits=Limits(write_timeout=0.2)) as server,
+        counting_answers(server, monkeypatch) as wait_for_answers,
+        socket.socket() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        content = content_for(PATHS[1], n=8, logprobs=True, top_logprobs=20)
+        connection.sendall(raw_request(PATHS[1], content))  # plain: half a megabyte at once
+        wait_for_answers(1)
+        assert lost.wait(PATIENCE)
+        connection.settimeout(PATIENCE)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(2**16):
+                received += piece
+        head, _, body = received.partition(b"\r\n\r\n")
+        (length,) = re.findall(rb"content-length: (\d+)", head)
+        assert len(body) < int(length) // 2
+
+
+def drop(server: Live, generator: random.Random) -> int:
+    """Ask, read a little or nothing, and go away; return how many requests were made."""
+    path = generator.choice(PATHS)
+    content = content_for(path, stream=generator.random() < 0.6, n=generator.randint(1, 3))
+    sent = raw_request(path, {**content, "max_tokens": generator.randint(20, 90)})
+    connection = server.connect()
+    if generator.random() < 0.2:  # before it is whole
+        connection.sendall(sent[: generator.randrange(len(sent))])
+        connection.close()
+        return 0
+    connection.sendall(sent)
+    if b'"stream": true' in sent:
+        for _ in range(generator.choice((0, 0, 1, 1, 3))):
+            connection.recv(400)
+    if generator.random() < 0.5:  # with a reset
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    return 1
+
+
+def dropped(server: Live, count: int, seed: int) -> None:
+    """So many clients that go away, four at a time; afterwards nothing is left of them."""
+
+    def some(part: int) -> None:
+        generator = random.Random(seed * 100 + part)
+        for _ in range(count // 4):
+            drop(server, generator)
+
+    threads = [threading.Thread(target=some, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Those that went away are before this one, whatever state they are in.
+    with server.connect() as last:
+        last.sendall(raw_request(PATHS[0], content_for(PATHS[0], max_tokens=3)))
+        assert last.recv(2000).startswith(b"HTTP/1.1 200")
+
+
+def wait_for_nothing(server: Live) -> None:
+    """Ask until the server has no texts but those of the one who asks."""
+    for _ in range(10_000):
+        with server.connect() as connection:
+            connection.sendall(raw_request(PATHS[0], content_for(PATHS[0], max_tokens=2)))
+            assert connection.recv(2000).startswith(b"HTTP/1.1 ")
+        scheduler = server.service.scheduler
+        if (scheduler.running, scheduler.waiting) == (0, 0):
+            return
+    raise AssertionError("texts of clients that went away are still made")
+
+
+def jobs_left() -> int:
+    """How many jobs anything in this process still knows of."""
+    gc.collect()
+    return sum(type(one) is Job for one in gc.get_objects())
+
+
+def test_of_fifty_dropped_connections_nothing_is_left() -> None:
+    before = jobs_left()
+    with live(WatchedDecoder(4), max_queue=200) as server:
+        dropped(server, 50, seed=1)
+        wait_for_nothing(server)
+        assert len(server.decoder) == 0
+        assert server.sample("firstlight_client_disconnects_total") > 5
+        assert jobs_left() <= before + 1  # the loop's variable
+
+
+@pytest.mark.slow
+def test_of_a_thousand_dropped_connections_nothing_is_left() -> None:
+    before = jobs_left()
+    with live(WatchedDecoder(4), max_queue=200) as server:
+        dropped(server, 200, seed=2)
+        wait_for_nothing(server)
+        gc.collect()
+        process = psutil.Process()
+        memory = process.memory_info().rss
+        files = process.num_fds()
+        dropped(server, 1000, seed=3)
+        wait_for_nothing(server)
+        assert len(server.decoder) == 0
+        assert server.sample("firstlight_client_disconnects_total") > 100
+        assert jobs_left() <= before + 1
+        assert process.memory_info().rss - memory < 30e6
+        assert process.num_fds() <= files + 8

@@ -1,0 +1,226 @@
+"""Requests of all kinds, made by the thousand: no 5xx, and every error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live import Answer, Direct, events, new_direct
+from tiny import WatchedDecoder
+
+from firstlight.serving.schemas import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
+from firstlight.serving.service import Limits
+
+PATHS: dict[str, type[GenerationRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+NAMES = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *REFUSED, "foo", ""})
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from([10**400, -1, 0, 1e308, "\x00", "<|im_end|>", "\U0010ffff"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=12,
+)
+_TEXT = st.text(max_size=30) | st.sampled_from(["the star", "<|im_end|>", "日本 🙂"])
+_IDS = st.lists(st.integers(0, 321), min_size=1, max_size=10)
+#: Values that are allowed; of others there are enough in JSON.
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": _TEXT
+    | st.lists(_TEXT, min_size=1, max_size=3)
+    | _IDS
+    | st.lists(_IDS, min_size=1, max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {
+                "role": st.sampled_from(["system", "user", "assistant", "developer"]),
+                "content": _TEXT
+                | st.lists(
+                    st.fixed_dictionaries({"type": st.just("text"), "text": _TEXT}),
+                    min_size=1,
+                    max_size=3,
+                ),
+            }
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    "model": st.sampled_from([None, "tiny", "other"]),
+    "stream": st.just(True),
+    "stream_options": st.sampled_from([None, {}, {"include_usage": True}]),
+    "max_tokens": st.integers(1, 4),
+    "max_completion_tokens": st.integers(1, 4),
+    "n": st.integers(1, 3),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(0, 400),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0.01, 100),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=4),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "logprobs": st.integers(0, 5) | st.booleans(),
+    "top_logprobs": st.integers(0, 20),
+}
+
+
+_NEEDED = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+_SPOILED = [b"", b"", b"\x00", b"\xff", b'"', b"{", b"]", b"NaN", b"9" * 50]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """Paths and bodies, from what is fine to what is nonsense."""
+    path = draw(st.sampled_from(sorted(PATHS)))
+    needed = _NEEDED[path]
+    if draw(st.integers(0, 9)) == 0:
+        return path, draw(st.binary(max_size=60) | JSON.map(lambda one: json.dumps(one).encode()))
+    fields = sorted(name for name in FIELDS if name in PATHS[path].model_fields)
+    chosen = draw(st.lists(st.sampled_from(fields), max_size=4))
+    content = {name: draw(FIELDS[name]) for name in [needed, *chosen]}
+    content.setdefault("max_tokens", 2)
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+        content[draw(st.sampled_from(NAMES))] = draw(JSON)
+    body = json.dumps(content).encode()
+    if draw(st.integers(0, 4)) == 0:  # a part of it, or something in the middle of it
+        place, added = draw(st.integers(0, len(body))), draw(st.sampled_from(_SPOILED))
+        body = body[:place] + added + (body[place:] if added else b"")
+    return path, body
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[Direct]:
+    """An application that is asked many times."""
+    app = new_direct(WatchedDecoder(8))
+    yield app
+    app.close()
+
+
+def require_proper(answer: Answer, path: str) -> None:
+    """No 5xx, OpenAI's shape in every case."""
+    assert answer.complete
+    assert answer.status in (200, 400, 404), answer.body
+    if answer.status != 200:
+        assert answer.error["message"]
+    elif answer.headers["content-type"] == "application/json":
+        found = answer.json
+        generated = found["usage"]["completion_tokens"]
+        assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] + generated
+        for choice in found["choices"]:
+            assert choice["finish_reason"] in ("length", "stop")
+            assert isinstance(choice["text" if "text" in choice else "message"], str | dict)
+    else:
+        chunks = events(answer.body)
+        assert not any("error" in chunk for chunk in chunks)
+
+
+def hunted(direct: Direct, count: int) -> tuple[Callable[[], None], list[int]]:
+    """A hypothesis test of so many requests, and the statuses that it will have seen."""
+    statuses: list[int] = []
+
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck), database=None)
+    @given(request=requests())
+    def hunt(request: tuple[str, bytes]) -> None:
+        path, body = request
+        answer = direct.ask(path, method="POST", body=[body])
+        require_proper(answer, path)
+        statuses.append(answer.status)
+
+    return hunt, statuses
+
+
+def require_settled(direct: Direct) -> None:
+    assert (direct.service.scheduler.running, direct.service.scheduler.waiting) == (0, 0)
+    assert direct.ask("/health").status == 200
+
+
+def test_a_thousand_requests(direct: Direct) -> None:
+    hunt, statuses = hunted(direct, 1000)
+    hunt()
+    require_settled(direct)
+    # Enough of them are fine for the others to be told apart from them.
+    assert len(statuses) >= 1000
+    assert statuses.count(200) > 150
+    assert statuses.count(400) > 150
+
+
+@pytest.mark.slow
+def test_twenty_thousand_requests(direct: Direct) -> None:
+    hunt, statuses = hunted(direct, 20_000)
+    hunt()
+    require_settled(direct)
+    assert len(statuses) >= 20_000
+
+
+_HEADER = st.tuples(
+    st.sampled_from(
+        [b"host", b"origin", b"authorization", b"content-type", b"content-length", b"expect",
+         b"content-encoding", b"transfer-encoding", b"cookie", b"range", b"x-forwarded-for"]
+    ),
+    st.binary(max_size=20) | st.sampled_from(
+        [b"localhost", b"application/json", b"http://localhost", b"null", b"-1", b"99999999999"]
+    ),
+)  # fmt: skip
+
+
+@given(
+    method=st.sampled_from(["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "X"]),
+    path=st.sampled_from(["/health", "/metrics", "/v1/models", "/v1/completions", "/v1/models/"])
+    | st.text(st.characters(codec="utf-8"), max_size=20).map(lambda text: f"/{text}"),
+    headers=st.lists(_HEADER, max_size=5),
+    local=st.booleans(),
+)
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+def test_requests_to_anywhere_with_any_headers(
+    direct: Direct, method: str, path: str, headers: list[tuple[bytes, bytes]], local: bool
+) -> None:
+    sent = [*([(b"host", b"localhost")] if local else []), *headers]
+    answer = direct.ask(path, method=method, headers=sent, body=[b"{}"])
+    assert answer.complete
+    assert answer.status < 500
+    if answer.status >= 400:
+        assert answer.error["message"]
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing_against_the_document() -> None:
+    """Its own requests, made from /openapi.json: each answer has a status and a shape that the
+    document names."""
+    schemathesis = pytest.importorskip("schemathesis")
+    app = new_direct(WatchedDecoder(8), limits=Limits(max_body_bytes=2**16))
+    try:
+        document = app.ask("/openapi.json").json
+        schema = schemathesis.openapi.from_dict(document)
+        counted = 0
+        for result in schema.get_all_operations():
+            operation = result.ok()
+
+            @settings(max_examples=300, suppress_health_check=list(HealthCheck), database=None)
+            @given(case=operation.as_strategy())
+            def ask(case: Any) -> None:
+                nonlocal counted
+                body = case.body
+                if isinstance(body, dict):
+                    body = {**body, "max_tokens": 2, "max_completion_tokens": None}
+                    if "prompt" in body:
+                        del body["max_completion_tokens"]
+                raw = b"" if type(body).__name__ == "NotSet" else json.dumps(body).encode()
+                answer = app.ask(case.formatted_path, method=case.method.upper(), body=[raw])
+                counted += 1
+                assert answer.status < 500
+                assert str(answer.status) in case.operation.definition.raw["responses"]
+                if answer.status >= 400:
+                    assert answer.error["message"]
+
+            ask()
+        assert counted > 700
+    finally:
+        app.close()

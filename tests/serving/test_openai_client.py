@@ -1,0 +1,362 @@
+"""OpenAI's own client, against a server on a port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from live import KEY, Live, live
+from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
+
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import continuation, generate, pieces_of
+from firstlight.generation.sampling import SamplingConfig
+
+openai = pytest.importorskip("openai")
+
+PROMPT = "the star falls"
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "a light"},
+    {"role": "user", "content": "the first dawn"},
+]
+
+
+def client_of(server: Live, key: str = KEY.decode()) -> Any:
+    """One that tries once."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    """One with a key, for all tests of this file that don't hold it up."""
+    with live(api_key=KEY) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Live) -> Iterator[Any]:
+    """A client with the right key."""
+    with client_of(server) as one:
+        yield one
+
+
+def alone(prompt: str = PROMPT, **config: Any) -> str:
+    """What firstlight.generate says."""
+    return generate(tiny_loaded(), prompt, **config).text
+
+
+def chat_alone(max_new_tokens: int) -> str:
+    """What the model says after the conversation."""
+    ids = tiny_tokenizer().encode_chat(MESSAGES, add_generation_prompt=True)
+    config = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0)
+    text = continuation(tiny_loaded(), ids, config)
+    return "".join(pieces_of(text, BatchDecoder(tiny_model(), 1, CONTEXT)))
+
+
+def test_the_models_are_the_one_there_is(client: Any) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "firstlight")
+    assert client.models.retrieve("tiny").created == model.created
+    with pytest.raises(openai.NotFoundError, match="only 'tiny'"):
+        client.models.retrieve("gpt-4")
+
+
+def test_a_completion(client: Any) -> None:
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0)
+    assert found.id.startswith("cmpl-")
+    assert (found.object, found.model) == ("text_completion", "tiny")
+    (choice,) = found.choices
+    assert choice.text == alone(max_new_tokens=9, temperature=0)
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    prompt_tokens = len(tiny_tokenizer().encode_prompt(PROMPT))
+    assert found.usage.prompt_tokens == prompt_tokens
+    assert found.usage.completion_tokens == 9
+    assert found.usage.total_tokens == prompt_tokens + 9
+
+
+def test_a_completion_in_pieces(client: Any) -> None:
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=20,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *pieces, last = chunks
+    assert "".join(c.choices[0].text for c in pieces) == alone(max_new_tokens=20, temperature=0)
+    assert len(pieces) > 5
+    assert [c.choices[0].finish_reason for c in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in pieces)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert (last.choices, last.usage.completion_tokens) == ([], 20)
+
+
+def test_a_chat(client: Any) -> None:
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0
+    )
+    assert (found.object, found.id[:9]) == ("chat.completion", "chatcmpl-")
+    (choice,) = found.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == chat_alone(9)
+    assert choice.finish_reason == "length"
+    ids = tiny_tokenizer().encode_chat(MESSAGES, add_generation_prompt=True)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 9)
+    # The answer can be sent back as it is.
+    again = client.chat.completions.create(
+        model="tiny",
+        messages=[*MESSAGES, choice.message, {"role": "user", "content": "one"}],
+        max_tokens=2,
+    )
+    assert again.usage.prompt_tokens > len(ids) + 9
+
+
+def test_a_chat_in_pieces(client: Any) -> None:
+    first, *chunks, last, usage = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    text = "".join(chunk.choices[0].delta.content for chunk in chunks)
+    assert text == chat_alone(20)
+    assert (last.choices[0].finish_reason, last.choices[0].delta.content) == ("length", None)
+    assert usage.usage.completion_tokens == 20
+
+
+def test_an_answer_ends_at_the_token_that_ends_a_turn(
+    client: Any, server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = tiny_tokenizer().special_tokens["<|im_end|>"]
+    plain = WatchedDecoder.step
+
+    def ending(self: WatchedDecoder, token_ids: list[int]) -> Any:
+        logits_BV = plain(self, token_ids).clone()
+        if len(self._stored[0]) >= length + 4:
+            logits_BV[:, end] = 100.0
+        return logits_BV
+
+    monkeypatch.setattr(WatchedDecoder, "step", ending)
+    length = len(tiny_tokenizer().encode_chat(MESSAGES, add_generation_prompt=True))
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
+    (choice,) = found.choices
+    assert choice.finish_reason == "stop"
+    assert found.usage.completion_tokens == 4
+    assert choice.message.content == chat_alone(4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_an_answer(client: Any, stream: bool) -> None:
+    whole = alone(max_new_tokens=40, temperature=1, seed=4)
+    stop = whole[30:33]
+    place = whole.find(stop)
+    assert place > 0
+    found = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=40,
+        seed=4,
+        stop=["never there", stop],
+        stream=stream,
+    )
+    chunks = list(found) if stream else [found]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[:place]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_text_as_alone_and_again(client: Any) -> None:
+    texts = [
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, seed=seed)
+        .choices[0]
+        .text
+        for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] == alone(max_new_tokens=30, temperature=1.0, seed=7)
+
+
+def test_without_a_seed_texts_differ(client: Any) -> None:
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, n=3)
+    assert len({choice.text for choice in found.choices}) == 3
+
+
+def test_our_own_settings_are_extras(client: Any) -> None:
+    extras = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3}
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, seed=1, temperature=1.5, extra_body=extras
+    )
+    assert found.choices[0].text == alone(
+        max_new_tokens=30, temperature=1.5, seed=1, top_k=5, min_p=0.01, repetition_penalty=1.3
+    )
+    plain = alone(max_new_tokens=30, temperature=1.5, seed=1)
+    assert found.choices[0].text != plain
+
+
+def test_several_prompts_with_several_choices(client: Any) -> None:
+    prompts = [PROMPT, "one", "a stone under"]
+    found = client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=12, seed=3, stream=False
+    )
+    expected = [
+        alone(prompt, max_new_tokens=12, temperature=1.0, seed=seed)
+        for prompt in prompts
+        for seed in (3, 4)
+    ]
+    assert [choice.text for choice in found.choices] == expected
+    assert [choice.index for choice in found.choices] == list(range(6))
+    assert found.usage.prompt_tokens == sum(
+        len(tiny_tokenizer().encode_prompt(prompt)) for prompt in prompts
+    )
+    assert found.usage.completion_tokens == 6 * 12
+    pieces = [""] * 6
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=12, seed=3, stream=True
+    ):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+    assert pieces == expected
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_prompts_may_be_token_ids(client: Any, several: bool) -> None:
+    ids = tiny_tokenizer().encode_prompt(PROMPT)
+    found = client.completions.create(
+        model="tiny", prompt=[ids, ids] if several else ids, max_tokens=9, temperature=0
+    )
+    assert len(found.choices) == 1 + several
+    assert all(c.text == alone(max_new_tokens=9, temperature=0) for c in found.choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion(client: Any, stream: bool) -> None:
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, temperature=1, seed=2, logprobs=3, stream=stream
+    )
+    chunks = list(found) if stream else [found]
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    tokens, values, tops, offsets = (
+        [
+            entry
+            for chunk in chunks
+            for entry in getattr(chunk.choices[0].logprobs, name)  # none is null
+        ]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    expected = generate(
+        tiny_loaded(), PROMPT, max_new_tokens=30, temperature=1, seed=2, logprobs=3
+    ).logprobs
+    assert expected is not None
+    assert values == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+    assert len(tokens) == len(tops) == len(offsets) == 30
+    for token, offset, value, top in zip(tokens, offsets, values, tops, strict=True):
+        assert top[token] == pytest.approx(value)
+        assert len(top) in (3, 4)
+        if not token.startswith("bytes:"):
+            assert text[offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(client: Any, stream: bool) -> None:
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=20,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        stream=stream,
+    )
+    chunks = list(found) if stream else [found]
+    entries = [
+        entry
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert len(entries) == 20
+    content = b"".join(bytes(entry.bytes) for entry in entries)
+    assert content.decode(errors="replace") == chat_alone(20)
+    for entry in entries:
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob  # greedy
+        assert entry.top_logprobs[1].logprob <= entry.logprob <= 0
+    bare = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=2, logprobs=True, temperature=0
+    )
+    assert [entry.top_logprobs for entry in bare.choices[0].logprobs.content] == [[], []]
+
+
+def test_max_tokens_are_cut_to_what_fits(client: Any) -> None:
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10_000)
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.total_tokens == CONTEXT
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
+    assert chat.usage.total_tokens == CONTEXT
+
+
+def test_a_completion_has_16_tokens_unless_it_says(client: Any) -> None:
+    assert client.completions.create(model="tiny", prompt="").usage.completion_tokens == 16
+
+
+def test_errors_are_of_the_clients_classes(server: Live, client: Any) -> None:
+    with client_of(server, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x", presence_penalty=1.0)
+    assert caught.value.param == "presence_penalty"
+    assert caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="the star " * 200)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="tiny", input="x")
+
+
+def test_a_full_queue_is_a_rate_limit() -> None:
+    decoder = WatchedDecoder(1, held=True)
+    with live(decoder, max_queue=0) as server, client_of(server) as client:
+        first = client.completions.create(model="tiny", prompt="x", max_tokens=9, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="tiny", prompt="x")
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.code == "queue_full"
+        decoder.release()
+        assert list(first)[-1].choices[0].finish_reason == "length"
+        assert server.sample("firstlight_queue_refusals_total") == 1
+        # There is room once more.
+        client.completions.create(model="tiny", prompt="x")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(token_ids: list[int]) -> None:
+        if decoder.steps == 5:
+            raise RuntimeError("in /some/folder")
+
+    decoder = WatchedDecoder(1)
+    decoder.before_step = fail
+    with live(decoder) as server, client_of(server) as client:
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=30, stream=True)
+        with pytest.raises(openai.APIError, match="its log says why") as caught:
+            list(stream)
+        assert "folder" not in str(caught.value)
+
+
+def test_eight_at_a_time_are_what_they_are_alone(client: Any, server: Live) -> None:
+    def ask(seed: int) -> str:
+        found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, seed=seed)
+        return str(found.choices[0].text)
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(24)))
+    assert texts == [alone(max_new_tokens=40, temperature=1.0, seed=seed) for seed in range(24)]

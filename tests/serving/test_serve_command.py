@@ -1,0 +1,307 @@
+"""`firstlight serve` as a process: starting, refusing to start, ending, and standing a siege."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from test_connections import HEALTH, POST, is_closed, read_answer
+from test_disconnects import content_for, raw_request
+from tiny import PATIENCE, tiny_model, tiny_tokenizer
+
+from firstlight.cli.serve import serve_command
+from firstlight.errors import ConfigError, MissingDependencyError, StorageError
+from firstlight.files import write_file
+from firstlight.huggingface import model_files
+from firstlight.serving.packages import require_packages
+from firstlight.stored import save_weights
+from firstlight.weights import weights_to_save
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder."""
+    made = tmp_path_factory.mktemp("models") / "my-model"
+    made.mkdir()
+    for name, text in model_files(tiny_model().config, tiny_tokenizer()).items():
+        write_file(made / name, text)
+    save_weights(weights_to_save(tiny_model()), made)
+    return made
+
+
+@dataclass
+class Running:
+    """A server process.
+
+    Attributes:
+        process: the command.
+        ready: what --json printed.
+    """
+
+    process: subprocess.Popen[bytes]
+    ready: dict[str, Any]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """For sockets."""
+        return "127.0.0.1", int(self.ready["url"].rpartition(":")[2])
+
+    def connect(self) -> socket.socket:
+        """A connection that gives up when nothing comes."""
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit code and stderr after a signal."""
+        self.process.send_signal(number)
+        _, said = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, said.decode()
+
+
+@contextmanager
+def running(folder: Path, *options: str, **environment: str) -> Iterator[Running]:
+    """The command, once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "firstlight", "serve", str(folder), "--port=0", "--json", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            _, said = process.communicate(timeout=PATIENCE)
+            raise AssertionError(said.decode())
+        yield Running(process, json.loads(line))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_it_starts_says_where_and_ends_with_0(folder: Path) -> None:
+    with running(folder, "--max-batch-size=3", "--max-context-tokens=64") as server:
+        ready = server.ready
+        assert ready["model"] == "my-model"
+        assert (ready["max_batch_size"], ready["max_context_tokens"]) == (3, 64)
+        # 2 layers, 2 heads of 4, keys and values, 4 bytes each.
+        assert ready["cache_bytes"] == 2 * 2 * 4 * 2 * 4 * 64 * 3
+        assert ready["needs_key"] is False
+        with urllib.request.urlopen(f"{ready['url']}/v1/models", timeout=PATIENCE) as answer:
+            (card,) = json.load(answer)["data"]
+        assert card["id"] == "my-model"
+        with server.connect() as stream:
+            content = content_for("/v1/completions", stream=True, max_tokens=50)
+            stream.sendall(raw_request("/v1/completions", content))
+            assert stream.recv(4096).startswith(b"HTTP/1.1 200")
+            code, said = server.end()
+            received = b""
+            while piece := stream.recv(4096):
+                received += piece
+        assert b"data: [DONE]" in received
+        assert code == 0
+        assert f"serving my-model at {ready['url']}/v1" in said
+        assert "at most 3 texts of 64 tokens at a time" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_it_ends_with_0_whatever_asks_it_to(folder: Path, number: int) -> None:
+    key = folder.parent / "key"
+    key.write_text("From-A-File\n", encoding="utf-8")
+    with running(folder, f"--api-key-file={key}", "--model-name=other") as server:
+        assert server.ready["needs_key"] is True
+        assert server.ready["model"] == "other"
+        with server.connect() as connection:
+            connection.sendall(HEALTH.replace(b"health", b"metrics"))
+            assert read_answer(connection)[0] == 401
+            right = b"Authorization: Bearer From-A-File\r\n\r\n"
+            connection.sendall(HEALTH.replace(b"health", b"metrics")[:-2] + right)
+            assert read_answer(connection)[0] == 200
+        code, said = server.end(number)
+        assert code == 0
+        assert "From-A-File" not in said
+
+
+def invoke(*arguments: str) -> Any:
+    """The error of a command that doesn't start."""
+    result = CliRunner().invoke(serve_command, arguments)
+    return result.exception
+
+
+def test_it_does_not_start_where_others_can_reach_it_without_a_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FIRSTLIGHT_API_KEY", raising=False)
+    error = invoke(str(folder), "--host=0.0.0.0")
+    assert isinstance(error, ConfigError)
+    assert "FIRSTLIGHT_API_KEY" in str(error)
+    for empty in ("", "a b"):
+        monkeypatch.setenv("FIRSTLIGHT_API_KEY", empty)
+        assert isinstance(invoke(str(folder), "--host=0.0.0.0"), ConfigError)
+
+
+def test_a_port_that_is_taken_is_said(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        error = invoke(str(folder), f"--port={port}")
+    assert isinstance(error, StorageError)
+    reason = os.strerror(errno.EADDRINUSE)
+    assert str(error) == (f"can't listen at 127.0.0.1 port {port}: {reason}; choose another --port")
+    error = invoke(str(folder), "--host=127.0.0.999")
+    assert isinstance(error, ConfigError)
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'firstlight\[serve\]'"):
+        require_packages()
+
+
+# A siege
+
+
+class Besieger:
+    """Slow connections and others that are up to no good, all at once, until it is told to end."""
+
+    def __init__(self, server: Running, slow: int) -> None:
+        self._server, self._slow = server, slow
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._drip)] + [
+            threading.Thread(target=attack) for attack in (self._large, self._deep)
+        ]
+        self.begun = threading.Barrier(4)
+        self.drops = self.large = self.deep = 0
+
+    def __enter__(self) -> Besieger:
+        for thread in self._threads:
+            thread.start()
+        self.begun.wait(PATIENCE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+    def _drip(self) -> None:
+        """Hold connections, send a byte on one after the other, replace those that are closed."""
+        generator = random.Random(0)
+        beginnings = (HEALTH[:9], POST + b"Content-Length: 900\r\n\r\n", b"")
+        with ExitStack() as stack:
+            held: list[socket.socket] = []
+
+            def another() -> socket.socket:
+                made = stack.enter_context(self._server.connect())
+                made.sendall(generator.choice(beginnings))
+                made.setblocking(False)
+                return made
+
+            held = [another() for _ in range(self._slow)]
+            self.begun.wait(PATIENCE)
+            while not self._over.wait(0.001):
+                place = generator.randrange(len(held))
+                try:
+                    held[place].send(b"x")
+                    if held[place].recv(4096) == b"":
+                        raise ConnectionResetError
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    self.drops += 1
+                    held[place].close()
+                    held[place] = another()
+
+    def _large(self) -> None:
+        self.begun.wait(PATIENCE)
+        piece = b" " * 2**16
+        while not self._over.is_set():
+            with self._server.connect() as connection, suppress(OSError):
+                connection.sendall(POST + f"Content-Length: {100 * 2**20}\r\n\r\n".encode())
+                for _ in range(1600):
+                    connection.sendall(piece)
+            self.large += 1
+
+    def _deep(self) -> None:
+        self.begun.wait(PATIENCE)
+        body = b'{"prompt":' * 100_000
+        head = POST + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        while not self._over.is_set():
+            with self._server.connect() as connection:
+                connection.sendall(head + body)
+                assert read_answer(connection)[0] == 400
+            self.deep += 1
+
+
+def besieged(folder: Path, slow: int, requests: int) -> tuple[list[float], Besieger]:
+    """Seconds that each of so many good requests took."""
+    took = []
+    with running(folder, "--header-timeout=2", "--body-timeout=2") as server:
+        with Besieger(server, slow) as besieger:
+            for number in range(requests):
+                began = time.monotonic()
+                with server.connect() as good:
+                    good.sendall(HEALTH)
+                    assert read_answer(good)[0] == 200
+                took.append(time.monotonic() - began)
+                if number % 10 == 0:
+                    with server.connect() as good:
+                        content = content_for("/v1/completions", max_tokens=3)
+                        good.sendall(raw_request("/v1/completions", content))
+                        assert read_answer(good)[0] == 200
+        code, said = server.end()
+        assert code == 0, said
+        assert "Traceback" not in said
+    return sorted(took), besieger
+
+
+def test_a_good_client_is_answered_in_the_middle_of_thirty_slow_ones(folder: Path) -> None:
+    took, besieger = besieged(folder, slow=30, requests=60)
+    assert len(took) == 60
+    assert besieger.deep > 0
+
+
+@pytest.mark.slow
+def test_a_good_client_is_answered_within_a_second_in_the_middle_of_500_slow_ones(
+    folder: Path, record_property: Any
+) -> None:
+    took, besieger = besieged(folder, slow=500, requests=1000)
+    p99 = took[len(took) * 99 // 100]
+    record_property("p99", p99)
+    print(  # noqa: T201
+        f"/health: p50 {took[len(took) // 2]:.4f} s, p99 {p99:.4f} s, worst {took[-1]:.4f} s; "
+        f"{besieger.drops} slow connections dropped, {besieger.large} large bodies, "
+        f"{besieger.deep} deep ones"
+    )
+    assert besieger.drops > 100
+    assert p99 < 1.0
+
+
+def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> None:
+    with running(folder) as server, ExitStack() as stack:
+        slow = [stack.enter_context(server.connect()) for _ in range(4)]
+        slow[0].sendall(HEALTH[:9])
+        slow[1].sendall(POST + b"Content-Length: 9\r\n\r\n{")
+        slow[2].sendall(HEALTH)
+        assert read_answer(slow[2])[0] == 200
+        code, said = server.end()
+        assert all(is_closed(connection) for connection in slow)
+        assert code == 0
+        assert "Traceback" not in said

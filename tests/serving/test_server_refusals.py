@@ -1,0 +1,196 @@
+"""Requests that are refused, each by the name of what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live import Direct, new_direct
+from test_server_api import POSTS, body_for, refused
+
+from firstlight.serving.schemas import REFUSED
+from firstlight.serving.service import Limits
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[Direct]:
+    """An application for this machine."""
+    app = new_direct()
+    yield app
+    app.close()
+
+
+# What would change the answer
+
+REFUSED_VALUES: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "logit_bias": {"5": 1},
+    "best_of": 2,
+    "echo": True,
+    "suffix": "end",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "alloy"},
+    "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "web_search_options": {},
+    "moderation": {},
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_answer_is_refused_by_name(
+    direct: Direct, path: str, name: str
+) -> None:
+    content = body_for(path, **{name: REFUSED_VALUES[name]})
+    assert name in refused(direct, path, content, name, "unsupported_parameter")
+    for neutral in (None, *REFUSED[name]):
+        assert direct.ask(path, body_for(path, **{name: neutral})).status == 200
+
+
+def test_false_is_not_0(direct: Direct) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        content = body_for(POSTS[0], **{name: False})
+        refused(direct, POSTS[0], content, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_says_nothing_about_the_answer_is_accepted(direct: Direct, path: str) -> None:
+    harmless = {
+        "user": "me",
+        "metadata": {"a": {"b": [1]}},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+    }
+    assert direct.ask(path, body_for(path, **harmless)).status == 200
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_unknown_fields_are_refused_with_the_nearest_known(direct: Direct, path: str) -> None:
+    content = body_for(path, temprature=1)
+    message = refused(direct, path, content, "temprature", "unknown_parameter")
+    assert "did you mean 'temperature'?" in message
+    other = "messages" if path == POSTS[0] else "prompt"
+    refused(direct, path, body_for(path, **{other: "x"}), other, "unknown_parameter")
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 2.5),
+        ("max_tokens", True), ("n", 0), ("n", 9), ("n", 10**30), ("temperature", -0.1),
+        ("temperature", 2.1), ("temperature", "0"), ("top_p", 0), ("top_p", 1.5), ("top_k", -1),
+        ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("seed", 2**63),
+        ("seed", "1"), ("stop", ""), ("stop", ["a"] * 5), ("stop", ["a", ""]), ("stop", [1]),
+        ("stop", "x" * 257), ("stream", "yes"), ("stream", 1), ("user", 5), ("model", 5),
+        ("model", "x" * 257), ("metadata", []), ("logprobs", "yes"), ("logprobs", 6),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(
+    direct: Direct, path: str, name: str, value: Any
+) -> None:
+    refused(direct, path, body_for(path, **{name: value}), name, None)
+
+
+def test_refusals_that_are_about_one_route(direct: Direct) -> None:
+    chat = POSTS[1]
+    refused(direct, chat, body_for(chat, top_logprobs=2), "top_logprobs", None)
+    refused(direct, chat, body_for(chat, logprobs=True, top_logprobs=21), "top_logprobs", None)
+    refused(direct, chat, body_for(chat, max_completion_tokens=4), "max_tokens", None)
+    assert direct.ask(chat, body_for(chat, max_completion_tokens=3)).status == 200
+    for path in POSTS:
+        content = body_for(path, stream_options={"include_usage": True})
+        refused(direct, path, content, "stream_options", None)
+        content = body_for(path, stream=True, stream_options={"include": True})
+        refused(direct, path, content, "stream_options.include", "unsupported_parameter")
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{",
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "user": "a", "user": "a"}',
+        b'{"metadata": {"a": 1, "a": 1}, "prompt": "x"}',
+        b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "x"} x',
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    ],
+    ids=lambda body: body[:24],
+)
+def test_bodies_that_are_no_json_objects_are_refused(
+    direct: Direct, path: str, body: bytes
+) -> None:
+    answer = direct.ask(path, method="POST", body=[body])
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"content-type", b"text/plain")],
+        [(b"content-type", b"application/x-www-form-urlencoded")],
+        [(b"content-type", b"application/jsonp")],
+        [(b"content-type", b"application/json")] * 2,
+        [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")],
+    ],
+)
+def test_bodies_that_do_not_say_that_they_are_json_are_refused(
+    direct: Direct, path: str, headers: list[tuple[bytes, bytes]]
+) -> None:
+    body = [json.dumps(body_for(path)).encode()]
+    answer = direct.ask(path, headers=[(b"host", b"localhost"), *headers], body=body)
+    assert answer.status == 415
+    assert answer.error["type"] == "invalid_request_error"
+    fine = [(b"host", b"localhost"), (b"content-type", b"Application/JSON; charset=utf-8")]
+    body = [json.dumps(body_for(path)).encode()]
+    assert direct.ask(path, headers=fine, body=body).status == 200
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_body_that_is_too_large_is_not_read_to_its_end(path: str) -> None:
+    app = new_direct(limits=Limits(max_body_bytes=1000))
+    plain = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    try:
+        said = [*plain, (b"content-length", b"1001")]
+        answer = app.ask(path, method="POST", headers=said, body=[b"never read"])
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        pieces = [b" " * 400] * 10
+        answer = app.ask(path, headers=plain, body=pieces)
+        assert (answer.status, len(pieces)) == (413, 7)
+        wrong = [*plain, (b"content-length", b"1e3")]
+        assert app.ask(path, method="POST", headers=wrong, body=[b""]).status == 400
+        exact = json.dumps(body_for(path)).encode().ljust(1000)
+        assert app.ask(path, body=[exact]).status == 200
+    finally:
+        app.close()

@@ -1,0 +1,171 @@
+"""Tiny models for the server's tests, and a decoder that is watched and held."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conftest import make_texts
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.huggingface import LoadedModel
+from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.serving.scheduler import Job, Scheduler, Update
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
+
+CONTEXT = 96
+#: Seconds after which a test that waits for something gives up.
+PATIENCE = 60.0
+
+
+@functools.cache
+def tiny_tokenizer() -> Tokenizer:
+    """320 tokens, and those that ChatML writes."""
+    plain = train_tokenizer(make_texts(120), 320)
+    return plain.extended(["<|im_start|>", "<|im_end|>"], CHAT_TEMPLATES["chatml"])
+
+
+@functools.cache
+def tiny_model() -> Model:
+    """A Llama whose continuations are no constant, and mostly words: the single bytes, which the
+    tokenizer has most of, are unlikely."""
+    config = LlamaConfig(
+        vocab_size=tiny_tokenizer().vocab_size,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    model = empty_model(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+        model.lm_head.weight[:257] *= 0.1
+    return model
+
+
+def tiny_loaded(*, eos: bool = False) -> LoadedModel:
+    """Without end tokens, so that texts have the length that is asked for, unless `eos`."""
+    tokenizer = tiny_tokenizer()
+    ends = (tokenizer.separator_id,) if eos else ()
+    return LoadedModel(tiny_model(), tokenizer, ends, Path("/a/folder/tiny"))
+
+
+class WatchedDecoder(BatchDecoder):
+    """Counts its steps; where it is held, each waits until the test allows it.
+
+    Attributes:
+        steps: done so far.
+        prompts: of all that joined, in order.
+    """
+
+    def __init__(self, max_sequences: int = 4, *, held: bool = False) -> None:
+        super().__init__(tiny_model(), max_sequences, CONTEXT)
+        self.steps = 0
+        self.prompts: list[list[int]] = []
+        self.before_step: Callable[[list[int]], None] = lambda token_ids: None
+        self._held = held
+        self._allowed = threading.Semaphore(0)
+        self._done = threading.Condition()
+
+    def add(self, prompt_ids: Sequence[int]) -> Tensor:
+        """As a decoder does."""
+        self.prompts.append(list(prompt_ids))
+        with self._done:
+            self._done.notify_all()
+        return super().add(prompt_ids)
+
+    def step(self, token_ids: Sequence[int]) -> Tensor:
+        """As a decoder does, once it may."""
+        if self._held:
+            assert self._allowed.acquire(timeout=PATIENCE), "the test forgot a decoder"
+        self.before_step(list(token_ids))
+        logits_BV = super().step(token_ids)
+        with self._done:
+            self.steps += 1
+            self._done.notify_all()
+        return logits_BV
+
+    def allow(self, steps: int = 1) -> None:
+        """Let it do so many steps more."""
+        self._allowed.release(steps)
+
+    def release(self) -> None:
+        """Hold it no longer."""
+        self._held = False
+        self._allowed.release(1)
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Wait until something is so that changes with a step or a prompt."""
+        with self._done:
+            assert self._done.wait_for(what, PATIENCE)
+
+
+class Collected:
+    """What a scheduler delivers, by job.
+
+    Attributes:
+        batches: the jobs of each delivery.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[list[Job]] = []
+        self.updates: dict[Job, list[Update]] = {}
+        self._changed = threading.Condition()
+
+    def deliver(self, updates: list[Update]) -> None:
+        """To be given to the scheduler."""
+        with self._changed:
+            self.batches.append([update.job for update in updates])
+            for update in updates:
+                self.updates.setdefault(update.job, []).append(update)
+            self._changed.notify_all()
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Wait until something is so that changes with a delivery."""
+        with self._changed:
+            assert self._changed.wait_for(what, PATIENCE)
+
+    def ended(self, job: Job) -> bool:
+        """Whether its last update has come."""
+        return any(update.ended for update in self.updates.get(job, ()))
+
+    def wait(self, *jobs: Job) -> None:
+        """Wait for the end of jobs."""
+        self.wait_for(lambda: all(self.ended(job) for job in jobs))
+
+    def text(self, job: Job) -> str:
+        """All its pieces."""
+        return "".join(update.piece for update in self.updates[job])
+
+
+def new_job(prompt: str = "the star", **config: object) -> Job:
+    """A job of 8 greedy tokens, unless `config` says otherwise."""
+    loaded = tiny_loaded()
+    values = {"max_new_tokens": 8, "temperature": 0.0, **config}
+    text = Continuation(
+        tiny_tokenizer().encode_prompt(prompt),
+        SamplingConfig(**values),  # type: ignore[arg-type]
+        context=CONTEXT,
+        eos_token_ids=loaded.eos_token_ids,
+        tokenizer=loaded.tokenizer,
+    )
+    return Job(text, lambda update: None)
+
+
+def new_scheduler(
+    decoder: BatchDecoder, collected: Collected, *, max_queue: int = 100
+) -> Scheduler:
+    """One that runs."""
+    scheduler = Scheduler(lambda: decoder, max_queue=max_queue, deliver=collected.deliver)
+    scheduler.start()
+    return scheduler
