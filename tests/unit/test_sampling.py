@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.generation.sampling import SamplingConfig, filter_probabilities, sample
+from firstlight.generation.sampling import SamplingConfig, draw, filter_probabilities, sample
 
 logits_lists = st.lists(st.integers(-400, 400), min_size=1, max_size=12).map(
     lambda values: [value / 40 for value in values]
@@ -193,3 +193,38 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     SamplingConfig(max_new_tokens=1, temperature=0, top_k=0, top_p=1, seed=0)
     SamplingConfig(top_p=5e-324, top_k=10**9, seed=2**63 - 1)
     torch.Generator().manual_seed(2**63 - 1)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3.0]), min_size=1, max_size=9).filter(
+        any
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_what_has_no_probability_is_never_drawn(weights: list[float], seed: int) -> None:
+    index = draw(torch.tensor(weights), torch.Generator().manual_seed(seed))
+    assert weights[index] > 0
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_the_least_and_the_greatest_number_draw_a_possible_index(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = torch.tensor(number, dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: drawn)
+    weights = torch.tensor([0.0, 0.3, 0.0, 1e-20, 0.0])
+    assert weights[draw(weights, torch.Generator())] > 0
+    assert draw(torch.tensor([0.0, 0.3, 0.0, 0.3, 0.0]), torch.Generator()) == (
+        1 if not number else 3
+    )
+
+
+def test_indices_are_drawn_as_often_as_they_are_likely() -> None:
+    weights = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    random = torch.Generator().manual_seed(0)
+    counts = torch.bincount(
+        torch.tensor([draw(weights, random) for _ in range(20_000)]), minlength=4
+    )
+    expected = weights * 20_000
+    # Four standard deviations of a binomial count.
+    assert (counts - expected).abs().le(4 * (expected * (1 - weights)).sqrt()).all()

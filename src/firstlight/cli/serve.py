@@ -109,10 +109,14 @@ if TYPE_CHECKING:
     help="For answers to end, after a signal.",
 )
 @click.option("--device", default="auto", show_default=True)
-@click.option(
-    "--dtype", default="auto", show_default=True, help="Of the weights: auto is the file's."
-)
+@click.option("--dtype", default="auto", show_default=True, help="As of `firstlight generate`.")
 @click.option("--loading", default="auto", show_default=True, help="As of `firstlight generate`.")
+@click.option(
+    "--compile/--no-compile",
+    default=False,
+    show_default=True,
+    help="Decode through torch.compile: a minute of compiling before the first request.",
+)
 @click.option(
     "--json",
     "as_json",

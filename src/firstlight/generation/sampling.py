@@ -87,9 +87,22 @@ def sample(
         logits_V = penalize(logits_V, config.repetition_penalty, seen)
     if config.temperature == 0:
         return int(logits_V.argmax())
-    probabilities_V = filter_probabilities(logits_V, config)
-    # Drawn on the CPU, so that a seed means the same text on every device.
-    return int(torch.multinomial(probabilities_V.cpu(), 1, generator=generator))
+    return draw(filter_probabilities(logits_V, config), generator)
+
+
+def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
+    """An index, drawn with probabilities [V] that need not sum to 1; never one of 0.
+
+    By the inverse of the cumulative distribution: torch.multinomial draws a number for every
+    index, which takes twenty times as long with a vocabulary of 50,000. The generator is the
+    CPU's, so that a seed means the same text on every device.
+    """
+    cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
+    total = float(cumulative_V[-1])
+    drawn = float(torch.rand((), dtype=torch.float64, generator=generator)) * total
+    # Below the total also where the product was rounded up to it.
+    below = min(drawn, math.nextafter(total, 0.0))
+    return int(torch.searchsorted(cumulative_V, below, right=True))
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:

@@ -48,6 +48,7 @@ class ServerOptions:
         allowed_hosts, allowed_origins: see `Access`.
         max_batch_size: texts that are decoded together.
         max_queue: texts that may wait for that.
+        compile: see `BatchDecoder`; before the first request.
         max_context_tokens: of a text, prompt and answer together; None is the model's limit.
         shutdown_timeout: seconds that answers have to end, when the server is to end.
         limits: of single requests.
@@ -64,6 +65,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     max_batch_size: int = 8
     max_queue: int = 64
+    compile: bool = False
     max_context_tokens: int | None = None
     shutdown_timeout: float = 10.0
     limits: Limits = field(default_factory=Limits)
@@ -191,18 +193,21 @@ def new_service(
     """What answers requests with a model; not started.
 
     Args:
-        make_decoder: called in the thread that uses it; None makes a plain one, by `options`.
+        make_decoder: called in the thread that uses it; None makes one by `options`.
     """
     context = loaded.model.config.max_position_embeddings
     most = min(options.max_context_tokens or context, context)
 
-    def plain_decoder() -> BatchDecoder:
-        return BatchDecoder(loaded.model, options.max_batch_size, most)
+    def usual_decoder() -> BatchDecoder:
+        size = options.max_batch_size
+        decoder = BatchDecoder(loaded.model, size, most, compile=options.compile)
+        decoder.warm_up()
+        return decoder
 
     return Service(
         loaded,
         options.model_name,
-        make_decoder or plain_decoder,
+        make_decoder or usual_decoder,
         max_queue=options.max_queue,
         limits=options.limits,
     )
