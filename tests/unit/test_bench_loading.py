@@ -27,7 +27,8 @@ from firstlight.bench.checkpoint import (
 )
 from firstlight.bench.load_once import load_once
 from firstlight.bench.loading import DEFAULT_WAY, ROWS, LoadingBench, Row, compare, draw
-from firstlight.cli.main import _ENVIRONMENT, main
+from firstlight.cli.main import main
+from firstlight.environment import SHORT_SPIN, for_generation
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.huggingface import load_model
 from firstlight.models.accounting import count_parameters, meta_model
@@ -295,7 +296,7 @@ def test_ratios_are_of_medians_and_against_the_fastest_of_the_same_kind() -> Non
 def test_huge_pages_are_off_as_the_command_line_has_it_or_as_the_person(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert loading.HUGE_PAGES not in _ENVIRONMENT
+    assert loading.HUGE_PAGES not in SHORT_SPIN | for_generation()
     seen: list[str] = []
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:

@@ -18,7 +18,6 @@ from torch import nn
 
 from firstlight.bench import training
 from firstlight.bench.fresh_process import (
-    TRAINING_ENVIRONMENT,
     answer,
     ask,
     plain_environment,
@@ -38,6 +37,7 @@ from firstlight.bench.training_report import Row, draw, summarize
 from firstlight.cli import main as cli_main
 from firstlight.cli.bench_training import training_command
 from firstlight.data.loader import Batch
+from firstlight.environment import SHORT_SPIN, TRAINING
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, empty_model
@@ -528,20 +528,24 @@ def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_pat
 def test_the_other_programs_do_not_get_what_firstlight_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in TRAINING_ENVIRONMENT:
+    for name in TRAINING:
         monkeypatch.delenv(name, raising=False)
-    assert training_environment() == {**os.environ, **TRAINING_ENVIRONMENT}
+    assert training_environment() == {**os.environ, **TRAINING}
     assert plain_environment() == dict(os.environ)
     # As `firstlight` itself sets it for its own process.
-    monkeypatch.setenv("GOMP_SPINCOUNT", TRAINING_ENVIRONMENT["GOMP_SPINCOUNT"])
+    monkeypatch.setenv("GOMP_SPINCOUNT", TRAINING["GOMP_SPINCOUNT"])
     assert "GOMP_SPINCOUNT" not in plain_environment()
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert plain_environment()["GOMP_SPINCOUNT"] == "7"
     assert training_environment()["GOMP_SPINCOUNT"] == "7"
 
 
-def test_the_environment_is_that_of_firstlight_train() -> None:
-    assert {**cli_main._ENVIRONMENT, **cli_main._TRAINING_ENVIRONMENT} == TRAINING_ENVIRONMENT
+def test_the_environment_is_that_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli_main._environment(["train"]) == TRAINING
+    assert cli_main._environment(["eval"]) == SHORT_SPIN
+    for load, spin in ((0.1, "30000"), (os.cpu_count(), "1000")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert cli_main._environment(["serve"]) == {"GOMP_SPINCOUNT": spin}
 
 
 # The benchmark.
@@ -579,7 +583,7 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_take_turns_each_in_its_environment(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in TRAINING_ENVIRONMENT:
+    for name in TRAINING:
         monkeypatch.delenv(name, raising=False)
     processes = FakeProcesses({"pure-bf16": {"error": {"type": "Failed", "message": "no"}}})
     monkeypatch.setattr(training, "ask", processes)

@@ -17,6 +17,7 @@ _MODULES = sorted(_ROOT.rglob("*.py"))
 #: Each module, by the first part of its name, and the layer it lies in.
 _LAYERS = {
     "errors": 0,
+    "environment": 0,
     "disk": 0,
     "files": 0,
     "console": 0,

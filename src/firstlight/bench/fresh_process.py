@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.bench.forked import end_group
+from firstlight.environment import TRAINING
 from firstlight.errors import FirstlightError
-
-#: What the environment of `firstlight train` has; see `cli/main.py`.
-TRAINING_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def training_environment() -> dict[str, str]:
     """This process's, as `firstlight train` would have it: what the person has set stands."""
-    return TRAINING_ENVIRONMENT | os.environ
+    return TRAINING | os.environ
 
 
 def plain_environment() -> dict[str, str]:
     """This process's, without what firstlight has added to it."""
-    return {k: v for k, v in os.environ.items() if TRAINING_ENVIRONMENT.get(k) != v}
+    return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
 
 
 def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

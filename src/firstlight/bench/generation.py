@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import ask, plain_environment, training_environment
+from firstlight.bench.fresh_process import ask, plain_environment
 from firstlight.bench.methods_rows import SMALL, find_model
 from firstlight.checkpoint import resolve_model_folder
 from firstlight.console import progress_bar, say
+from firstlight.environment import for_generation
 from firstlight.errors import ConfigError, nearest
 from firstlight.files import new_folder, write_json
 from firstlight.hardware import Hardware, find_hardware, synchronize
@@ -246,11 +247,9 @@ def _request(
 
 
 def _measure(row: Row, request: Mapping[str, Any], temporary: Path) -> dict[str, Any]:
-    ours = row.program == "firstlight"
-    environment = training_environment() if ours else plain_environment()
-    if ours:
-        # What `firstlight generate` has: huge pages are for training.
-        environment = {k: v for k, v in environment.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    environment = plain_environment()
+    if row.program == "firstlight":
+        environment = for_generation() | environment
     # The first turn compiles, whatever was compiled before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(temporary / "caches"), "HF_HUB_OFFLINE": "1"}
     return ask("firstlight.bench.generation_once", request, environment)

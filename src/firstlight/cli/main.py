@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from firstlight import environment
 from firstlight.cli.bench import bench_group
 from firstlight.cli.chat import chat_command
 from firstlight.cli.convert import convert_command
@@ -24,20 +25,8 @@ from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Read by torch and its thread library when they are loaded, so set before that; what the
-#: person has set stands.
-_ENVIRONMENT = {
-    # Waiting threads spin before they sleep. As long as is usual, a second program on the same
-    # cores makes every parallel region wait for a time slice: steps 70 times slower were seen.
-    "GOMP_SPINCOUNT": "1000",
-}
-#: In training alone: memory that is used again and again is worth making huge pages of, memory
-#: that is filled once, as by loading a model, is not (2 to 8 times slower to fill were seen).
-_TRAINING_ENVIRONMENT = {
-    # Large tensors in huge pages, on CPUs, where page faults cost most: with memory that is kept
-    # between steps (efficiency/allocator.py) 0.7 of the time a step; without, it can cost.
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
+#: Verbs whose work is the decoding of tokens.
+_DECODING = ("generate", "chat", "serve")
 
 _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
 
@@ -75,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    training = _TRAINING_ENVIRONMENT if arguments[:1] == ["train"] else {}
-    for name, value in (_ENVIRONMENT | training).items():
+    for name, value in _environment(arguments[:1]).items():
         os.environ.setdefault(name, value)
     as_json = "--json" in arguments
     try:
@@ -112,6 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     return exit_code or 0
+
+
+def _environment(verb: Sequence[str]) -> dict[str, str]:
+    """What is set for a verb, unless it is set."""
+    if "train" in verb:
+        return environment.TRAINING
+    return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firstlight.errors import ConfigError, InputError
@@ -12,7 +11,7 @@ from firstlight.evaluation.likelihood import TokenPair, likelihoods
 from firstlight.evaluation.results import Progress
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import continuation, tokenizer_of
+from firstlight.generation.engine import continuation, pieces_of_many, tokenizer_of
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
 
@@ -175,30 +174,9 @@ def continue_texts(
         return
     longest = max(len(text.prompt_ids) + text.config.max_new_tokens for text in texts)
     decoder = BatchDecoder(loaded.model, min(batch_size, len(texts)), longest)
-    waiting, running, done = deque(texts), list[Continuation](), 0
-    while waiting or running:
-        for text in _admitted(waiting, decoder):
-            running.append(text)
-        if running:
-            logits_BV = decoder.step([text.token_ids[-1] for text in running])
-            for row in reversed(range(len(running))):
-                running[row].push(logits_BV[row])
-                if running[row].finish_reason is not None:
-                    decoder.remove(row)
-                    running[row] = running[-1]
-                    running.pop()
-        finished = len(texts) - len(waiting) - len(running)
-        if on_texts is not None and finished > done:
-            done = finished
-            on_texts(done, len(texts))
-
-
-def _admitted(waiting: deque[Continuation], decoder: BatchDecoder) -> Iterator[Continuation]:
-    """Give the decoder texts while it has room; those that go on after their first token."""
-    while waiting and len(decoder) < decoder.max_sequences:
-        text = waiting.popleft()
-        text.push(decoder.add(text.prompt_ids))
-        if text.finish_reason is None:
-            yield text
-        else:
-            decoder.remove(len(decoder) - 1)
+    done = 0
+    for index, _ in pieces_of_many(texts, decoder):
+        if texts[index].finish_reason is not None:
+            done += 1
+            if on_texts is not None:
+                on_texts(done, len(texts))

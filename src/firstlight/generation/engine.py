@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
@@ -113,6 +112,43 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             yield text.push(decoder.step(text.token_ids[-1:])[0])
     finally:
         decoder.remove(0)
+
+
+def pieces_of_many(
+    texts: Sequence[Continuation], decoder: BatchDecoder
+) -> Iterator[tuple[int, str]]:
+    """Continue texts to their ends, as many at a time as the decoder has room for: one that ends
+    makes room for the next at once. Yields each token's text as (index of its text, piece).
+
+    Args:
+        texts: nothing of them is in the decoder yet.
+        decoder: without sequences.
+
+    Raises:
+        ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
+    """
+    assert len(decoder) == 0
+    waiting = deque(range(len(texts)))
+    running: list[int] = []
+    while waiting or running:
+        while waiting and len(running) < decoder.max_sequences:
+            index = waiting.popleft()
+            logits_V = decoder.add(texts[index].prompt_ids)
+            yield index, texts[index].push(logits_V)
+            running.append(index)
+            if texts[index].finish_reason is not None:
+                decoder.remove(len(running) - 1)
+                running.pop()
+        if not running:
+            continue
+        logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
+        for row in reversed(range(len(running))):
+            index = running[row]
+            yield index, texts[index].push(logits_BV[row])
+            if texts[index].finish_reason is not None:
+                decoder.remove(row)
+                running[row] = running[-1]
+                running.pop()
 
 
 def continuation(
@@ -278,35 +314,11 @@ def generate_batch(
     longest = max(map(len, ids), default=0)
     size = max(min(batch_size, len(prompts)), 1)
     decoder = BatchDecoder(loaded.model, size, longest + config.max_new_tokens, compile=compile)
-    waiting = deque(enumerate(ids))
-    running: list[tuple[int, Continuation]] = []
     pieces: list[list[str]] = [[] for _ in prompts]
-    done: dict[int, Generation] = {}
-
-    def push(index: int, text: Continuation, logits_V: Tensor) -> bool:
-        """Whether the text goes on."""
-        pieces[index].append(text.push(logits_V))
-        if text.finish_reason is None:
-            return True
-        done[index] = _finished(text, prompts[index], "".join(pieces[index]))
-        return False
-
-    while waiting or running:
-        while waiting and len(running) < size:
-            index, prompt_ids = waiting.popleft()
-            text = continuation(loaded, prompt_ids, config)
-            logits_V = decoder.add(prompt_ids)
-            if push(index, text, logits_V):
-                running.append((index, text))
-            else:
-                decoder.remove(len(running))
-        if not running:
-            continue
-        logits_BV = decoder.step([text.token_ids[-1] for _, text in running])
-        goes_on = [push(*entry, logits_BV[row]) for row, entry in enumerate(running)]
-        for row in reversed(range(len(running))):
-            if not goes_on[row]:
-                decoder.remove(row)
-                running[row] = running[-1]
-                running.pop()
-    return [done[index] for index in range(len(prompts))]
+    texts = [continuation(loaded, prompt_ids, config) for prompt_ids in ids]
+    for index, piece in pieces_of_many(texts, decoder):
+        pieces[index].append(piece)
+    return [
+        _finished(text, prompt, "".join(own))
+        for text, prompt, own in zip(texts, prompts, pieces, strict=True)
+    ]

@@ -1,0 +1,31 @@
+"""What the process's environment has for torch's thread library and allocator.
+
+Both read it when they are loaded, so the command line sets it first; what the person has set
+stands.
+"""
+
+from __future__ import annotations
+
+import os
+
+#: Waiting threads spin before they sleep. As long as is usual, a second program on the same cores
+#: makes every parallel region wait for a time slice: steps 70 times slower were seen.
+SHORT_SPIN = {"GOMP_SPINCOUNT": "1000"}
+
+#: A token is some hundred parallel regions of microseconds, and threads that slept between them
+#: take as long to wake: 27 ms instead of 14 to 20 were seen. Beside a busy program the short spin
+#: is the faster one here, too (38 against 80 ms).
+_LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
+
+#: Memory that is used again and again is worth making huge pages of, memory that is filled once,
+#: as by loading a model, is not (2 to 8 times slower to fill were seen). On CPUs, where page faults
+#: cost most, training with memory that is kept between steps (efficiency/allocator.py) takes 0.7 of
+#: the time; without, it can cost.
+TRAINING = SHORT_SPIN | {"THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def for_generation() -> dict[str, str]:
+    """By whether half of the cores are free."""
+    if not hasattr(os, "getloadavg"):
+        return SHORT_SPIN
+    return _LONG_SPIN if os.getloadavg()[0] < (os.cpu_count() or 1) / 2 else SHORT_SPIN
