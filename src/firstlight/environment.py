@@ -7,6 +7,8 @@ stands.
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 #: Waiting threads spin before they sleep. As long as is usual, a second program on the same cores
 #: makes every parallel region wait for a time slice: steps 70 times slower were seen.
@@ -25,7 +27,17 @@ TRAINING = SHORT_SPIN | {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def for_generation() -> dict[str, str]:
-    """By whether half of the cores are free."""
-    if not hasattr(os, "getloadavg"):
+    """By whether half of the cores are free at this moment."""
+    try:
+        busy = sorted(_running() for _ in range(5))[2]
+    except (OSError, ValueError, IndexError):
         return SHORT_SPIN
-    return _LONG_SPIN if os.getloadavg()[0] < (os.cpu_count() or 1) / 2 else SHORT_SPIN
+    return _LONG_SPIN if busy <= (os.cpu_count() or 1) / 2 else SHORT_SPIN
+
+
+def _running() -> int:
+    """How many threads run or wait for a core, on Linux, this one left out. Not the load average,
+    which remembers what ended a minute ago."""
+    time.sleep(0.004)
+    fields = Path("/proc/loadavg").read_text(encoding="ascii").split()
+    return int(fields[3].partition("/")[0]) - 1
