@@ -46,15 +46,17 @@ def graphs() -> int:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize(
-    "kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "int8"))]
+    "kind",
+    ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "bf16", "int8"))],
 )
 @torch.no_grad()
 def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> None:
     model = new_model(MISTRAL if kind == "mistral" else GPT2)
     atol, rtol = 1e-4, 1e-4
-    if kind == "int8":
+    if kind in ("bf16", "int8"):
         model = model.bfloat16()
-        quantize_int8(model)
+        if kind == "int8":
+            quantize_int8(model)
         atol, rtol = 0.25, 0.05
     plain, compiled = BatchDecoder(model, 4, 160), BatchDecoder(model, 4, 160, compile=True)
     compiled.warm_up()

@@ -28,7 +28,7 @@ from firstlight.errors import ConfigError
     "compiled",
     default=False,
     show_default=True,
-    help="Decode through torch.compile: half a minute of compiling, then faster.",
+    help="Decode through torch.compile: a minute or so of compiling, then faster.",
 )
 @click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
 @click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")

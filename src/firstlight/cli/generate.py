@@ -42,7 +42,7 @@ from firstlight.errors import ConfigError
     "compiled",
     default=False,
     show_default=True,
-    help="Decode through torch.compile: half a minute of compiling, then faster.",
+    help="Decode through torch.compile: a minute or so of compiling, then faster.",
 )
 @click.option(
     "--loading",

@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     "--compile/--no-compile",
     default=False,
     show_default=True,
-    help="Decode through torch.compile: a minute of compiling before the first request.",
+    help="Decode through torch.compile: one or two minutes of compiling before the first request.",
 )
 @click.option(
     "--json",

@@ -33,7 +33,7 @@ class BatchDecoder:
         reuse_prefixes: a text that begins as one did that was here before isn't computed anew up
             to there: for conversations. What is computed in two parts is rounded otherwise than in
             one, by the last digit.
-        compile: decode through torch.compile, see `CompiledStep`. The first step takes half a
+        compile: decode through torch.compile, see `CompiledStep`. The first step takes a
             minute or so, unless `warm_up` was called.
 
     Raises:

@@ -186,7 +186,7 @@ class GenerationStream:
         loaded: from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
-        compile: decode through torch.compile: half a minute of compiling, then faster; see
+        compile: decode through torch.compile: a minute or so of compiling, then faster; see
             `firstlight.generation.compiled`.
 
     Raises:
