@@ -23,6 +23,9 @@ MISTRAL = LlamaConfig(
 )  # fmt: skip
 
 
+_SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "bf16", "int8")]
+
+
 def new_model(config: ModelConfig) -> Model:
     model = empty_model(config).eval()
     generator = torch.Generator().manual_seed(1)
