@@ -139,7 +139,7 @@ def bench_generation(
         ConfigError: the prompt and the new tokens don't fit the model's context.
         ModelError, InputError, StorageError: there is no model, or the disk refused.
     """
-    hardware = find_hardware(bench.device)
+    hardware, own = find_hardware(bench.device), for_generation()
     rows = [row for row in bench.chosen if row.program == "firstlight" or _has_transformers()]
     if len(rows) < len(bench.chosen):
         say("transformers is not installed: its rows are left out")
@@ -149,6 +149,7 @@ def bench_generation(
     ):
         folder, config = _model_folder(bench, Path(temporary))
         head = _head(bench, hardware, config)
+        head["machine"]["environment"] = own
         replies: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
         task = bar.add_task("generation", total=(bench.repeats or 1) * len(rows))
         for _ in range(bench.repeats or 1):
@@ -160,7 +161,7 @@ def bench_generation(
                 # What failed once fails again.
                 if not any("error" in reply for reply in replies[row.name]):
                     request = _request(bench, row, folder, hardware, config)
-                    replies[row.name].append(_measure(row, request, Path(temporary)))
+                    replies[row.name].append(_measure(row, request, Path(temporary), own))
                     on_run(head | {"rows": summarize(rows, replies, head, config)})
                 bar.advance(task)
     done = head | {"complete": True, "rows": summarize(rows, replies, head, config)}
@@ -246,10 +247,13 @@ def _request(
     }
 
 
-def _measure(row: Row, request: Mapping[str, Any], temporary: Path) -> dict[str, Any]:
+def _measure(
+    row: Row, request: Mapping[str, Any], temporary: Path, own: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run a row once; `own` is what `firstlight generate` would have in its environment."""
     environment = plain_environment()
     if row.program == "firstlight":
-        environment = for_generation() | environment
+        environment = dict(own) | environment
     # The first turn compiles, whatever was compiled before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(temporary / "caches"), "HF_HUB_OFFLINE": "1"}
     return ask("firstlight.bench.generation_once", request, environment)
