@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.cli.output import counted, say_rows, write_out
 from firstlight.console import say
-from firstlight.errors import ConfigError, FirstlightError, nearest
+from firstlight.errors import ConfigError, FirstlightError, InputError, nearest
 
 if TYPE_CHECKING:
     from firstlight.generation.chat import ChatSession
@@ -305,6 +305,8 @@ class Terminal:
         if not text:
             raise ConfigError("/save needs the name of a file: /save chat.json")
         path = Path(text).expanduser()
+        if not path.parent.is_dir():
+            raise InputError(f"there is no folder {path.parent}: make it, or choose another")
         write_json(path, self._session.messages)
         say(f"{counted(len(self._session.messages), 'message')} written to {shown(str(path))}")
 

@@ -87,15 +87,7 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
-    if with_loss:
-        found = _with_bar(
-            "evaluating",
-            lambda show: evaluate(
-                loaded, data, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
-            ),
-        )
-        _say_loss(found)
-        result |= dataclasses.asdict(found)
+    # First, since what is wrong with them is said at once, and a loss may take long.
     if tasks:
         scores = _with_bar(
             "scoring",
@@ -110,6 +102,15 @@ def eval_command(
         )
         _say_scores(scores)
         result["tasks"] = {one.task: {"items": one.items, **one.figures()} for one in scores}
+    if with_loss:
+        found = _with_bar(
+            "evaluating",
+            lambda show: evaluate(
+                loaded, data, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
+            ),
+        )
+        _say_loss(found)
+        result |= dataclasses.asdict(found)
     return result
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import human_bytes, with_json
+from firstlight.cli.output import counted, human_bytes, with_json
 from firstlight.console import say
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def train_command(
     if tokenizer.vocab_size < vocab_size:
         say(f"the corpus gave only {tokenizer.vocab_size} of {vocab_size} tokens")
     say(
-        f"{out}: {tokenizer.vocab_size} tokens from {counts['documents']:,} documents, "
+        f"{out}: {tokenizer.vocab_size} tokens from {counted(counts['documents'], 'document')}, "
         f"{human_bytes(counts['text_bytes'])}"
     )
     return {

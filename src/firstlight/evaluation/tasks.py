@@ -64,7 +64,10 @@ def ready_tasks(
     flat = [name for _, several in names for name in several]
     for name in flat:
         if flat.count(name) > 1:
-            raise ConfigError(f"tasks: two are called {name}: evaluate them one after the other")
+            raise ConfigError(
+                f"tasks: two are called {name}, whatever their files are: evaluate them one after "
+                "the other"
+            )
     found: list[Task] = []
     for text, (kind, several) in zip(tasks, names, strict=True):
         if kind == HELLASWAG:
