@@ -546,8 +546,8 @@ MUTANTS = [
     Mutant(
         "samples draw from the run's generator",
         "firstlight/generation/sampling.py",
-        "torch.multinomial(probabilities_V.cpu(), 1, generator=generator)",
-        "torch.multinomial(probabilities_V.cpu(), 1)",
+        "torch.rand((), dtype=torch.float64, generator=generator)",
+        "torch.rand((), dtype=torch.float64)",
         (_TEXT + "samples_drawn_while_training_change_what_is_learned",),
     ),
     # What is opened
