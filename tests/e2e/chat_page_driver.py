@@ -19,8 +19,8 @@ from firstlight.generation import chat
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load, pieces_of
-from firstlight.serving.chat_guard import is_loopback
 from firstlight.serving.chat_ui import require_web, serve_chat
+from firstlight.serving.loopback import is_loopback
 
 _permits = threading.Semaphore(0)
 
@@ -50,7 +50,7 @@ def _tell_foreign(event: str, arguments: tuple[Any, ...]) -> None:
         host = arguments[0]
     else:
         return
-    if host not in (None, "") and not is_loopback(str(host)):
+    if host not in (None, "") and not is_loopback(str(host).strip("[]")):
         say(f"FOREIGN {event} {host}")
 
 

@@ -9,7 +9,8 @@ import pytest
 from live import KEY, Direct, new_direct
 
 from firstlight.errors import ConfigError, InputError
-from firstlight.serving.guarding import Access, is_loopback
+from firstlight.serving.guarding import Access
+from firstlight.serving.loopback import is_loopback
 from firstlight.serving.server import ServerOptions, checked_key, key_from_file
 
 HOST = (b"host", b"localhost:8000")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from firstlight.errors import ConfigError
+from firstlight.serving.loopback import is_loopback
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -32,28 +32,19 @@ _HEADERS = {
 }
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or address (IPv6 with or without brackets) is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
-
-
 def require_loopback(host: str) -> str:
     """The address to listen at.
 
     Raises:
         ConfigError: other machines could reach it.
     """
-    if not is_loopback(host):
+    address = host.removeprefix("[").removesuffix("]")
+    if not is_loopback(address):
         raise ConfigError(
             f"the page knows no passwords, so that it is not shown at {host}: leave --host out, "
             "and from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
         )
-    return "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    return "127.0.0.1" if host == "localhost" else address
 
 
 def refusal(headers: dict[str, str]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from firstlight.serving.loopback import is_loopback
 from firstlight.serving.problems import ClientGoneError, RequestError
 from firstlight.serving.replies import error_response
 from firstlight.serving.service import Limits
@@ -22,16 +22,6 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 #: Of an answer that nobody waited for, in metrics; nginx's number.
 CLIENT_GONE = 499
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is this machine's own, seen by nobody else."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from firstlight.files import read_file
 from firstlight.generation.batch import BatchDecoder
 from firstlight.huggingface import LoadedModel
 from firstlight.serving.api import create_app
-from firstlight.serving.guarding import Access, is_loopback
+from firstlight.serving.guarding import Access
+from firstlight.serving.loopback import is_loopback
 from firstlight.serving.protocol import protocol_with
 from firstlight.serving.service import Limits, Service
 
