@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
+from firstlight.generation.few_rows import lay_out
 from firstlight.models import Cache, Model, RaggedCache
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class BatchDecoder:
         assert max_sequences > 0
         self.model, self.max_sequences = model, max_sequences
         self.max_tokens = min(max_tokens, model.config.max_position_embeddings)
+        lay_out(model)
         parameter = next(model.parameters())
         self._device = parameter.device
         # A compiled step would be another one where it looks at all places that there are.

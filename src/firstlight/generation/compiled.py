@@ -11,7 +11,6 @@ from torch import Tensor
 
 from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
-from firstlight.generation.int8 import Int8Linear
 from firstlight.models import KVCache, Model, RaggedCache
 
 
@@ -20,9 +19,8 @@ class CompiledStep:
 
     On a CPU, torch.compile's inductor takes the weights as constants (its "freezing") and lays them
     out anew for its matrix products: a second copy of them. It compiles once for one sequence and
-    once for several, whatever their number and lengths, when the first such step is taken. For one
-    sequence in bf16 it tries out kernels of its own, too, which takes most of a minute more: they
-    took 15 ms for what the library's took 20 for.
+    once for several, whatever their number and lengths, when the first such step is taken; and
+    once more for more of them than `few_rows` takes.
 
     Args:
         model: in evaluation mode; its weights must not change any more.
@@ -40,9 +38,6 @@ class CompiledStep:
                 "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install g++ "
                 "or clang, or decode without"
             )
-        is_rounded = any(isinstance(module, Int8Linear) for module in model.modules())
-        is_bf16 = cache.keys[0].dtype == torch.bfloat16
-        self._tunes = self._device.type == "cpu" and is_bf16 and not is_rounded
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
@@ -59,7 +54,7 @@ class CompiledStep:
         if len(lengths_B) > 1:
             torch._dynamo.mark_dynamic(input_ids_B1, 0)
             torch._dynamo.mark_dynamic(lengths_B, 0)
-        with _settings(self._device, tunes=self._tunes and len(lengths_B) == 1):
+        with _settings(self._device):
             logits_BV: Tensor = self._compiled(
                 input_ids_B1, lengths_B, places_S, self._cache.keys, self._cache.values
             )
@@ -79,17 +74,12 @@ class CompiledStep:
 
 
 @contextlib.contextmanager
-def _settings(device: torch.device, *, tunes: bool) -> Iterator[None]:
+def _settings(device: torch.device) -> Iterator[None]:
     # Freezing, as an option of torch.compile, would come too late: the weights are arguments by
     # then. And torch counts what it compiles by the code of a function, over all models of a
     # process.
     with (
-        inductor_config.patch(
-            freezing=device.type == "cpu",
-            max_autotune=tunes,
-            max_autotune_gemm_backends="CPP,ATEN",
-            autotune_num_choices_displayed=0,
-        ),
+        inductor_config.patch(freezing=device.type == "cpu"),
         torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),
     ):
         yield

@@ -12,6 +12,7 @@ from firstlight.checkpoint import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.continuation import Continuation, Generation
+from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, load_model
 from firstlight.models import Model
@@ -65,6 +66,7 @@ def load(
         from firstlight.generation.int8 import quantize_int8
 
         quantize_int8(loaded.model)
+    use_few_rows(loaded.model)
     return loaded
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from firstlight.generation.few_rows import few_rows_linear, takes_few_rows
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 
@@ -45,6 +46,9 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x.reshape(-1, x.shape[-1]), (0, self._filling))
+        if takes_few_rows(rows, self.weight_int8):
+            y = few_rows_linear(rows, self.weight_int8, self.scale, self.bias)
+            return y.view(*x.shape[:-1], -1)
         if x.device.type == "cpu" and rows.shape[0] <= _FEW_ROWS:
             y = torch._weight_int8pack_mm(rows, self.weight_int8, self.scale)
         else:

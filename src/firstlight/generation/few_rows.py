@@ -1,0 +1,230 @@
+"""Linear layers over few rows on a CPU: a token of each text, and nothing else to compute.
+
+Reading the weights is what takes the time. torch's own kernels for one row were measured at a
+third of the rate that memory gives: they read several rows of the matrix at once, and do not ask
+for what comes next beyond a page. `few_rows.cpp` does; it is compiled when it is first needed, in a
+second or two, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.models import Model
+from firstlight.models.gpt2 import Conv1D
+
+#: From so many rows on, computing is what takes the time, and torch's kernels do that faster.
+MOST_ROWS = 8
+
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+_Product = Callable[..., None]
+
+
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear` that takes the kernel for few rows when nothing is differentiated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if takes_few_rows(x, self.weight):
+            return few_rows_linear(x, self.weight, None, self.bias)
+        return super().forward(x)
+
+
+class FewRowsConv1D(Conv1D):
+    """GPT-2's `Conv1D` that takes the kernel for few rows when nothing is differentiated.
+
+    Only where its weight [in, out] lies in memory as [out, in]; see `lay_out`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t()
+        if weight.is_contiguous() and takes_few_rows(x, weight):
+            return few_rows_linear(x, weight, None, self.bias)
+        return super().forward(x)
+
+
+def use_few_rows(model: Model) -> None:
+    """Let a model's linear layers take the kernel for few rows once `lay_out` was called. Nothing
+    else changes: names, values, gradients.
+
+    Args:
+        model: for generation.
+    """
+    for module in model.modules():
+        # Exactly these: a class derived from them may have another forward pass.
+        if type(module) is nn.Linear:
+            module.__class__ = FewRowsLinear
+        elif type(module) is Conv1D:
+            module.__class__ = FewRowsConv1D
+
+
+def lay_out(model: Model) -> None:
+    """Copy the weights of `FewRowsConv1D` layers into the order that the kernel reads, if there is
+    one for them. Names, shapes and values stay; sums over them may be rounded otherwise.
+
+    Args:
+        model: which `use_few_rows` was called for; else nothing happens.
+    """
+    for module in model.modules():
+        if isinstance(module, FewRowsConv1D):
+            weight = module.weight
+            if weight.device.type == "cpu" and weight.dtype in _NAMES and _has_kernels():
+                weight.data = weight.data.t().contiguous().t()
+
+
+def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether `few_rows_linear` can be called: the kernel is there, the rows are few, on a CPU, and
+    no gradient is wanted.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+    """
+    return (
+        x.device.type == "cpu"
+        and x.numel() <= MOST_ROWS * x.shape[-1]
+        and x.dtype in _NAMES
+        and weight.dtype in (x.dtype, torch.int8)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and _has_kernels()
+    )
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x @ weight.T, times the scale, plus the bias; sums in fp32, rounded once. A row's result is
+    the same bits whatever other rows there are.
+
+    Args:
+        x: [..., in], float32 or bfloat16.
+        weight: [out, in], contiguous, of x's dtype; or int8, with x in bfloat16.
+        scale, bias: [out] in x's dtype.
+
+    Returns:
+        [..., out] in x's dtype.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.firstlight.few_rows_linear(x, weight, scale, bias)
+        return result
+    return _few_rows_linear(x, weight, scale, bias)
+
+
+def _few_rows_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    o_size, k_size = weight.shape
+    rows = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], o_size, dtype=x.dtype)
+    _products()[weight.dtype](
+        weight.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        rows.data_ptr(),
+        out.data_ptr(),
+        rows.numel() // k_size,
+        k_size,
+        o_size,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+# Not `torch.library.custom_op`: what that puts around each call takes longer than small products.
+_library = torch.library.Library("firstlight", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "few_rows_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("few_rows_linear", _few_rows_linear, "CPU")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("firstlight::few_rows_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+# The kernels
+
+_NAMES = {torch.float32: "product_float32", torch.bfloat16: "product_bfloat16"}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels() -> bool:
+    return bool(_products())
+
+
+@functools.cache
+def _products() -> dict[torch.dtype, _Product]:
+    """The kernel for each dtype of weights; none where there is no compiler that makes them."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for dtype, name in {**_NAMES, torch.int8: "product_int8"}.items():
+        product = getattr(library, name)
+        product.restype = None
+        product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int]
+        found[dtype] = product
+    return found
+
+
+def _compiled() -> Path:
+    """The library of the kernels, compiled where it is not yet.
+
+    Raises:
+        OSError, SubprocessError: it can't be.
+    """
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler")
+    # A home folder may be shared by machines with other instructions.
+    parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = _cache_folder()
+    library = folder / f"few_rows-{name}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            built = Path(temporary) / library.name
+            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            built.replace(library)
+    return library
+
+
+def _cache_folder() -> Path:
+    """A folder of the user's own, that nobody else may write into: what is in it is run.
+
+    Raises:
+        OSError: there is none.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "firstlight"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise PermissionError(f"{folder} can be written by others")
+    return folder
+
+
+def _processor() -> str:
+    """What instructions this machine has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
