@@ -19,6 +19,7 @@ from firstlight.training.config import BatchConfig, DataConfig
 #: Keys that are no methods, or whose values make one together.
 _OTHERS = {
     "data.dir",
+    "data.mix",
     "data.seq_len",
     "data.verify",
     "lora.alpha",

@@ -28,7 +28,7 @@ _ROWS, _TEXTS = 8, 32
 
 @click.command("eval")
 @click.argument("checkpoint")
-@click.option("--data", help="Prepared folder; left out: the one it was trained on.")
+@click.option("--data", help="Prepared folder or its URL; left out: the one it was trained on.")
 @click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
 @click.option(
     "--sample",
@@ -82,7 +82,7 @@ def eval_command(
     with_loss = not tasks or data is not None or sample is not None
     _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder)
     given = {name: value for name, value in of_the_loss.items() if value is not None}
-    from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+    from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
     from firstlight.evaluation.tasks import evaluate_tasks
 
     loaded = load_for_evaluation(checkpoint, device)
@@ -103,10 +103,11 @@ def eval_command(
         _say_scores(scores)
         result["tasks"] = {one.task: {"items": one.items, **one.figures()} for one in scores}
     if with_loss:
+        folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
         found = _with_bar(
             "evaluating",
             lambda show: evaluate(
-                loaded, data, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
+                loaded, folder, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
             ),
         )
         _say_loss(found)

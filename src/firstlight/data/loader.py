@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from firstlight.data.mixing import MixedDataset, Turns, datasets_in
 from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
@@ -67,7 +68,7 @@ def rows_to_batch(
     *,
     document_masking: bool = False,
 ) -> Batch:
-    """The given rows as one batch.
+    """The given rows of a split as one batch.
 
     A short last row is filled up with `fill_id`, its labels with -100; what fills it is a
     document of its own.
@@ -80,10 +81,18 @@ def rows_to_batch(
         document_masking: number the documents, and predict tokens from their own document
             only (see `packing`).
     """
+    places = [(dataset, row) for row in rows]
+    return _batch_of(places, seq_len, fill_id, document_masking=document_masking)
+
+
+def _batch_of(
+    rows: list[tuple[TokenDataset, int]], seq_len: int, fill_id: int, *, document_masking: bool
+) -> Batch:
+    """See `rows_to_batch`; each row may be of another split."""
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
-    for i, row in enumerate(rows):
+    for i, (dataset, row) in enumerate(rows):
         span = row_span(row, seq_len)
         tokens = dataset[span]
         length = len(tokens) - 1
@@ -105,7 +114,8 @@ def rows_to_batch(
 
 
 class TokenLoader:
-    """Endless shuffled batches over the rows of a split; each epoch in another order.
+    """Endless shuffled batches over the rows of a split, or of a mix of several; each epoch in
+    another order.
 
     A batch may begin in one epoch and end in the next. The following batches are read by
     threads while the current one is computed on; which batches come does not depend on how
@@ -113,7 +123,7 @@ class TokenLoader:
     the ranks, are the next `micro_batch_size` x `world_size` rows of the one order.
 
     Args:
-        dataset: the split.
+        dataset: the split, or a mix.
         seq_len: predictions a row.
         micro_batch_size: rows a batch.
         seed: decides the order.
@@ -126,12 +136,12 @@ class TokenLoader:
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
-        DataError: the split is shorter than one row.
+        DataError: the split, or one of the mix, is shorter than one row.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenDataset | MixedDataset,
         seq_len: int,
         micro_batch_size: int,
         seed: int,
@@ -153,7 +163,10 @@ class TokenLoader:
         self.micro_batch_size, self.document_masking = micro_batch_size, document_masking
         self.rank, self.global_rows = rank, micro_batch_size * world_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
-        self.rows_per_epoch = num_rows(dataset.num_tokens, seq_len)
+        self._corpora = datasets_in(dataset)
+        self._turns = dataset.turns if isinstance(dataset, MixedDataset) else Turns([1])
+        self._corpus_rows = [num_rows(corpus.num_tokens, seq_len) for corpus in self._corpora]
+        self.rows_per_epoch = sum(self._corpus_rows)
         self.rows_seen = rows_seen
         self._readers = ThreadPoolExecutor(workers, "loader") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
@@ -192,26 +205,29 @@ class TokenLoader:
 
     def _read(self, global_first: int) -> Batch:
         """This rank's part of the global batch that begins with the row of this count."""
-        rows = []
         first = global_first + self.rank * self.micro_batch_size
-        for count in range(first, first + self.micro_batch_size):
-            epoch, position = divmod(count, self.rows_per_epoch)
-            rows.append(shuffled_index(position, self.rows_per_epoch, self.seed, epoch))
-        batch = rows_to_batch(
-            self.dataset, rows, self.seq_len, fill_id=0, document_masking=self.document_masking
-        )
+        rows = [self._place(count) for count in range(first, first + self.micro_batch_size)]
+        batch = _batch_of(rows, self.seq_len, 0, document_masking=self.document_masking)
         return batch.pin_memory() if self.pin_memory else batch
 
+    def _place(self, count: int) -> tuple[TokenDataset, int]:
+        """The split and the row in it that come after `count` others."""
+        corpus, given = self._turns.at(count)
+        rows = self._corpus_rows[corpus]
+        epoch, position = divmod(given, rows)
+        return self._corpora[corpus], shuffled_index(position, rows, self.seed, epoch)
 
-def require_row(dataset: TokenDataset, seq_len: int) -> None:
+
+def require_row(dataset: TokenDataset | MixedDataset, seq_len: int) -> None:
     """Refuse a split that is shorter than one row.
 
     Raises:
-        DataError: it has fewer than `seq_len` + 1 tokens.
+        DataError: it, or one of the mix, has fewer than `seq_len` + 1 tokens.
     """
-    if dataset.num_tokens < seq_len + 1:
-        raise DataError(
-            f"the '{dataset.split}' split of {dataset.folder} has {dataset.num_tokens} tokens, "
-            f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "
-            "lower data.seq_len or prepare more text"
-        )
+    for corpus in datasets_in(dataset):
+        if corpus.num_tokens < seq_len + 1:
+            raise DataError(
+                f"the '{corpus.split}' split of {corpus.folder} has {corpus.num_tokens} tokens, "
+                f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "
+                "lower data.seq_len or prepare more text"
+            )

@@ -61,17 +61,26 @@ def apply_methods(
         checkpoint_layers(model, config.activation_checkpointing == "selective")
 
 
-def loss_function(model: Model, config: EfficiencyConfig, hardware: Hardware) -> LossFunction:
+def loss_function(
+    model: Model,
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    forward: Callable[..., Tensor] | None = None,
+) -> LossFunction:
     """The function that training calls: the model's forward pass in the config's precision,
     compiled, its activations offloaded, as the config says.
+
+    Args:
+        forward: what computes the forward pass where the model itself does not: see
+            `Engine.share`.
 
     Raises:
         ConfigError: compilation is asked for and can't work here.
     """
-    forward: Callable[..., Tensor] = model
+    forward = forward or model
     if config.compile is True:
         require_compiler(config, hardware)
-        forward = compiled(model, config)
+        forward = compiled(model, config, forward)
     dtype = resolve_precision(config, hardware)
 
     def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:

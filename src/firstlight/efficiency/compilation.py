@@ -41,8 +41,13 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
-def compiled(model: Model, config: EfficiencyConfig) -> Callable[..., Tensor]:
+def compiled(
+    model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """The model's forward pass through torch.compile; its parameters stay where they are.
+
+    Args:
+        forward: what computes it: the model, or what was put around it.
 
     With `compile_regional` the layers share one compiled function (they are alike), and what is
     before and after them runs as it is.
@@ -51,13 +56,13 @@ def compiled(model: Model, config: EfficiencyConfig) -> Callable[..., Tensor]:
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
     if not config.compile_regional:
-        return torch.compile(model, **options)
+        return torch.compile(forward, **options)
     for layer in decoder_layers(model):
         plain = layer.forward
         layer.forward = functools.partial(
             _compiled_in_training, layer, plain, torch.compile(plain, **options)
         )
-    return model
+    return forward
 
 
 def _compiled_in_training(

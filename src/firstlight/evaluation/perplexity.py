@@ -15,7 +15,9 @@ from torch import Tensor
 from firstlight.checkpoint import resolve_model_folder, trained_on
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.packing import num_rows
+from firstlight.data.remote import local_folder
 from firstlight.data.shards import TokenDataset
+from firstlight.distributed import gather_objects
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.evaluation.estimates import RowLoss, mean_loss, sampled_rows, standard_error
@@ -140,6 +142,8 @@ def evaluate_split(
     rows: Sequence[int] | None = None,
     drawn: bool = False,
     on_rows: Callable[[int, int], None] | None = None,
+    rank: int = 0,
+    processes: int = 1,
 ) -> Evaluation:
     """Evaluate non-overlapping rows: every token is predicted once, from what stands before it
     in its row, or, with document masking, in its row and document.
@@ -164,16 +168,19 @@ def evaluate_split(
         drawn: the rows were drawn at random, and the loss function gives each row's: the result
             has standard errors.
         on_rows: called after each batch with the rows done and to do.
+        rank, processes: this process of so many that share the batches; all get the result, the
+            same as that of one.
 
     Raises:
         DataError: no token is predicted: with document masking, documents of one token.
     """
     total = num_rows(dataset.num_tokens, seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
+    own, extra = _own_batches(chosen, batch_size, rank, processes)
     losses = losses_of_rows(
         loss_sum,
         dataset,
-        chosen,
+        own + extra,
         seq_len=seq_len,
         batch_size=batch_size,
         device=device,
@@ -181,21 +188,20 @@ def evaluate_split(
         first_id=first_id,
         on_rows=on_rows,
     )
+    if processes > 1:
+        losses = _all_losses(losses[: len(losses) - bool(extra)])
     if not any(row.tokens for row in losses):
         raise DataError(
             f"the evaluated rows of {dataset.folder} hold no token to predict: "
             "its documents are of one token each; evaluate without document masking"
         )
-    predictable = dataset.num_tokens - (not _predicts_first(dataset, first_id))
-    if document_masking and dataset.documents_begin_with_bos:
-        predictable = dataset.num_tokens - dataset.num_documents
     has_error = drawn and 2 <= len(chosen) < total
     gzip = dataset.gzip_bytes
     return Evaluation(
         **_figures(
             mean_loss(losses),
             standard_error(losses, total) if has_error else None,
-            predictable / dataset.text_bytes / math.log(2),
+            bits_a_nat(dataset, document_masking=document_masking, first_id=first_id),
         ),
         gzip_bits_per_byte=8 * gzip / dataset.text_bytes if gzip else None,
         tokens=sum(row.tokens for row in losses),
@@ -205,6 +211,36 @@ def evaluate_split(
         seq_len=seq_len,
         document_masking=document_masking,
     )
+
+
+def _own_batches(
+    rows: list[int], batch_size: int, rank: int, processes: int
+) -> tuple[list[int], list[int]]:
+    """The rows of every so manieth batch; and those of one more, not to be counted, where others
+    have one more: in sharded models all compute each layer together."""
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    own = batches[rank::processes]
+    most = -(-len(batches) // processes)
+    extra = batches[-1] if len(own) < most else []
+    return [row for batch in own for row in batch], list(extra)
+
+
+def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
+    """What all processes have found, ordered by row."""
+    gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
+    return sorted(
+        (RowLoss(*entry) for part in gathered for entry in part), key=lambda loss: loss.row
+    )
+
+
+def bits_a_nat(
+    dataset: TokenDataset, *, document_masking: bool, first_id: int | None = None
+) -> float:
+    """Bits per byte of a split's text for each nat per token; see `evaluate_split`."""
+    predictable = dataset.num_tokens - (not _predicts_first(dataset, first_id))
+    if document_masking and dataset.documents_begin_with_bos:
+        predictable = dataset.num_tokens - dataset.num_documents
+    return predictable / dataset.text_bytes / math.log(2)
 
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
@@ -254,7 +290,7 @@ def evaluate(
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
-        data: a prepared folder; None is the one that the checkpoint was trained on.
+        data: a prepared folder or its URL; None is the one that the checkpoint was trained on.
         split: "val" or "train".
         sample: only so many rows, drawn without replacement; None, or as many as there are, is
             the whole split.
@@ -280,12 +316,7 @@ def evaluate(
         loaded = load_for_evaluation(loaded, device)
     loaded.require_unchanged()
     training_data = trained_on(loaded.folder)
-    folder = data if data is not None else training_data.get("dir")
-    if folder is None:
-        raise DataError(
-            f"{loaded.folder} does not say what it was trained on: name the data with --data"
-        )
-    dataset = TokenDataset(folder, split)
+    dataset = TokenDataset(evaluated_folder(loaded, data, split), split)
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
@@ -312,6 +343,36 @@ def evaluate(
             f"the loss of {loaded.folder} is {result.loss}: its weights are not all finite numbers"
         )
     return result
+
+
+def evaluated_folder(
+    loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
+) -> Path:
+    """The folder of the data, once it is on this machine.
+
+    Args:
+        loaded: the model.
+        data: a prepared folder or its URL; None is the one that the model was trained on.
+        split: the one that is needed.
+        progress: show a progress bar while it is fetched.
+
+    Raises:
+        DataError: the model does not tell, or was trained on several; or the data can't be had.
+        MissingDependencyError, StorageError: see `remote.local_folder`.
+    """
+    trained = trained_on(loaded.folder)
+    location = data if data is not None else trained.get("dir")
+    corpora = trained.get("corpora")
+    if location is None and isinstance(corpora, dict):
+        raise DataError(
+            f"{loaded.folder} was trained on a mix of {', '.join(map(str, corpora.values()))}: "
+            "name one of them with --data"
+        )
+    if location is None:
+        raise DataError(
+            f"{loaded.folder} does not say what it was trained on: name the data with --data"
+        )
+    return local_folder(location, (split,), progress=progress)
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:

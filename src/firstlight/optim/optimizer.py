@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from firstlight.distributed.pieces import piece_like, whole
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.master import MasterWeights
@@ -123,10 +124,10 @@ class Optimizer:
                     "set efficiency.precision to bf16 instead of fp16"
                 )
             norms = [self._norms[name] for name in self.parameters if name in self._norms]
-            return nn.utils.get_total_norm(norms)
+            return whole(nn.utils.get_total_norm(norms))
         self.accumulate()
         gradients = [p.grad for p in self._masters.updated.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) / grad_scale
+        norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale
         limit = self.config.max_grad_norm or math.inf
         # In torch's order and precision, so that the same factor comes out.
         factor = float((limit / (norm + 1e-6)).clamp(max=1.0)) / grad_scale
@@ -181,11 +182,11 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`.
 
-        The same with and without `in_backward`. Master weights are not part of it: see
-        `master_weights`.
+        The same with and without `in_backward`, and however parameters are cut into pieces: then
+        all ranks have to call it. Master weights are not part of it: see `master_weights`.
         """
         return {
-            f"{name}.{key}": value.detach().cpu().contiguous()
+            f"{name}.{key}": whole(value.detach()).cpu().contiguous()
             for name, state in self._states().items()
             for key, value in state.items()
         }
@@ -208,7 +209,11 @@ class Optimizer:
             rule, parameter = self._rule_of[name], self._masters.updated[name]
             if layout:
                 own = {key: tensors[f"{name}.{key}"] for key in layout}
-                rule.optimizer.state[parameter] = rule.rebuild(parameter, own)
+                state = rule.rebuild(parameter, own)
+                rule.optimizer.state[parameter] = {
+                    key: piece_like(value, parameter) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
 
     def _layouts(self) -> dict[str, Layout]:
         return {

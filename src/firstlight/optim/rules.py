@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firstlight.distributed.pieces import is_in_pieces
 from firstlight.errors import ConfigError
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.eight_bit import eight_bit_rule
@@ -119,8 +120,15 @@ def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool
             f"torch has no fused {config.name} for {device}: set optimizer.implementation "
             "to foreach"
         )
+    # Of what is in pieces (FSDP2), torch's fused SGD knows nothing.
+    unknown = config.name == "sgd" and any(is_in_pieces(p) for p in parameters.values())
+    if wanted == "fused" and unknown:
+        raise ConfigError(
+            "torch has no fused sgd for distributed.engine fsdp: set optimizer.implementation "
+            "to foreach"
+        )
     if wanted == "auto":
-        wanted = "fused" if device in _FUSED_DEVICES else "foreach"
+        wanted = "fused" if device in _FUSED_DEVICES and not unknown else "foreach"
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 

@@ -33,6 +33,7 @@ def decide(
     hardware: Hardware,
     epoch_tokens: int,
     tell: Callable[[str], None],
+    processes: int = 1,
 ) -> Recipe:
     """The recipe with every "auto" replaced by what it comes to here.
 
@@ -45,6 +46,7 @@ def decide(
         hardware: to run on.
         epoch_tokens: of the training split.
         tell: called with each choice worth knowing.
+        processes: that share each step.
 
     Raises:
         ConfigError: the micro-batch size can't be found.
@@ -94,9 +96,9 @@ def decide(
     if recipe.batch.micro_batch_size in (None, "auto"):
         rows = saved.get("batch", {}).get("micro_batch_size")
         if rows is None and recipe.batch.micro_batch_size == "auto":
-            rows = largest_micro_batch(recipe, hardware, tell)
+            rows = largest_micro_batch(recipe, hardware, tell, processes)
         elif rows is None:
-            rows = _rows_that_keep_busy(recipe, hardware)
+            rows = _rows_that_keep_busy(recipe, hardware, processes)
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
@@ -124,11 +126,13 @@ def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -
     return 512 if worth_it else 0
 
 
-def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware) -> int:
+def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware, processes: int) -> int:
     """Rows of a micro-batch where nothing is said, that cut the step evenly: a CPU is no faster
     with more than this, and keeps fewer activations."""
     seq_len, tokens = recipe.data.seq_len, recipe.batch.global_batch_tokens
     assert seq_len is not None
+    if tokens is not None:
+        tokens //= processes
     accumulation = recipe.batch.gradient_accumulation_steps
     if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
         return tokens // (accumulation * seq_len)

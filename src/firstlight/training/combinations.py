@@ -10,17 +10,22 @@ from firstlight.models import GPT2Config, ModelConfig
 from firstlight.training.config import Recipe
 
 
-def require_combination(recipe: Recipe, hardware: Hardware) -> None:
+def require_combination(recipe: Recipe, hardware: Hardware, engine: str = "none") -> None:
     """Refuse a recipe whose methods can't work together on this hardware.
 
     Args:
         recipe: with its model, row length and micro-batch size decided.
         hardware: that it will run on.
+        engine: what several processes share the model by: "none", "ddp" or "fsdp".
 
     Raises:
         ConfigError: all conflicts, each with the nearest combination that works.
     """
-    problems = [*_conflicts(recipe), *_missing_hardware(recipe, hardware)]
+    problems = [
+        *_conflicts(recipe),
+        *_missing_hardware(recipe, hardware),
+        *_conflicts_with(engine, recipe),
+    ]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -70,6 +75,33 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
         yield (
             f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
             "or efficiency.attention to auto"
+        )
+
+
+def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
+    if engine == "none":
+        return
+    if recipe.efficiency.optimizer_in_backward:
+        yield (
+            "efficiency.optimizer_in_backward updates before the processes' gradients are added "
+            "up: switch it off (distributed.engine fsdp frees more memory than it does)"
+        )
+    if engine != "fsdp":
+        return
+    if recipe.efficiency.precision in ("bf16_params", "fp8"):
+        yield (
+            f"efficiency.precision {recipe.efficiency.precision} is not for distributed.engine "
+            "fsdp: use bf16, which keeps the pieces in fp32 and puts layers together in bf16"
+        )
+    if recipe.optimizer.name not in ("adamw", "sgd"):
+        yield (
+            f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
+            "distributed.engine fsdp cuts them: use adamw or sgd, or distributed.engine ddp"
+        )
+    if recipe.lora is not None and recipe.lora.quantize != "none":
+        yield (
+            f"lora.quantize {recipe.lora.quantize} packs weights, which distributed.engine fsdp "
+            "can't cut: set it to none, or use distributed.engine ddp"
         )
 
 

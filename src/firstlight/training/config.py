@@ -12,11 +12,20 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Self, Union
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
+from firstlight.data.mixing import whole_weights
 from firstlight.efficiency import EfficiencyConfig
+from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_file
 from firstlight.lora.config import LoraConfig
@@ -49,10 +58,33 @@ class RunConfig(_Section):
     tensorboard: bool = False
 
 
-class DataConfig(_Section):
-    """The `data` section.
+class MixedCorpus(_Section):
+    """One corpus of `data.mix`.
 
-    dir: a folder that `firstlight prepare` wrote.
+    dir: a folder that `firstlight prepare` wrote, or its URL.
+    weight: how many rows it gives in relation to the others' weights.
+    name: of its val/loss/NAME and epoch/NAME; null is the last part of `dir`.
+    """
+
+    dir: str = Field(min_length=1)
+    weight: float = Field(gt=0)
+    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return self.name or self.dir.rstrip("/").rpartition("/")[2] or self.dir
+
+
+class DataConfig(_Section):
+    """The `data` section. Either `dir` or `mix` is given.
+
+    dir: a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
+        https://), from which it is fetched into a cache.
+    mix: several of them, prepared with one tokenizer: a list of {dir, weight}. Each gives rows
+        in proportion to its weight, exactly, in its own shuffled order, again and again. An
+        epoch is as many rows as the corpora have together. val/loss is the mean of their
+        losses by weight; each one's stands beside it.
     seq_len: tokens a training row; null is the model's max_position_embeddings.
     verify: compare the shards with their sha256 before the first step.
     document_masking: tokens see only their own document; positions start anew in each.
@@ -63,13 +95,34 @@ class DataConfig(_Section):
         there is a CUDA GPU.
     """
 
-    dir: str = Field(min_length=1)
+    dir: str | None = Field(min_length=1)
+    mix: list[MixedCorpus] | None = Field(None, min_length=1)
     seq_len: int | None = Field(None, gt=0)
     verify: bool = True
     document_masking: bool = False
     workers: int = Field(1, ge=0, le=64)
     prefetch: int = Field(2, ge=1, le=1024)
     pin_memory: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_dir(cls, values: Any) -> Any:
+        # `dir` is required, but where there is a mix in its place.
+        if isinstance(values, Mapping) and values.get("mix") is not None:
+            return {"dir": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.dir is None) is (self.mix is None):
+            raise ValueError("give either dir, a prepared folder, or mix, several with weights")
+        if self.mix is not None:
+            whole_weights([corpus.weight for corpus in self.mix])
+        labels = [corpus.label for corpus in self.mix or ()]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two corpora of mix are called '{twice}': give each a name")
+        return self
 
 
 DEFAULT_ROWS = 8
@@ -82,7 +135,8 @@ def _number_of_rows(value: object) -> object:
 
 
 class BatchConfig(_Section):
-    """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows.
+    """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows of each
+    process.
 
     micro_batch_size: rows a forward pass: more keep the hardware busier, and take more memory
         for activations. "auto" is the largest that fits: found before the run by trying the
@@ -127,21 +181,22 @@ class BatchConfig(_Section):
             )
         return rows
 
-    def accumulation(self, seq_len: int) -> int:
-        """Forward passes an optimizer step.
+    def accumulation(self, seq_len: int, processes: int = 1) -> int:
+        """Forward passes an optimizer step, of each of so many processes.
 
         Raises:
             ConfigError: global_batch_tokens does not come out even.
         """
         if self.global_batch_tokens is None:
             return self.gradient_accumulation_steps or 1
-        micro_tokens = self.rows * seq_len
+        micro_tokens = self.rows * seq_len * processes
         steps, rest = divmod(self.global_batch_tokens, micro_tokens)
         if rest:
             below = f"{steps * micro_tokens} or " if steps else ""
+            share = f" x {processes} processes" if processes > 1 else ""
             raise ConfigError(
                 f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
-                f"micro_batch_size x seq_len = {micro_tokens}: "
+                f"micro_batch_size x seq_len{share} = {micro_tokens}: "
                 f"take {below}{(steps + 1) * micro_tokens}"
             )
         if self.gradient_accumulation_steps not in (None, steps):
@@ -209,6 +264,7 @@ class Recipe(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     efficiency: EfficiencyConfig = EfficiencyConfig()
+    distributed: DistributedConfig = DistributedConfig()
     lora: LoraConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -316,7 +372,7 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
     """The config classes that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if typing.get_origin(annotation) in (Union, types.UnionType, Annotated):
+    if typing.get_origin(annotation) in (Union, types.UnionType, Annotated, list):
         return [kind for part in typing.get_args(annotation) for kind in _section_types(part)]
     return []
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from firstlight.data.loader import Batch
+from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware import Hardware, find_hardware, free_memory_bytes, is_out_of_memory
 from firstlight.models import empty_model
@@ -30,7 +31,9 @@ _SHARE = 0.9
 _FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
 
 
-def largest_micro_batch(recipe: Recipe, hardware: Hardware, tell: Callable[[str], None]) -> int:
+def largest_micro_batch(
+    recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
+) -> int:
     """The largest micro-batch whose training step fits into the memory that is free now.
 
     The whole global batch is tried first, then the next smaller number of rows that cuts it
@@ -40,12 +43,28 @@ def largest_micro_batch(recipe: Recipe, hardware: Hardware, tell: Callable[[str]
         recipe: with its model and row length, and batch.global_batch_tokens.
         hardware: to run on.
         tell: called with what was found.
+        processes: that share each step; tried is the part of one, on its own.
 
     Raises:
-        ConfigError: not even one row fits, or the recipe's methods can't work together.
+        ConfigError: the step can't be shared evenly; not even one row fits, or the recipe's
+            methods can't work together.
     """
     assert recipe.data.seq_len is not None
-    total = recipe.batch.global_rows(recipe.data.seq_len)
+    whole = recipe.batch.global_rows(recipe.data.seq_len)
+    total, rest = divmod(whole, processes)
+    if rest:
+        raise ConfigError(
+            f"batch.global_batch_tokens is {whole} rows, which {processes} processes can't share "
+            "evenly: change it"
+        )
+    # Processes have no part in what is tried, and each step is its own.
+    tokens = total * recipe.data.seq_len
+    recipe = recipe.model_copy(
+        update={
+            "batch": recipe.batch.model_copy(update={"global_batch_tokens": tokens}),
+            "distributed": DistributedConfig(),
+        }
+    )
     for rows in cuts(total):
         if _fits(recipe, hardware, rows):
             tell(f"micro-batch of {rows} rows: the largest that fits of a step's {total}")

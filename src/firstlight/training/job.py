@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import yaml
 
-from firstlight.checkpoint import CHECKPOINTS, Checkpoint
+from firstlight.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.data.packing import num_rows
-from firstlight.data.shards import TokenDataset
+from firstlight.data.mixing import MixedDataset, rows_per_epoch
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.results import Task
@@ -26,10 +25,13 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
+from firstlight.training.bystanders import PassiveSaver, SilentLogs
 from firstlight.training.config import Recipe
+from firstlight.training.datasets import Dataset, describe_mix, evaluate_validation, origin
 from firstlight.training.guard import DivergedError, Guard
 from firstlight.training.logs import RunLogs
 from firstlight.training.micro_batches import fewer_rows, recut
+from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.rollback import checkpoint_before
@@ -44,7 +46,7 @@ from firstlight.training.state import (
 )
 from firstlight.training.step import MicroBatchTooLargeError, StepResult
 from firstlight.training.stopping import SAVE_NOW_NAME
-from firstlight.training.validation import sample_texts, task_results, validation_loss
+from firstlight.training.validation import sample_texts, task_results
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -64,8 +66,8 @@ class Job:
         self,
         program: TrainingProgram,
         tokenizer: Tokenizer,
-        dataset: TokenDataset,
-        validation: TokenDataset | None,
+        dataset: Dataset,
+        validation: Dataset | None,
         init_from: str | None,
         base: AdapterBase | None,
         tasks: Sequence[Task] = (),
@@ -78,8 +80,10 @@ class Job:
         self.dataset, self.validation = dataset, validation
         self.init_from, self.base, self.tasks = init_from, base, tasks
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
-        self.accumulation = recipe.batch.accumulation(self.seq_len)
-        self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self.accumulation)
+        self.engine = program.engine
+        self.accumulation = recipe.batch.accumulation(self.seq_len, self.engine.size)
+        self._rows_a_step = recipe.batch.rows * self.accumulation * self.engine.size
+        self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self._rows_a_step)
         self.state, self.guard = TrainState(), Guard(recipe.guard)
         self.saved_step = -1
         self.evaluation: Evaluation | None = None
@@ -88,13 +92,13 @@ class Job:
         self._samples: list[dict[str, Any]] = []
         self.data_identity = data_identity(
             dataset, tokenizer, self.seq_len, document_masking=recipe.data.document_masking
-        )
+        ) | origin(recipe.data, dataset)
         self._flops_per_token = train_flops_per_token(
             meta_model(self.model.config), self.seq_len, frozen=recipe.lora is not None
         )
-        self._logs: RunLogs
+        self._logs: RunLogs | SilentLogs
         self._loader: TokenLoader
-        self._saver: CheckpointSaver
+        self._saver: CheckpointSaver | PassiveSaver
 
     # Beginning and end
 
@@ -111,10 +115,7 @@ class Job:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Make the run folder ready: drop what a killed run left, open logs, loader and saver."""
-        for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
-            remove_leftovers(folder)
-        text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
-        write_file(self.run_folder / RECIPE_NAME, text)
+        wait_for_main(self.engine, self._make_folder_ready)
         loader = TokenLoader(
             self.dataset,
             self.seq_len,
@@ -122,6 +123,8 @@ class Job:
             self.recipe.run.seed,
             rows_seen=self.state.rows_seen,
             document_masking=self.recipe.data.document_masking,
+            rank=self.engine.rank,
+            world_size=self.engine.size,
             workers=self.recipe.data.workers,
             # A step takes all its micro-batches at its beginning.
             prefetch=max(self.recipe.data.prefetch, self.accumulation),
@@ -129,19 +132,32 @@ class Job:
         )
         with (
             loader as self._loader,
-            RunLogs(
-                self.run_folder,
-                self._logged_step,
-                self.state.events,
-                tensorboard=self.recipe.run.tensorboard,
-            ) as self._logs,
+            self._open_logs() as self._logs,
             self._saving(),
         ):
             yield
 
+    def _make_folder_ready(self) -> None:
+        for folder in (self.run_folder, self.run_folder / CHECKPOINTS):
+            remove_leftovers(folder)
+        text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        write_file(self.run_folder / RECIPE_NAME, text)
+
+    def _open_logs(self) -> RunLogs | SilentLogs:
+        if not self.engine.is_main:
+            return SilentLogs()
+        return RunLogs(
+            self.run_folder,
+            self._logged_step,
+            self.state.events,
+            tensorboard=self.recipe.run.tensorboard,
+        )
+
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        self._saver = CheckpointSaver(self.run_folder, self.recipe.checkpoint)
+        self._saver = PassiveSaver()
+        if self.engine.is_main:
+            self._saver = CheckpointSaver(self.run_folder, self.recipe.checkpoint)
         self._saver.saved_step = self.saved_step
         try:
             yield
@@ -151,6 +167,12 @@ class Job:
                 self._saver.close()
             raise
         self._saver.close()
+
+    def tell_mix(self, tell: Callable[[str], None]) -> None:
+        """Say what of each corpus of a mix the run sees from its first step to its last."""
+        if isinstance(self.dataset, MixedDataset):
+            rows = self.max_steps * self._rows_a_step
+            tell(f"data: {describe_mix(self.dataset, self.seq_len, rows)}")
 
     @property
     def goes_on(self) -> bool:
@@ -194,7 +216,7 @@ class Job:
         state.skipped_steps += result.skipped
         state.rows_seen = self._loader.state_dict()["rows_seen"]
         tokens_per_second = result.tokens / seconds
-        peak = peak_flops(self.hardware.device, self.program.dtype)
+        peak = peak_flops(self.hardware.device, self.program.dtype) * self.engine.size
         router = self.program.router_metrics(result.tokens)
         auxiliary = router.get("moe/router_loss", 0.0) * self.program.router_loss_coefficient
         record = {
@@ -211,6 +233,7 @@ class Job:
             "data_wait_seconds": waited,
             "save_stall_seconds": self._stall_seconds,
             "skipped_steps": state.skipped_steps,
+            **self._epochs_by_corpus(),
             **({"skipped": True} if result.skipped else {}),
             **({"loss_scale": self.program.scaler.scale} if self.program.scaler else {}),
             **router,
@@ -219,6 +242,13 @@ class Job:
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
         self._stall_seconds, self._unsaved = 0.0, True
         self.guard.require_fit()
+
+    def _epochs_by_corpus(self) -> dict[str, float]:
+        """How often each corpus of a mix has been seen, as metrics."""
+        if not isinstance(self.dataset, MixedDataset):
+            return {}
+        seen = self.dataset.epochs_by_corpus(self.state.rows_seen, self.seq_len)
+        return {f"epoch/{name}": epochs for name, epochs in seen.items()}
 
     def _update(self, batches: list[Batch], share: float) -> StepResult:
         """The step itself, repeated with smaller micro-batches as long as memory runs out."""
@@ -296,7 +326,9 @@ class Job:
             self._samples.append({"step": step, "prompt": prompt, "text": text})
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
         if self.validation is not None:
-            found = validation_loss(self.program, self.validation, self.seq_len, check)
+            found, by_corpus = evaluate_validation(
+                self.program, self.validation, self.seq_len, check
+            )
             bar.message(
                 f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
                 f"{found.bits_per_byte:.4f} bits a byte ({found.rows} of {found.total_rows} rows)"
@@ -306,6 +338,7 @@ class Job:
                 "val/loss": found.loss,
                 "perplexity": found.perplexity,
                 "bits_per_byte": found.bits_per_byte,
+                **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
             }
 
     def _score(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
@@ -336,12 +369,12 @@ class Job:
         None is due while steps are being skipped: it would take the place of one from before
         the trouble.
         """
-        is_calm = not self.guard.skipped_in_a_row
-        return (is_calm and self.is_due(self.recipe.checkpoint.every_steps)) or self._is_asked
+        is_calm, asked = not self.guard.skipped_in_a_row, self._is_asked
+        return (is_calm and self.is_due(self.recipe.checkpoint.every_steps)) or asked
 
     @property
     def _is_asked(self) -> bool:
-        return (self.run_folder / SAVE_NOW_NAME).is_file()
+        return on_main(self.engine, (self.run_folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
         """Save a checkpoint of this moment; the saver deletes the ones that are too many."""
@@ -351,13 +384,13 @@ class Job:
         self.saved_step, self._unsaved = self.state.step, False
         if asked:
             self._saver.wait()
-            remove_file(self.run_folder / SAVE_NOW_NAME)
+            wait_for_main(self.engine, lambda: remove_file(self.run_folder / SAVE_NOW_NAME))
 
     def finish_saving(self) -> None:
         """Save what is not saved yet, and wait until it is on the disk."""
         if self._unsaved:
             self.save()
-        self._saver.wait()
+        wait_for_main(self.engine, self._saver.wait)
 
     def go_back(self, error: DivergedError, bar: TrainingProgress) -> None:
         """Put an earlier checkpoint's weights, moments, random numbers and step back, and go on
@@ -378,12 +411,10 @@ class Job:
         if done >= config.max_rollbacks:
             raise TrainingError(f"{problem} (after {done} rollbacks)")
         self._saver.wait()
-        checkpoint = checkpoint_before(
-            self.run_folder, before, self.saved_step, self.recipe.checkpoint.every_steps
-        )
-        if checkpoint is None:
+        folder = on_main(self.engine, lambda: self._folder_before(before))
+        if folder is None:
             raise TrainingError(f"{problem} (there is no checkpoint to go back to yet)")
-        self.take_up(checkpoint)
+        self.take_up(load_checkpoint(Path(folder), verify=False))
         self._saver.saved_step = self.saved_step
         self.guard.skipped_in_a_row = 0
         # The data go on, and what was learned about the machine stays.
@@ -394,6 +425,11 @@ class Job:
         self._logs.drop_after(self._logged_step)
         self._add_event("rollback", failed.step, to_step=self.state.step, reason=str(error))
         bar.message(f"{problem}; back to step {self.state.step}")
+
+    def _folder_before(self, step: int) -> str | None:
+        every = self.recipe.checkpoint.every_steps
+        folder = checkpoint_before(self.run_folder, step, self.saved_step, every)
+        return None if folder is None else str(folder)
 
     def _capture(self) -> Checkpoint:
         loader = self._loader.state_dict()
@@ -418,11 +454,10 @@ class Job:
         )
 
 
-def _schedule(recipe: Recipe, dataset: TokenDataset, accumulation: int) -> tuple[int, int]:
+def _schedule(recipe: Recipe, dataset: Dataset, rows_a_step: int) -> tuple[int, int]:
     """(max_steps, warmup_steps) with the defaults worked out."""
     assert recipe.data.seq_len is not None
-    rows_a_step = recipe.batch.rows * accumulation
-    epoch = math.ceil(num_rows(dataset.num_tokens, recipe.data.seq_len) / rows_a_step)
+    epoch = math.ceil(rows_per_epoch(dataset, recipe.data.seq_len) / rows_a_step)
     max_steps = recipe.schedule.max_steps or epoch
     warmup_steps = recipe.schedule.warmup_steps
     return max_steps, max_steps // 20 if warmup_steps is None else warmup_steps

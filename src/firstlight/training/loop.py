@@ -13,6 +13,7 @@ from firstlight.console import say
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.guard import DivergedError
+from firstlight.training.processes import first_reason, run_processes, wait_for_main
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.report import draw_report
 from firstlight.training.setup import set_up
@@ -55,6 +56,9 @@ def train(
 ) -> TrainResult:
     """Train a model as a recipe says.
 
+    Started as one of several processes (`firstlight train --nproc`, torchrun, srun, ...), it trains
+    together with the others, as the recipe's `distributed` section says; all get the same result.
+
     From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run when the
     step at hand is done, with a checkpoint to go on from; a second signal ends it at once.
 
@@ -66,13 +70,14 @@ def train(
             replaces the recipe's `model`.
         new_rows: what the tokens that the data's tokenizer has beyond that of `init_from` start
             from: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
-        on_step: called with each step's metrics. It may draw from the global generators of
-            Python, numpy and torch: their states are seeded, saved and resumed.
+        on_step: called with each step's metrics, in the main process. It may draw from the global
+            generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
             before the first step, and nothing is written.
+        RankError: another process of the run failed, or is gone.
         TrainingError: the run diverged, and the `guard` section knows no way back; or not even
             one row fits into memory. The last checkpoint is untouched.
         StorageError: the disk refused. The last checkpoint is untouched.
@@ -80,21 +85,33 @@ def train(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     last: dict[str, Any] = {}
+    stopped: str | None = None
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
-        set_up(recipe, resume, init_from, new_rows, say if progress else _ignore) as job,
+        run_processes(recipe) as (hardware, engine),
+        set_up(
+            recipe,
+            resume,
+            init_from,
+            new_rows,
+            say if progress and engine.is_main else _ignore,
+            hardware,
+            engine,
+        ) as job,
         job.open(),
-        TrainingProgress(job.max_steps, job.state.step, shown=progress) as bar,
+        TrainingProgress(job.max_steps, job.state.step, shown=progress and engine.is_main) as bar,
     ):
+        # One that stopped in the middle of an evaluation would leave the others waiting.
+        check = stopping.check if engine.size == 1 else _go_on
         if job.goes_on:
-            record_start(job)
-        while job.goes_on and stopping.reason is None:
+            wait_for_main(engine, lambda: record_start(job))
+        while job.goes_on and (stopped := first_reason(engine, stopping.reason)) is None:
             try:
                 if job.state.pending is None:  # else a run was stopped before its evaluation
                     job.step()
                     stopping.watch()
                 if job.evaluation_is_due or job.tasks_are_due:
-                    job.evaluate(bar, stopping.check)
+                    job.evaluate(bar, check)
             except DivergedError as error:
                 job.go_back(error, bar)
                 continue
@@ -102,12 +119,12 @@ def train(
                 break
             last = job.write_record()
             bar.step(last)
-            if on_step is not None:
+            if on_step is not None and engine.is_main:
                 on_step(last)
             if job.must_save:
                 job.save()
         job.finish_saving()
-        draw_report(job.run_folder)
+        wait_for_main(engine, lambda: _draw(job.run_folder))
         return TrainResult(
             job.run_folder,
             checkpoint_folder(job.run_folder, job.saved_step),
@@ -115,9 +132,17 @@ def train(
             job.state.tokens_seen,
             last.get("train/loss"),
             job.evaluation,
-            stopping.reason if job.goes_on else None,
+            stopped or stopping.reason if job.goes_on else None,
         )
 
 
 def _ignore(_: str) -> None:
     """Says nothing."""
+
+
+def _draw(run_folder: Path) -> None:
+    draw_report(run_folder)
+
+
+def _go_on() -> None:
+    """Has no reason to stop."""

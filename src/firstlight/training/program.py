@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from firstlight.data.loader import Batch
+from firstlight.distributed import World, all_reduce_sum
 from firstlight.efficiency import (
     apply_methods,
     give_back_unused,
@@ -17,6 +18,8 @@ from firstlight.efficiency import (
     resolve_precision,
     same_bits,
 )
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.hardware import Hardware
 from firstlight.models import Llama, Model, MoEConfig
 from firstlight.models.moe import RouterStatistics
@@ -35,6 +38,7 @@ class TrainingProgram:
         model: with its weights, in fp32 (a frozen base may be in less); it is moved to the device
             and changed as the methods need it.
         hardware: to run on.
+        engine: what the run's processes share the model by; None is one process.
 
     Attributes:
         dtype: of the matrix products.
@@ -45,8 +49,12 @@ class TrainingProgram:
         ConfigError: methods that can't work together or not here; each with what does.
     """
 
-    def __init__(self, recipe: Recipe, model: Model, hardware: Hardware) -> None:
-        require_combination(recipe, hardware)
+    def __init__(
+        self, recipe: Recipe, model: Model, hardware: Hardware, engine: Engine | None = None
+    ) -> None:
+        alone = DistributedConfig(engine="none")
+        self.engine = engine or Engine(alone, World(0, 1, 0, 1), hardware.device)
+        require_combination(recipe, hardware, self.engine.name)
         keep_memory(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
@@ -57,13 +65,14 @@ class TrainingProgram:
         initial = {name: p.detach() for name, p in self.model.named_parameters()}
         if config.precision == "bf16_params":
             self.model.to(torch.bfloat16)
+        forward = self.engine.share(self.model, config.precision)
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,
             in_backward=config.optimizer_in_backward,
             initial=initial,
         )
-        self.loss_sum = loss_function(self.model, config, hardware)
+        self.loss_sum = loss_function(self.model, config, hardware, forward)
         self.evaluation_loss = plain_loss(self.model, config, hardware)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
@@ -86,9 +95,12 @@ class TrainingProgram:
         """
         self.optimizer.set_learning_rate(share_of_peak)
         self.model.train()
+        self.engine.settle()
         config = self.recipe.efficiency
         with matmul_precision(config), same_bits(config, self.hardware):
-            result = train_step(self.loss_sum, self.optimizer, batches, self.scaler, accepts)
+            result = train_step(
+                self.loss_sum, self.optimizer, batches, self.scaler, accepts, self.engine
+            )
         self._steps += 1
         if self._steps == 1:
             give_back_unused(self.hardware)
@@ -101,7 +113,13 @@ class TrainingProgram:
         """What the routers of a Mixture of Experts did in the last step, of so many valid tokens;
         {} for a dense model."""
         statistics = self._router_statistics
-        return {} if statistics is None else statistics.take(tokens)
+        if statistics is None:
+            return {}
+        if self.engine.size > 1 and statistics.visits_LE is not None:
+            assert statistics.loss_sum is not None
+            statistics.loss_sum = all_reduce_sum(statistics.loss_sum.clone())
+            statistics.visits_LE = all_reduce_sum(statistics.visits_LE.clone())
+        return statistics.take(tokens)
 
     def forget_router_statistics(self) -> None:
         """A step that was begun does not count."""

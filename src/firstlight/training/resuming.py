@@ -19,11 +19,11 @@ def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
     """
     checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
     saved, identity = checkpoint.trainer_state, job.data_identity
-    for key in ("seq_len", "manifest_sha256", "tokenizer_sha256"):
-        before = saved.get("data", {}).get(key)
-        if before != identity[key]:
+    for key in ("seq_len", "mix", "manifest_sha256", "tokenizer_sha256"):
+        before, is_now = saved.get("data", {}).get(key), identity.get(key)
+        if before != is_now:
             raise CheckpointError(
-                f"{folder} can't be resumed: the data's {key} was {before} and is {identity[key]} "
+                f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "
                 "now (--init-from starts a new run from its weights)"
             )
     before, now = saved.get("recipe", {}), job.recipe.model_dump()

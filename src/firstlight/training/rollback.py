@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firstlight.checkpoint import Checkpoint, load_checkpoint, load_trainer_state
+from firstlight.checkpoint import load_trainer_state, verify_checkpoint
 from firstlight.errors import CheckpointError
 from firstlight.history import own_past, saved_checkpoints
 
 
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
-) -> Checkpoint | None:
-    """The newest checkpoint of an earlier step that verifies, or None.
+) -> Path | None:
+    """The folder of the newest checkpoint of an earlier step that verifies, or None.
 
     Those that stand where they were due, from before the trouble began, come first, so that a
     run that was stopped and resumed in between (which leaves a checkpoint more) goes back to
@@ -38,7 +38,8 @@ def checkpoint_before(
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):
         with contextlib.suppress(CheckpointError):
-            return load_checkpoint(folder)
+            verify_checkpoint(folder)
+            return folder
     return None
 
 

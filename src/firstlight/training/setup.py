@@ -24,10 +24,11 @@ from firstlight.checkpoint import (
     newest_checkpoint,
     resolve_model_folder,
 )
+from firstlight.console import say
 from firstlight.data.loader import require_row
-from firstlight.data.shards import TokenDataset
+from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
-from firstlight.hardware import find_hardware
+from firstlight.hardware import Hardware
 from firstlight.history import MANIFEST_NAME, step_folders
 from firstlight.huggingface import (
     LoadedModel,
@@ -43,9 +44,11 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
-from firstlight.training.config import DEFAULT_ROWS, Recipe, load_recipe
+from firstlight.training.config import DEFAULT_ROWS, Recipe, load_recipe, parse_recipe
+from firstlight.training.datasets import Dataset, open_splits
 from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
+from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.resuming import changed_keys, take_up
 from firstlight.training.tensorboard_log import require_tensorboard
@@ -61,12 +64,16 @@ def set_up(
     init_from: str | Path | None,
     new_rows: str,
     tell: Callable[[str], None],
+    hardware: Hardware,
+    engine: Engine,
 ) -> Iterator[Job]:
     """The run that a recipe describes, ready for its next step. Its folder is held inside.
 
     Args:
         recipe, resume, init_from, new_rows: see `train`.
         tell: called with each message for people.
+        hardware: of this process.
+        engine: what the processes of the run share the model by.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
@@ -83,10 +90,28 @@ def set_up(
     recipe = _with(recipe, "run", dir=str(run_folder))
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
-    with held(run_folder):
-        newest = _newest_checkpoint(run_folder, resume, tell)
+    with held(run_folder) if engine.is_main else contextlib.nullcontext():
+        newest = _shared_newest(engine, run_folder, resume, tell)
         decided = _decided_before(recipe, newest, run_folder) if resume else {}
-        yield _job(recipe, newest, decided, init_from, new_rows, tell)
+        yield _job(recipe, newest, decided, init_from, new_rows, tell, hardware, engine)
+
+
+def _shared_newest(
+    engine: Engine, run_folder: Path, resume: bool, tell: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint that all processes go on from."""
+
+    def find() -> str | None:
+        newest = _newest_checkpoint(run_folder, resume, tell)
+        return None if newest is None else str(newest)
+
+    found = on_main(engine, find)
+    if found is not None and not Path(found).is_dir():
+        raise CheckpointError(
+            f"rank {engine.world.rank} does not see {found}: run.dir has to be in a file system "
+            "that all machines of the run share"
+        )
+    return None if found is None else Path(found)
 
 
 def _job(
@@ -96,17 +121,16 @@ def _job(
     init_from: str | Path | None,
     new_rows: str,
     tell: Callable[[str], None],
+    hardware: Hardware,
+    engine: Engine,
 ) -> Job:
     """The run, going on from its newest checkpoint if there is one."""
-    hardware = find_hardware(recipe.run.device)
     if recipe.run.tensorboard:
         require_tensorboard()
-    dataset = TokenDataset(recipe.data.dir, "train", verify=recipe.data.verify)
-    validation = None
-    if "val" in dataset.manifest["splits"]:
-        validation = TokenDataset(recipe.data.dir, "val", verify=recipe.data.verify)
-    else:
-        tell(f"{dataset.folder} has no validation split: there will be no val/loss")
+    # One process of a machine reads all of it, for all of them.
+    verify = recipe.data.verify and engine.world.local_rank == 0
+    data = recipe.data.model_copy(update={"verify": verify})
+    dataset, validation = open_splits(data, tell, progress=tell is say)
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
@@ -136,18 +160,31 @@ def _job(
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    recipe = decide(recipe, decided, hardware, dataset.num_tokens, tell)
+    recipe = _decided_together(
+        engine, lambda: decide(recipe, decided, hardware, dataset.num_tokens, tell, engine.size)
+    )
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
     if recipe.lora is not None:
         attach(model, recipe, hardware)
-    program = TrainingProgram(recipe, model, hardware)
+    program = TrainingProgram(recipe, model, hardware, engine)
+    # From here on random numbers are for dropout, which differs from rank to rank.
+    torch.manual_seed(recipe.run.seed + engine.world.rank)
     job = Job(program, tokenizer, dataset, validation, origin, base, tasks)
     if newest is not None:
         take_up(job, newest, tell)
-    _require_disk(job)
+    job.tell_mix(tell)
+    if engine.is_main:
+        _require_disk(job)
     return job
+
+
+def _decided_together(engine: Engine, decide: Callable[[], Recipe]) -> Recipe:
+    """What the main process decides, which may be by measuring, for all."""
+    if engine.size == 1:
+        return decide()
+    return parse_recipe(on_main(engine, lambda: decide().model_dump(mode="json")))
 
 
 def _decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
@@ -337,7 +374,7 @@ def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     return [f"model.{name}" for name in found if name in given or name == "model_type"]
 
 
-def _filled_in(recipe: Recipe, config: ModelConfig, dataset: TokenDataset) -> Recipe:
+def _filled_in(recipe: Recipe, config: ModelConfig, dataset: Dataset) -> Recipe:
     """The recipe with the model that is trained and the row length worked out."""
     limit = config.max_position_embeddings
     seq_len = recipe.data.seq_len or limit

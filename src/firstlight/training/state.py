@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint
+from firstlight.data.mixing import MixedDataset
 from firstlight.data.shards import TokenDataset
+from firstlight.distributed import gather_objects
+from firstlight.distributed.pieces import whole_parameters
+from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.huggingface import model_files
 from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
@@ -70,19 +74,25 @@ def capture(
             init_from, loader, guard.
     """
     model, scaler = program.model, program.scaler
+    program.engine.settle()
     files = model_files(model.config, tokenizer)
     if base is None:
-        with program.optimizer.master_weights():
+        with program.optimizer.master_weights(), whole_parameters(model):
             weights = weights_to_save(model)
     else:
         assert program.recipe.lora is not None
         files |= adapter_files(model, program.recipe.lora, base.name)
-        weights = adapter_tensors(model)
+        with whole_parameters(model):
+            weights = adapter_tensors(model)
     words, rest = _python_random_states()
     return Checkpoint(
         files=files,
         model=weights,
-        optimizer={**program.optimizer.state_tensors(), **torch_random_states(), **words},
+        optimizer={
+            **program.optimizer.state_tensors(),
+            **_states_of_ranks(program.engine),
+            **words,
+        },
         trainer_state={
             **{k: v for k, v in asdict(state).items() if k != "rows_seen"},
             "loader": {"rows_seen": state.rows_seen},
@@ -95,9 +105,13 @@ def capture(
 
 
 def data_identity(
-    dataset: TokenDataset, tokenizer: Tokenizer, seq_len: int, *, document_masking: bool
+    dataset: TokenDataset | MixedDataset,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    document_masking: bool,
 ) -> dict[str, Any]:
-    """Which data a run is on, so that it is not resumed on other."""
+    """Which data a run is on, so that it is not resumed on other; of a mix the weights too."""
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     return {
         "dir": str(dataset.folder.resolve()),
@@ -116,11 +130,15 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     """
     if program.recipe.lora is not None:
         try:
-            fill_adapter(program.model, checkpoint.model, "the checkpoint's adapter")
+            with whole_parameters(program.model, changed=True):
+                fill_adapter(program.model, checkpoint.model, "the checkpoint's adapter")
         except ModelError as error:
             raise CheckpointError(str(error)) from error
     else:
-        with program.optimizer.master_weights():
+        with (
+            program.optimizer.master_weights(),
+            whole_parameters(program.model, changed=True),
+        ):
             _restore_weights(checkpoint, program.model)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
@@ -129,7 +147,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     # Where every step so far was skipped there are no moments yet.
     if moments or state.skipped_steps < state.step:
         program.optimizer.load_state_tensors(moments)
-    restore_torch_random_states(randoms)
+    _restore_own_states(randoms, program, state.step)
     _restore_python_random_states(randoms, saved.get("random", {}))
     # A run that went on in another precision has no scale yet.
     if program.scaler is not None and saved.get("loss_scale") is not None:
@@ -199,6 +217,41 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
             and int(index[0]) < torch.cuda.device_count()
         ):
             torch.cuda.set_rng_state(tensor, int(index[0]))
+
+
+def _states_of_ranks(engine: Engine) -> dict[str, Tensor]:
+    """`torch_random_states` of every rank: of rank 0 by their own names, of others with theirs."""
+    own = torch_random_states()
+    if engine.size == 1:
+        return own
+    sent = {name: tensor.tolist() for name, tensor in own.items()}
+    states = {}
+    for rank, received in enumerate(gather_objects(sent)):
+        for name, values in received.items():
+            place = name if rank == 0 else _name_of_rank(name, rank)
+            states[place] = torch.tensor(values, dtype=torch.uint8)
+    return states
+
+
+def _name_of_rank(name: str, rank: int) -> str:
+    return f"{_RNG_PREFIX}rank{rank}.{name.removeprefix(_RNG_PREFIX)}"
+
+
+def _restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
+    """Put back the states of torch's generators that this rank had; of a rank that was not there,
+    new ones."""
+    rank = program.engine.world.rank
+    prefix = _name_of_rank("", rank) if rank else _RNG_PREFIX
+    own = {
+        _RNG_PREFIX + name.removeprefix(prefix): tensor
+        for name, tensor in states.items()
+        if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
+    }
+    if rank and f"{_RNG_PREFIX}cpu" not in own:
+        # Another for each step: what was drawn before the checkpoint isn't drawn again.
+        torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
+        return
+    restore_torch_random_states(own)
 
 
 def _python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import LossFunction
+from firstlight.efficiency.engine import Engine
 from firstlight.errors import TrainingError
 from firstlight.hardware import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
@@ -46,16 +48,20 @@ def train_step(
     batches: Iterable[Batch],
     scaler: LossScaler | None = None,
     accepts: Callable[[float, float], bool] | None = None,
+    engine: Engine | None = None,
 ) -> StepResult:
     """Forward, backward and update over the micro-batches of one global batch.
 
     The loss is the sum over the whole global batch divided by its valid tokens, so that any
-    cut into micro-batches gives the gradient of one large batch.
+    cut into micro-batches, and over processes, gives the gradient of one large batch.
 
     Args:
+        batches: of this process.
         scaler: for fp16; None leaves the loss as it is.
         accepts: called with the loss and the gradient's norm before the update; False skips it.
             Not called for a step that the scaler skips.
+        engine: what several processes share the global batch by: all of them call this, and get
+            the same result.
 
     Raises:
         DivergedError: the loss or gradient is not finite and nothing was given to skip the step;
@@ -67,12 +73,14 @@ def train_step(
     """
     batches = list(batches)
     tokens = sum(batch.num_valid for batch in batches)
+    if engine is not None:
+        tokens = int(engine.sum(tokens))
     if tokens == 0:
         raise TrainingError("a global batch has no token to learn from")
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
-    total, norm = _gradients(loss_sum, optimizer, batches, tokens, scale)
-    mean, grad_norm = float(total / tokens), float(norm)
+    total, norm = _gradients(loss_sum, optimizer, batches, tokens, scale, engine)
+    mean, grad_norm = _mean(total, tokens, engine), float(norm)
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(mean) + abs(grad_norm) < math.inf
     if scaler is not None and not finite:
@@ -93,20 +101,33 @@ def train_step(
     return StepResult(mean, grad_norm, tokens, skipped=not accepted)
 
 
+def _mean(total: Tensor, tokens: int, engine: Engine | None) -> float:
+    if engine is None or engine.size == 1:
+        return float(total / tokens)
+    return engine.sum(float(total)) / tokens
+
+
 def _gradients(
     loss_sum: LossFunction,
     optimizer: Optimizer,
     batches: list[Batch],
     tokens: int,
     scale: float,
+    engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
     """Fill in the clipped gradients; return the summed loss and their norm before clipping."""
     try:
-        return _passes(loss_sum, optimizer, batches, tokens, scale)
+        return _passes(loss_sum, optimizer, batches, tokens, scale, engine)
     except (RuntimeError, MemoryError) as error:
-        # Updates in the backward pass may have been made: nothing can be repeated there.
+        # Updates in the backward pass may have been made: nothing can be repeated there. Nor where
+        # other processes wait for this one's gradients.
         if optimizer.in_backward or not is_out_of_memory(error):
             raise
+        if engine is not None and engine.size > 1:
+            raise TrainingError(
+                f"out of memory on rank {engine.world.rank} "
+                f"({' '.join(str(error).split())[:200]}): lower batch.micro_batch_size"
+            ) from None
         message = str(error)
     # Outside of the handler: the error's traceback holds what the passes had in memory.
     optimizer.zero_grad()
@@ -119,11 +140,15 @@ def _passes(
     batches: list[Batch],
     tokens: int,
     scale: float,
+    engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
     total: Tensor | None = None
-    for batch in batches:
-        loss = loss_sum(batch.input_ids, batch.labels, batch.document_ids)
-        (loss / (tokens / scale)).backward()  # type: ignore[no-untyped-call]
+    factor = 1 if engine is None else engine.loss_factor
+    for number, batch in enumerate(batches, start=1):
+        last = number == len(batches)
+        with contextlib.nullcontext() if engine is None else engine.backward_pass(last=last):
+            loss = loss_sum(batch.input_ids, batch.labels, batch.document_ids)
+            (loss * factor / (tokens / scale)).backward()  # type: ignore[no-untyped-call]
         optimizer.accumulate()
         # CUDA graphs write the next loss into the same memory.
         total = loss.detach().clone() if total is None else total + loss.detach()

@@ -50,6 +50,8 @@ def validation_loss(
         document_masking=recipe.data.document_masking,
         rows=evaluation_rows(rows, recipe.evaluation.max_rows),
         on_rows=lambda *_: check(),
+        rank=program.engine.rank,
+        processes=program.engine.size,
     )
     if not math.isfinite(found.loss):
         raise DivergedError(f"val/loss is {found.loss}; {DIVERGED}")

@@ -1,0 +1,199 @@
+"""Several corpora as one: each gives rows in proportion to its weight, exactly.
+
+Whose turn it is, is a pure function of the position. The weights are taken as exact fractions
+(0.7 is 7/10) and brought to the smallest whole numbers in their ratio, whose sum is the period:
+7 and 3 repeat every ten rows. Within a period, row j of a corpus of share w may come from
+position j / w on, and has to have come by position (j + 1) / w; the row with the earliest
+deadline comes first. That always works out (Baruah et al., "Proportionate progress", 1996), so
+that after any n rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+
+A corpus gives its own rows as it does alone: in another shuffled order in each of its epochs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from firstlight.data.packing import num_rows
+from firstlight.data.shards import TokenDataset
+from firstlight.errors import ConfigError, DataError
+
+#: Longer periods are refused: the turns of a period are worked out and held in memory.
+MAX_PERIOD = 1_000_000
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in the ratio of the weights, as these are written: [0.7, 0.3]
+    gives [7, 3].
+
+    Raises:
+        ConfigError: a weight is not above 0, or the numbers add up to more than `MAX_PERIOD`.
+    """
+    if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
+    exact = [Fraction(repr(weight)) for weight in weights]
+    unit = Fraction(
+        math.gcd(*(share.numerator for share in exact)),
+        math.lcm(*(share.denominator for share in exact)),
+    )
+    # With fractions in their lowest terms this is their greatest common divisor.
+    whole = [int(share / unit) for share in exact]
+    if sum(whole) > MAX_PERIOD:
+        total = sum(exact)
+        rounded = [max(round(1000 * share / total), 1) for share in exact]
+        raise ConfigError(
+            f"the weights of a mix, {', '.join(map(repr, weights))}, come out even only after "
+            f"{sum(whole):,} rows, more than {MAX_PERIOD:,}: round them, for instance to "
+            f"{', '.join(map(str, rounded))}"
+        )
+    return whole
+
+
+class Turns:
+    """Which corpus gives the row at a position.
+
+    Args:
+        parts: rows of each corpus in a period, from `whole_weights`.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.parts, self.period = tuple(parts), sum(parts)
+        self._corpus = _corpora_of_period(self.parts)
+        self._places = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(corpus, how many rows it has given before) of the row at a position."""
+        periods, place = divmod(position, self.period)
+        corpus = int(self._corpus[place])
+        before = int(np.searchsorted(self._places[corpus], place))
+        return corpus, periods * self.parts[corpus] + before
+
+    def counts(self, position: int) -> list[int]:
+        """How many of the first `position` rows each corpus gives."""
+        periods, place = divmod(position, self.period)
+        return [
+            periods * part + int(np.searchsorted(places, place))
+            for part, places in zip(self.parts, self._places, strict=True)
+        ]
+
+
+def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """The corpus of each row of one period: see the module's docstring."""
+    period = sum(parts)
+    corpora = np.empty(period, dtype=np.uint32)
+    given = [0] * len(parts)
+    waiting = [(0, corpus) for corpus in range(len(parts))]
+    ready: list[tuple[int, int]] = []
+    for place in range(period):
+        while waiting and waiting[0][0] <= place:
+            _, corpus = heapq.heappop(waiting)
+            deadline = -(-(given[corpus] + 1) * period // parts[corpus])
+            heapq.heappush(ready, (deadline, corpus))
+        deadline, corpus = heapq.heappop(ready)
+        assert place < deadline
+        corpora[place] = corpus
+        given[corpus] += 1
+        heapq.heappush(waiting, (given[corpus] * period // parts[corpus], corpus))
+    return corpora
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One corpus of a mix.
+
+    Attributes:
+        name: of its metrics.
+        dataset: the split.
+        part: its weight, as a whole number: see `whole_weights`.
+    """
+
+    name: str
+    dataset: TokenDataset
+    part: int
+
+
+class MixedDataset:
+    """The same split of several corpora, to be drawn from by weight.
+
+    An epoch of it is as many rows as the corpora have together: with weights in the ratio of
+    their sizes each is seen once in it, else those with more weight more than once.
+
+    Attributes:
+        turns: which corpus gives which row.
+        folder: of the first corpus, for its tokenizer, which is that of all.
+        manifest: those of all, with their weights.
+        num_tokens, num_documents, text_bytes: of all together.
+        gzip_bytes: None; gzip compresses each corpus alone.
+
+    Raises:
+        DataError: a corpus is in it twice, or the tokenizers differ.
+    """
+
+    gzip_bytes: int | None = None
+
+    def __init__(self, corpora: Sequence[Corpus]) -> None:
+        self.corpora = tuple(corpora)
+        self.datasets = tuple(corpus.dataset for corpus in corpora)
+        self.turns = Turns([corpus.part for corpus in corpora])
+        first = self.datasets[0]
+        for number, dataset in enumerate(self.datasets):
+            assert dataset.split == first.split
+            _require_same_tokenizer(first, dataset)
+            if dataset.manifest in [other.manifest for other in self.datasets[:number]]:
+                raise DataError(
+                    f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
+                    "weights"
+                )
+        self.split, self.folder, self.vocab_size = first.split, first.folder, first.vocab_size
+        self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
+        self.num_documents = sum(dataset.num_documents for dataset in self.datasets)
+        self.text_bytes = sum(dataset.text_bytes for dataset in self.datasets)
+        self.manifest: dict[str, Any] = {
+            **{key: first.manifest[key] for key in ("vocab_size", "tokenizer_sha256")},
+            "mix": [{"part": c.part, "manifest": c.dataset.manifest} for c in corpora],
+        }
+
+    @property
+    def ratio(self) -> str:
+        """The weights as people write a ratio: "7:3"."""
+        return ":".join(str(corpus.part) for corpus in self.corpora)
+
+    def rows_by_corpus(self, rows_seen: int) -> dict[str, int]:
+        """How many of the first rows of the order each corpus gives, by its name."""
+        counts = self.turns.counts(rows_seen)
+        return {corpus.name: n for corpus, n in zip(self.corpora, counts, strict=True)}
+
+    def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
+        """How often each corpus has been seen after the first rows of the order, by its name."""
+        rows = self.rows_by_corpus(rows_seen)
+        return {
+            corpus.name: rows[corpus.name] / num_rows(corpus.dataset.num_tokens, seq_len)
+            for corpus in self.corpora
+        }
+
+
+def datasets_in(dataset: TokenDataset | MixedDataset) -> tuple[TokenDataset, ...]:
+    """The corpora of a mix, or the one."""
+    return dataset.datasets if isinstance(dataset, MixedDataset) else (dataset,)
+
+
+def rows_per_epoch(dataset: TokenDataset | MixedDataset, seq_len: int) -> int:
+    """Rows of `seq_len` predictions that the corpora have together."""
+    return sum(num_rows(one.num_tokens, seq_len) for one in datasets_in(dataset))
+
+
+def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
+    keys = ("tokenizer_sha256", "vocab_size", "bos_token_id", "eos_token_id")
+    if any(first.manifest.get(key) != other.manifest.get(key) for key in keys):
+        raise DataError(
+            f"{other.folder} can't be mixed with {first.folder}: they were prepared with "
+            f"different tokenizers; prepare it again with --tokenizer {first.folder}"
+        )

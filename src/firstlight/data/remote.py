@@ -1,0 +1,397 @@
+"""Prepared corpora that lie elsewhere: fetched into a cache on this machine, and verified.
+
+A place is a URL of any protocol that fsspec knows: s3://BUCKET/FOLDER, gs://,
+hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints
+are those of the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
+HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
+
+The cache is $FIRSTLIGHT_CACHE, else $XDG_CACHE_HOME/firstlight, else ~/.cache/firstlight; in its
+data/ each corpus has a folder whose name is the hash of its URL and its manifest, so that a
+corpus that was prepared anew is another folder. A file appears in it whole, with the size and
+SHA-256 of the manifest, or not at all; what is there and right is not fetched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from rich.progress import DownloadColumn, TransferSpeedColumn
+
+from firstlight.console import progress_bar, say
+from firstlight.data.shards import MANIFEST_NAME, read_manifest
+from firstlight.errors import (
+    DataError,
+    MissingDependencyError,
+    StorageError,
+    TokenizerError,
+    describe_os_error,
+)
+from firstlight.files import (
+    MAX_JSON_BYTES,
+    make_folder,
+    remove_leftovers,
+    replacing,
+    sha256_of,
+    storage_errors,
+    write_file,
+)
+from firstlight.tokenizer import Tokenizer
+
+_URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+#: Of shards: nothing that leads out of a folder, or that a URL gives a meaning to.
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
+#: The manifest has a fingerprint of the last of them.
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+#: Of the largest vocabularies there are, tokenizer.json has 40 MB.
+_MAX_TOKENIZER_BYTES = 1 << 28
+_CHUNK_BYTES = 1 << 20
+#: Before the second attempt and the further ones.
+_WAITS_SECONDS = (1.0, 4.0, 15.0)
+_LOCK_NAME = ".lock"
+#: Without a block size these read a file as one stream; with a size given, whatever it is, HTTP
+#: does not ask for it in a request before.
+_STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
+#: A server that says nothing for so long is given up; a long file may take its time.
+_SILENCE_SECONDS = 60.0
+
+Found = TypeVar("Found")
+
+
+class _TransferError(Exception):
+    """A transfer that failed, and may not the next time."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A file of a corpus, as its manifest describes it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def is_url(location: str | Path) -> bool:
+    """Whether this is the URL of a place, not the path of a folder."""
+    return _URL.match(str(location)) is not None
+
+
+def cache_folder() -> Path:
+    """Where fetched corpora are kept: see the module's docstring."""
+    own = os.environ.get("FIRSTLIGHT_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
+
+
+def local_folder(
+    location: str | Path,
+    splits: Sequence[str] | None = None,
+    *,
+    verify: bool = True,
+    progress: bool = False,
+) -> Path:
+    """The folder of a prepared corpus on this machine: of a URL, that in the cache, once all of
+    it has been fetched. Any number of processes may ask at once: one of them fetches.
+
+    Args:
+        location: a folder, which is returned as it is, or a URL.
+        splits: those that are needed, as far as the corpus has them; None is all.
+        verify: compare what is in the cache already with the manifest's SHA-256, not its sizes
+            alone, and fetch again what is damaged.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        DataError: the URL can't be meant, no prepared corpus is there, or it did not arrive
+            whole in several attempts.
+        MissingDependencyError: the protocol's package is not installed.
+        StorageError: the cache can't be written, or the disk is too small.
+    """
+    if not is_url(location):
+        return Path(location).expanduser()
+    store = _open_store(str(location).rstrip("/"))
+    content = _retried(lambda: store.content(MANIFEST_NAME, MAX_JSON_BYTES))
+    key = hashlib.sha256(store.url.encode() + b"\n" + content).hexdigest()[:32]
+    folder = cache_folder() / "data" / key
+    if not _holds(folder / MANIFEST_NAME, content):
+        make_folder(folder)
+        with _held(folder, store.url, progress):
+            write_file(folder / MANIFEST_NAME, content)
+    try:
+        manifest = read_manifest(folder)
+    except DataError as error:
+        raise DataError(f"{store.url}: {error}") from error
+    fingerprint: str = manifest["tokenizer_sha256"]
+    wanted = _wanted(store.url, manifest, splits)
+    missing = _missing(folder, wanted, verify)
+    if missing or not _is_tokenizer(folder, fingerprint):
+        with _held(folder, store.url, progress):
+            remove_leftovers(folder)
+            missing = _missing(folder, missing, verify)  # another process may have been here
+            _fetch_tokenizer(store, folder, fingerprint)
+            _fetch_shards(store, folder, missing, progress)
+    return folder
+
+
+class _Store:
+    """A place that files are read from."""
+
+    def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
+        self.url, self._system, self._root, self._options = url, system, root, options
+
+    def parts(self, name: str) -> Generator[bytes, None, None]:
+        """The bytes of a file, piece by piece.
+
+        Raises:
+            DataError: it is not there, or not for us.
+            _TransferError: it could not be read.
+        """
+        path = f"{self._root.rstrip('/')}/{name}"
+        try:
+            with self._system.open(path, "rb", **self._options) as file:
+                while part := file.read(_CHUNK_BYTES):
+                    yield part
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise DataError(
+                f"{self.url} has no {name}: name a folder that `firstlight prepare` wrote, with "
+                "all its files"
+            ) from error
+        except ImportError as error:
+            raise _missing_package(self.url, error) from error
+        except Exception as error:
+            # Each protocol's package has errors of its own.
+            if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+                raise DataError(
+                    f"{self.url}/{name} may not be read: {_reason(error)}; check your credentials"
+                ) from error
+            if _is_refusal(error):
+                raise DataError(f"{self.url}/{name} can't be read: {_reason(error)}") from error
+            raise _TransferError(
+                f"{self.url}/{name} could not be fetched: {_reason(error)}"
+            ) from error
+
+    def content(self, name: str, max_bytes: int) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            DataError: it is not there, or longer than `max_bytes`.
+            _TransferError: it could not be read.
+        """
+        content = bytearray()
+        with contextlib.closing(self.parts(name)) as parts:
+            for part in parts:
+                content += part
+                if len(content) > max_bytes:
+                    raise DataError(f"{self.url}/{name} is longer than {max_bytes:,} bytes")
+        return bytes(content)
+
+
+def _open_store(url: str) -> _Store:
+    parsed = urlsplit(url)
+    if parsed.password is not None:
+        raise DataError(
+            "a URL of data can't have a password in it, which every checkpoint would tell: put "
+            "it where the protocol's own programs look for it, such as ~/.netrc"
+        )
+    is_http = parsed.scheme.lower() in ("http", "https")
+    if is_http and (parsed.query or parsed.fragment):
+        raise DataError(f"{url} names no folder: leave out what begins with ? or #")
+    options: dict[str, Any] = {"skip_instance_cache": True}  # a listing of before may be outdated
+    try:
+        if is_http:
+            aiohttp = importlib.import_module("aiohttp")
+            timeout = aiohttp.ClientTimeout(
+                total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS
+            )
+            # Proxies of the environment, and passwords of ~/.netrc.
+            options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
+        # It has no types.
+        system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
+    except ImportError as error:
+        raise _missing_package(url, error) from error
+    except ValueError as error:
+        raise DataError(f"{url} can't be opened: {_reason(error)}") from error
+    protocols = [system.protocol] if isinstance(system.protocol, str) else system.protocol
+    return _Store(url, system, root, next((_STREAMED[p] for p in protocols if p in _STREAMED), {}))
+
+
+def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
+    scheme = url.partition("://")[0].rpartition("::")[2].lower()
+    known = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+    package = known.get(scheme, "aiohttp" if scheme in ("http", "https") else error.name or scheme)
+    return MissingDependencyError(package, "remote", f"reading {scheme}:// URLs")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server answered that it will not give this, today or tomorrow."""
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+
+
+def _reason(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text or type(error).__name__
+
+
+def _retried(work: Callable[[], Found]) -> Found:
+    """What `work` returns; a failed transfer is tried again, a bounded number of times.
+
+    Raises:
+        DataError: it failed each time.
+    """
+    for seconds in _WAITS_SECONDS:
+        try:
+            return work()
+        except _TransferError:
+            time.sleep(seconds)
+    try:
+        return work()
+    except _TransferError as error:
+        raise DataError(
+            f"{error} (tried {len(_WAITS_SECONDS) + 1} times); what has arrived is kept: try later"
+        ) from error
+
+
+def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Wanted]:
+    """The shards of the splits.
+
+    Raises:
+        DataError: one has a name that no shard has.
+    """
+    chosen = [name for name in manifest["splits"] if splits is None or name in splits]
+    found: dict[str, _Wanted] = {}
+    for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
+        name = shard["file"]
+        if not _SHARD_NAME.fullmatch(name):
+            raise DataError(f"{url}: the manifest names a shard outside, or no shard: {name}")
+        wanted = _Wanted(name, shard["bytes"], shard["sha256"])
+        if found.setdefault(name, wanted) != wanted:
+            raise DataError(f"{url}: the manifest names {name} twice")
+    return list(found.values())
+
+
+def _missing(folder: Path, wanted: Sequence[_Wanted], verify: bool) -> list[_Wanted]:
+    """Those that are not in the folder as they have to be."""
+
+    def is_there(file: _Wanted) -> bool:
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        return not verify or sha256_of(path) == file.sha256
+
+    with storage_errors(folder):
+        return [file for file in wanted if not is_there(file)]
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    with storage_errors(path):
+        return path.is_file() and path.read_bytes() == content
+
+
+def _is_tokenizer(folder: Path, fingerprint: str) -> bool:
+    if not all((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return False
+    try:
+        return Tokenizer.from_pretrained(folder).fingerprint == fingerprint
+    except TokenizerError:
+        return False
+
+
+def _fetch_tokenizer(store: _Store, folder: Path, fingerprint: str) -> None:
+    def fetch() -> None:
+        if _is_tokenizer(folder, fingerprint):
+            return
+        for name in _TOKENIZER_FILES:
+            write_file(folder / name, store.content(name, _MAX_TOKENIZER_BYTES))
+        if not _is_tokenizer(folder, fingerprint):
+            raise _TransferError(
+                f"{store.url}/{_TOKENIZER_FILES[-1]} is not the one the shards were made with, "
+                "or arrived damaged"
+            )
+
+    _retried(fetch)
+
+
+def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Wanted], progress: bool) -> None:
+    total = sum(file.size for file in files)
+    with storage_errors(folder):
+        free = shutil.disk_usage(folder).free
+    if total > free:
+        raise StorageError(
+            f"{store.url} needs {total / 1e6:,.0f} MB, and the disk of {folder} has "
+            f"{free / 1e6:,.0f} MB free: free some space, or choose another with FIRSTLIGHT_CACHE"
+        )
+    with progress_bar(DownloadColumn(), TransferSpeedColumn(), shown=progress) as bar:
+        task = bar.add_task("fetching", total=total)
+        done = 0
+
+        def show(received: int) -> None:
+            bar.update(task, completed=done + received)
+
+        for file in files:
+            _retried(functools.partial(_fetch, store, folder, file, show))
+            done += file.size
+
+
+def _fetch(store: _Store, folder: Path, file: _Wanted, show: Callable[[int], None]) -> None:
+    """Fetch one shard.
+
+    Args:
+        show: told how many bytes of it have arrived.
+
+    Raises:
+        _TransferError: what arrived is not what the manifest says.
+        DataError: it is not there.
+        StorageError: the disk refuses.
+    """
+    digest, received = hashlib.sha256(), 0
+    with (
+        replacing(folder / file.name) as target,
+        contextlib.closing(store.parts(file.name)) as parts,
+    ):
+        for part in parts:
+            received += len(part)
+            if received > file.size:
+                break
+            digest.update(part)
+            target.write(part)
+            show(received)
+        if received != file.size:
+            more = "more than" if received > file.size else f"{received:,} of"
+            raise _TransferError(f"{store.url}/{file.name} has {more} its {file.size:,} bytes")
+        if digest.hexdigest() != file.sha256:
+            raise _TransferError(
+                f"{store.url}/{file.name} is damaged: its sha256 is not the manifest's"
+            )
+
+
+@contextlib.contextmanager
+def _held(folder: Path, url: str, progress: bool) -> Iterator[None]:
+    """Hold a folder of the cache, as soon as nobody else does; the lock goes with the process."""
+    path = folder / _LOCK_NAME
+    with storage_errors(path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = open(os.open(path, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                say(f"waiting for another process, which is fetching {url}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StorageError(f"{path} can't be locked: {describe_os_error(error)}") from error
+        yield

@@ -1,0 +1,36 @@
+"""Becomes a rank: run as a script, by path, by `elastic.launch`.
+
+    python -I -S rank_start.py FOLDER LAUNCHER_PID COMMAND...
+
+The process ends with its launcher, however that ends; what ranks other than 0 say goes into
+FOLDER, where the launcher looks if one fails. Then COMMAND takes this process's place. Only the
+standard library is imported, since this comes before every start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
+    """Tie this process to its launcher, redirect what it says, and run the command."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit(1)  # it went before this was asked for
+    if (rank := os.environ["RANK"]) != "0":
+        said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        os.close(said)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    become_rank(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,285 @@
+"""Which process of how many this one is, from what its launcher has set.
+
+torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
+srun have names of their own. Nothing is guessed: variables that are half set or contradict each
+other are refused, since the run would be another than the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from firstlight.errors import ConfigError
+
+#: Ports that are derived from a job's id: below those that Linux hands out itself.
+_PORTS = range(10_000, 30_000)
+
+#: Slurm's ids of steps that srun did not start (batch script, interactive shell) are above.
+_LARGEST_STEP = 0xFFFF_FFF0
+
+#: Of mpirun: what is the same in all processes of a job, and differs from job to job.
+_MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+
+_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of its run.
+
+    Attributes:
+        rank: its number, 0 to size - 1; rank 0 writes files and talks to people.
+        size: how many processes there are, on all machines.
+        local_rank: its number on its machine.
+        local_size: how many there are on its machine; at least, where a launcher doesn't say.
+        host: name or address of the machine where the processes meet; "" in a world of one.
+        port: theirs on that machine; 0 in a world of one.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """A kind of launcher, by its variables: rank, size, and those on the machine."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_TORCH = _Launcher("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Launcher(
+    "Open MPI", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+)
+_MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+
+
+def find_world(variables: Mapping[str, str] | None = None) -> World:
+    """Read from the environment which process this is.
+
+    The launcher nearest to the process counts: one that srun or mpirun starts on each machine
+    (torchrun) has set RANK and WORLD_SIZE. A process inside a Slurm allocation that srun did not
+    start is a plain one.
+
+    Args:
+        variables: the environment; None is this process's.
+
+    Returns:
+        World(0, 1, 0, 1) for a plain process.
+
+    Raises:
+        ConfigError: variables are half set, not numbers, or contradict each other.
+    """
+    variables = os.environ if variables is None else variables
+    found = [
+        (launcher, place)
+        for launcher in (_TORCH, _OPEN_MPI, _MPICH, _SLURM)
+        if (place := _place(launcher, variables)) is not None
+    ]
+    if not found:
+        if "PMIX_RANK" in variables:
+            raise ConfigError(
+                f"PMIX_RANK is {variables['PMIX_RANK']}, and no variable says how many processes "
+                "there are: set RANK and WORLD_SIZE"
+            )
+        return World(0, 1, 0, 1)
+    launcher, place = found[0]
+    if launcher is _TORCH and "TORCHELASTIC_RUN_ID" not in variables:
+        for other, theirs in found[1:]:
+            _require_same(place, other, theirs)
+    if place.size == 1:
+        return World(0, 1, 0, 1)
+    host, port = _meeting_point(launcher, place, variables)
+    return World(place.rank, place.size, place.local_rank, place.local_size, host, port)
+
+
+def is_main(world: World) -> bool:
+    """Whether this is rank 0, which writes files and talks to people."""
+    return world.rank == 0
+
+
+def require_world(expected_size: int | None, world: World, gpus: int | None = None) -> None:
+    """The world that was asked for is the world that trains.
+
+    Args:
+        expected_size: how many processes were asked for; None for as many as there are.
+        world: the one that is.
+        gpus: how many GPUs this process sees, if it is to train on one. One GPU for several
+            processes is accepted here: a launcher may show each process its own one only;
+            `process_group` finds out.
+
+    Raises:
+        ConfigError: another number of processes, or more of them than GPUs.
+    """
+    if expected_size is not None and expected_size != world.size:
+        how = (
+            f"start the run with --nproc {expected_size}, torchrun, srun or mpirun"
+            if world.size == 1
+            else "ask for as many as the launcher starts"
+        )
+        raise ConfigError(
+            f"{expected_size} processes were asked for, and {world.size} "
+            f"{'was' if world.size == 1 else 'were'} started: {how}"
+        )
+    if gpus is not None and gpus > 1 and max(world.local_size, world.local_rank + 1) > gpus:
+        raise ConfigError(
+            f"{world.local_size} processes were started on a machine with {gpus} GPUs: "
+            f"start at most {gpus} on each"
+        )
+
+
+def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
+    """What one kind of launcher says, without the meeting point; None if it says nothing."""
+    if launcher is _SLURM:
+        return _slurm_place(variables)
+    names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+    known = [name for name in names if name in variables]
+    # MPICH's names of the local rank are Intel's libraries', too, with or without a launcher.
+    if not known or (launcher is _MPICH and launcher.rank not in known):
+        return None
+    for name in names[:2]:
+        if name not in variables:
+            raise ConfigError(
+                f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} set and {name} is "
+                f"not: set {launcher.rank} and {launcher.size}, or neither"
+            )
+    rank, size = _number(launcher.rank, variables), _number(launcher.size, variables)
+    alone = launcher.local_size in variables and launcher.local_rank not in variables
+    if alone and _number(launcher.local_size, variables) > 1:
+        raise ConfigError(
+            f"{launcher.local_size} is {variables[launcher.local_size]} and "
+            f"{launcher.local_rank} is not set: set both"
+        )
+    local_rank = _number(launcher.local_rank, variables, 0)
+    local_size = _number(launcher.local_size, variables, local_rank + 1)
+    _require_in(launcher.rank, rank, launcher.size, size)
+    _require_in(launcher.local_rank, local_rank, launcher.local_size, local_size)
+    if local_size > size or local_rank > rank:
+        raise ConfigError(
+            f"{launcher.local_rank} is {local_rank} of {local_size} and {launcher.rank} is {rank} "
+            f"of {size}: there can't be more processes on one machine than on all"
+        )
+    return World(rank, size, local_rank, local_size)
+
+
+def _slurm_place(variables: Mapping[str, str]) -> World | None:
+    """What srun says: a batch script and a shell in an allocation have most of the variables."""
+    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
+        return None
+    if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:
+        return None
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size_name = next((name for name in sizes if name in variables), None)
+    if size_name is None:
+        raise ConfigError("SLURM_PROCID is set and SLURM_NTASKS is not: start the run with srun")
+    rank, size = _number("SLURM_PROCID", variables), _number(size_name, variables)
+    if size == 1 and rank == 0:
+        return World(0, 1, 0, 1)
+    if "SLURM_LOCALID" not in variables:
+        raise ConfigError("SLURM_PROCID is set and SLURM_LOCALID is not: start the run with srun")
+    local_rank = _number("SLURM_LOCALID", variables)
+    _require_in("SLURM_PROCID", rank, size_name, size)
+    if local_rank > rank:
+        raise ConfigError(
+            f"SLURM_LOCALID is {local_rank} and SLURM_PROCID is {rank}: there can't be more "
+            "processes on one machine than on all"
+        )
+    counts = variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", ""))
+    node = _number("SLURM_NODEID", variables, 0)
+    return World(rank, size, local_rank, max(_tasks_on(counts, node), local_rank + 1))
+
+
+def _tasks_on(counts: str, node: int) -> int:
+    """Of "4(x2),3" and node 2: 3. 0 where Slurm's text doesn't say."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if match is not None:
+            tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks[node] if node < len(tasks) else 0
+
+
+def _number(name: str, variables: Mapping[str, str], default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"[0-9]{1,12}", text):
+        raise ConfigError(f"{name} is '{text}', and has to be a whole number from 0 on")
+    return int(text)
+
+
+def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if rank >= size:
+        raise ConfigError(
+            f"{rank_name} is {rank} and {size_name} is {size}: the ranks of {size} processes are "
+            f"0 to {size - 1}"
+        )
+
+
+def _require_same(place: World, other: _Launcher, theirs: World) -> None:
+    """Where RANK and WORLD_SIZE were set by hand, they can't be for less than was started."""
+    if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
+        raise ConfigError(
+            f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
+            f"{theirs.size} processes, of which this is {theirs.rank} ({other.rank}): unset RANK "
+            "and WORLD_SIZE"
+        )
+
+
+def _meeting_point(
+    launcher: _Launcher, place: World, variables: Mapping[str, str]
+) -> tuple[str, int]:
+    """Host and port where the processes of a world meet."""
+    given = [name for name in _MEETING_POINT if variables.get(name)]
+    host, port = variables.get("MASTER_ADDR", ""), 0
+    if "MASTER_PORT" in given:
+        port = _number("MASTER_PORT", variables)
+        if not 0 < port < 65_536:
+            raise ConfigError(f"MASTER_PORT is {port}, and has to be from 1 to 65535")
+    if len(given) == 2:
+        return host, port
+    if launcher is _TORCH:
+        missing = " and ".join(name for name in _MEETING_POINT if name not in given)
+        raise ConfigError(
+            f"WORLD_SIZE is {place.size} and {missing} not set: set MASTER_ADDR to the name of "
+            "rank 0's machine and MASTER_PORT to a free port there"
+        )
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST")
+    nodes = nodes or variables.get("SLURM_JOB_NODELIST")
+    job = variables.get("SLURM_JOB_ID")
+    if nodes and job:
+        job = f"{job}.{variables.get('SLURM_STEP_ID', '')}"
+        return host or _first_host(nodes), port or _port_of(job)
+    names = [variables[name] for name in _MPI_JOB_IDS if name in variables]
+    if names and place.local_size == place.size:
+        return host or "127.0.0.1", port or _port_of(names[0])
+    raise ConfigError(
+        f"{launcher.size} is {place.size}, and nothing says where the processes meet: set "
+        "MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a free port there "
+        "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
+    )
+
+
+def _port_of(job: str) -> int:
+    """The same for all processes of a job, and most likely another for each job."""
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def _first_host(nodes: str) -> str:
+    """ "node[07-09,12]-a,other" -> "node07-a": of Slurm's list of nodes."""
+    # A comma inside brackets parts numbers, one outside parts names.
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -1,0 +1,148 @@
+"""Gradients of one global batch, cut over processes and micro-batches in many ways, each beside
+that of one process. Prints one JSON line a case: the largest relative difference."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.data.loader import IGNORE_INDEX, Batch
+from firstlight.distributed import find_world, process_group
+from firstlight.distributed.pieces import whole
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.hardware import find_hardware
+from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.program import TrainingProgram
+
+T, V = 12, 61
+
+
+def model_of(family: str, dtype: torch.dtype) -> Model:
+    sizes: dict[str, Any] = {
+        "vocab_size": V,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "max_position_embeddings": T,
+    }
+    families: dict[str, Any] = {
+        "gpt2": lambda: GPT2Config(**sizes, tie_word_embeddings=True),
+        "llama": lambda: LlamaConfig(**sizes, intermediate_size=40),
+        "tied": lambda: LlamaConfig(**sizes, intermediate_size=40, tie_word_embeddings=True),
+        "moe": lambda: MoEConfig(
+            **sizes,
+            model_type="mixtral",
+            intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.0,
+        ),
+    }
+    model = empty_model(families[family]())
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model.to(dtype)
+
+
+def recipe_of(case: dict[str, Any]) -> Recipe:
+    return parse_recipe(
+        {
+            "data": {"dir": "none", "seq_len": T},
+            "batch": {"micro_batch_size": 1},
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": 1.0,
+                "sgd_momentum": 0.0,
+                "weight_decay": 0.0,
+                "max_grad_norm": 0.0,
+            },
+            "efficiency": {"precision": "fp32", "compile": False, **case.get("efficiency", {})},
+            "model": {"model_type": "llama"},
+        }
+    )
+
+
+def global_batch(rows: int, masks: str) -> tuple[Tensor, Tensor]:
+    """Rows with unequally many labels; of the last ones, with "partial", none."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(V, (rows, T + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    hidden = torch.rand(rows, T, generator=generator) < torch.linspace(0, 0.9, rows)[:, None]
+    labels[hidden] = IGNORE_INDEX
+    if masks == "partial":
+        labels[-max(rows // 4, 1) :] = IGNORE_INDEX
+    return ids[:, :-1], labels
+
+
+def cut(ids: Tensor, labels: Tensor, micro: int, rank: int, size: int) -> list[Batch]:
+    """One rank's micro-batches, as the loader hands them out."""
+    starts = range(rank * micro, len(ids), micro * size)
+    parts = [(ids[s : s + micro], labels[s : s + micro]) for s in starts]
+    return [Batch(i, target, int((target != IGNORE_INDEX).sum())) for i, target in parts]
+
+
+def gradients(
+    case: dict[str, Any], batches: list[Batch], engine: Engine | None
+) -> tuple[dict[str, Tensor], float, float]:
+    """The whole gradients of one step, its loss and its gradient's norm."""
+    model = model_of(case["family"], getattr(torch, case["dtype"]))
+    recipe = recipe_of(case).model_copy(update={"model": model.config})
+    program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
+    found: dict[str, Tensor] = {}
+    update = program.optimizer.step
+
+    def keep_and_update() -> None:
+        for name, parameter in program.optimizer.parameters.items():
+            assert parameter.grad is not None
+            found[name] = whole(parameter.grad).clone()
+        update()
+
+    program.optimizer.step = keep_and_update  # type: ignore[method-assign]
+    result = program.step(batches, 1.0)
+    return found, result.loss, result.grad_norm
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of a parameter's gradients, relative to the largest of its entries."""
+    assert one.keys() == other.keys()
+    return max(
+        float((one[n] - other[n]).abs().max() / one[n].abs().max().clamp(min=1e-30)) for n in one
+    )
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    world = find_world()
+    with process_group(world, torch.device("cpu"), 60):
+        for case in cases:
+            rows = case["micro"] * case["accumulation"] * world.size
+            ids, labels = global_batch(rows, case["masks"])
+            expected = gradients(case, cut(ids, labels, rows, 0, 1), None)
+            engine = Engine(DistributedConfig(**case["distributed"]), world, torch.device("cpu"))
+            own = cut(ids, labels, case["micro"], world.rank, world.size)
+            assert len(own) == case["accumulation"]
+            with torch.profiler.profile() as profile:
+                found = gradients(case, own, engine)
+            sent = sum(
+                "gloo" in event.name and "reduce" in event.name for event in profile.events()
+            )
+            sys.stdout.write(
+                json.dumps(
+                    {
+                        **case,
+                        "difference": difference(expected[0], found[0]),
+                        "loss": abs(found[1] - expected[1]) / expected[1],
+                        "norm": abs(found[2] - expected[2]) / expected[2],
+                        "sent": sent,
+                    }
+                )
+                + "\n"
+            )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""Processes of one world, started by a test."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def world_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_ranks(
+    driver: Path, arguments: list[str], size: int, timeout: float = 300
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a Python file as so many ranks; the results in the order of ranks."""
+    port = free_port()
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(size):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(driver), *arguments],
+                    env=world_environment(rank, size, port),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        results = []
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            results.append(
+                subprocess.CompletedProcess[Any](process.args, process.returncode, out, err)
+            )
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,108 @@
+"""However a global batch is cut over processes and micro-batches, its gradient is that of one
+process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spawned import run_ranks
+
+_DRIVER = Path(__file__).with_name("gradient_driver.py")
+
+_ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
+    "fsdp": {"engine": "fsdp"},
+    "fsdp-offload": {"engine": "fsdp", "offload": "cpu"},
+    "fsdp-kept": {"engine": "fsdp", "reshard_after_forward": False},
+    "hybrid": {"engine": "fsdp", "shard": 2},
+}
+
+
+def _cases(engines: list[str], families: list[str]) -> list[dict[str, Any]]:
+    """Each engine with each cut and mask, families and dtypes taking turns."""
+    cuts = [(1, 1), (1, 3), (2, 2), (3, 1)]
+    return [
+        {
+            "distributed": _ENGINES[engine],
+            "micro": micro,
+            "accumulation": accumulation,
+            "masks": masks,
+            "family": families[number % len(families)],
+            "dtype": "float32" if number % 5 == 4 else "float64",
+        }
+        for number, (engine, (micro, accumulation), masks) in enumerate(
+            itertools.product(engines, cuts, ("unequal", "partial"))
+        )
+    ]
+
+
+def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
+    for result in run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=400):
+        assert result.returncode == 0, result.stderr
+        lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+        assert len(lines) == len(cases)
+        for line in lines:
+            bound = 1e-12 if line["dtype"] == "float64" else 1e-5
+            assert line["difference"] < bound, line
+            # Sums of fp64 losses and norms, and of fp32 ones.
+            assert line["loss"] < bound, line
+            assert line["norm"] < bound, line
+
+
+def test_two_processes_give_the_gradient_of_one() -> None:
+    families = ["llama", "gpt2", "tied"]
+    _require_equal(_cases(["ddp", "fsdp", "fsdp-offload", "fsdp-kept"], families), 2)
+
+
+def test_experts_are_shared_too() -> None:
+    _require_equal([*_cases(["ddp"], ["moe"])[:3], *_cases(["fsdp"], ["moe"])[:3]], 2)
+
+
+def test_methods_work_inside_of_engines() -> None:
+    compiled = {"compile": True, "compile_backend": "aot_eager"}
+    methods: list[dict[str, Any]] = [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective", "loss_chunk_tokens": 8},
+        compiled,
+        {**compiled, "compile_regional": True},
+        {"vocab_multiple": 64},
+    ]
+    cases = [
+        {
+            "distributed": _ENGINES[engine],
+            "micro": 2,
+            "accumulation": 2,
+            "masks": "unequal",
+            "family": "llama",
+            "dtype": "float32",
+            "efficiency": efficiency,
+        }
+        for engine in ("ddp", "fsdp")
+        for efficiency in methods
+    ]
+    _require_equal(cases, 2)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_gradients_are_sent_in_the_last_pass_of_a_step_only(engine: str) -> None:
+    base = {"micro": 1, "masks": "unequal", "family": "llama", "dtype": "float64", "count": True}
+    cases = [
+        {**base, "distributed": _ENGINES[engine], "accumulation": accumulation}
+        for accumulation in (1, 4)
+    ]
+    one, four = (
+        json.loads(line)["sent"]
+        for line in run_ranks(_DRIVER, [json.dumps(cases)], 2)[0].stdout.splitlines()
+        if line[:1] == "{"
+    )
+    # Three of them are the sums of tokens, loss and (fsdp) the gradient's norm.
+    assert one == four > 2
+
+
+@pytest.mark.slow
+def test_four_processes_give_the_gradient_of_one() -> None:
+    _require_equal(_cases(list(_ENGINES), ["llama", "gpt2", "tied"]), 4)

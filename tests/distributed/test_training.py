@@ -1,0 +1,176 @@
+"""A run of several processes is the run of one: losses, samples, checkpoints, and going on with
+another number of processes and another engine."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from spawned import run_ranks
+
+from firstlight.data.prepare import prepare
+from firstlight.tokenizer import Tokenizer
+
+_DRIVER = Path(__file__).with_name("train_driver.py")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    words = "the a cat dog sees runs home and then sleeps under old trees".split()
+    draw = random.Random(0)
+    text = " ".join(draw.choice(words) for _ in range(6000))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    prepare([folder / "text.txt"], tokenizer, folder / "out", workers=1)
+    return folder / "out"
+
+
+def _recipe(shards: Path, run: Path, processes: int, **sections: Mapping[str, Any]) -> Any:
+    recipe: dict[str, Any] = {
+        "run": {"dir": str(run), "device": "cpu"},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 16,
+        },
+        "data": {"dir": str(shards), "seq_len": 16},
+        # Eight rows a step, however many share them.
+        "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
+        "schedule": {"max_steps": 12},
+        "evaluation": {"every_steps": 5, "max_rows": 7, "sample_tokens": 8},
+        "checkpoint": {"every_steps": 4, "keep_last": 10},
+        "efficiency": {"precision": "fp32", "compile": False},
+    }
+    for name, values in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **values}
+    return recipe
+
+
+def _train(recipe: Any, processes: int, **options: Any) -> list[dict[str, Any]]:
+    """The metrics of all steps; every rank's end is asserted."""
+    request = json.dumps({"recipe": recipe, **options})
+    results = run_ranks(_DRIVER, [request], processes)
+    for rank, result in enumerate(results):
+        assert result.returncode == 0, f"rank {rank}: {result.stderr}"
+        assert '"end"' in result.stdout
+    lines = [json.loads(line) for line in results[0].stdout.splitlines() if line[:1] == "{"]
+    return lines[:-1]
+
+
+def _files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    names = ("model.safetensors", "optimizer.safetensors")
+    return {name: safetensors.torch.load_file(folder / name) for name in names}
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ddp": {"engine": "ddp"},
+    "fsdp": {"engine": "fsdp"},
+    "hybrid": {"engine": "fsdp", "shard": 2},
+}
+
+
+def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
+    schedule = {"max_steps": 50}
+    expected = _train(_recipe(shards, tmp_path / "none", 1, schedule=schedule), 1)
+    assert len(expected) == 50
+    for engine in ("ddp", "fsdp"):
+        run = tmp_path / engine
+        recipe = _recipe(shards, run, 2, schedule=schedule, distributed=_WAYS[engine])
+        found = _train(recipe, 2)
+        for one, two in zip(expected, found, strict=True):
+            assert one["tokens_seen"] == two["tokens_seen"]
+            for name in ("train/loss", "grad_norm"):
+                assert two[name] == pytest.approx(one[name], rel=1e-5 if "norm" in name else 1e-6)
+            assert ("val/loss" in one) == ("val/loss" in two)
+            if "val/loss" in one:
+                assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-6)
+        for name in ("metrics.jsonl", "samples.jsonl", "report.html", "recipe.yaml"):
+            assert (run / name).is_file(), name
+
+
+def test_a_run_goes_on_with_other_processes_and_engines(tmp_path: Path, shards: Path) -> None:
+    _require_elastic(tmp_path, shards, [(1, "none"), (2, "fsdp"), (2, "ddp"), (1, "none")])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_up_to_four_processes(tmp_path: Path, shards: Path) -> None:
+    ways = [(1, "none"), (2, "ddp"), (4, "fsdp"), (4, "hybrid"), (2, "fsdp"), (1, "none")]
+    _require_elastic(tmp_path, shards, ways)
+
+
+def _require_elastic(tmp_path: Path, shards: Path, ways: list[tuple[int, str]]) -> None:
+    """Four steps in each way: as if one process had made them all; and what each way begins with
+    is, to the last bit, what the one before it saved."""
+    schedule = {"max_steps": 4 * len(ways)}
+    whole = _train(_recipe(shards, tmp_path / "whole", 1, schedule=schedule), 1)
+    run, parts = tmp_path / "run", []
+    for number, (processes, engine) in enumerate(ways):
+        recipe = _recipe(shards, run, processes, schedule=schedule, distributed=_WAYS[engine])
+        captured = tmp_path / f"captured-{number}"
+        before = _checkpoint(run, 4 * number)
+        copy = tmp_path / f"before-{number}"
+        if number:
+            shutil.copytree(before, copy)
+        parts += _train_until(recipe, processes, 4 * number + 4, captured=str(captured))
+        if number:
+            expected, found = _files(copy), _files(captured)
+            for name in expected:
+                # Random numbers of ranks that were not there are new.
+                for key in (key for key in expected[name] if not key.startswith("rng.")):
+                    assert torch.equal(found[name][key], expected[name][key]), (number, key)
+            state = json.loads((copy / "trainer_state.json").read_text(encoding="utf-8"))
+            loader = json.loads((captured / "loader.json").read_text(encoding="utf-8"))
+            assert loader == state["loader"]
+    assert [line["step"] for line in parts] == list(range(1, 4 * len(ways) + 1))
+    for one, other in zip(whole, parts, strict=True):
+        assert other["train/loss"] == pytest.approx(one["train/loss"], rel=1e-5)
+        assert other["tokens_seen"] == one["tokens_seen"]
+
+
+def _train_until(recipe: Any, processes: int, stop: int, **options: Any) -> list[dict[str, Any]]:
+    """Go on from the newest checkpoint to a step, as if stopped there: later files are gone."""
+    run = Path(recipe["run"]["dir"])
+    lines = _train(recipe, processes, resume=True, **options)
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name[5:13]) > stop:
+            shutil.rmtree(folder)
+    return [line for line in lines if line["step"] <= stop]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_resumed_run_of_two_processes_is_the_one_that_was_not_stopped(
+    tmp_path: Path, shards: Path, engine: str
+) -> None:
+    dropout = {"model_type": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.2}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {**sizes, **dropout, "max_position_embeddings": 16}
+    options: dict[str, Any] = {"distributed": _WAYS[engine]}
+    runs = []
+    for name in ("whole", "parts"):
+        recipe = _recipe(shards, tmp_path / name, 2, **options)
+        recipe["model"] = model
+        runs.append(recipe)
+    whole = _train(runs[0], 2)
+    first = _train_until(runs[1], 2, 8)
+    rest = _train(runs[1], 2, resume=True)
+    assert [line["train/loss"] for line in first + rest] == [line["train/loss"] for line in whole]
+    one, other = (_files(_checkpoint(tmp_path / name, 12)) for name in ("whole", "parts"))
+    assert any(key.startswith("rng.rank1.") for key in one["optimizer.safetensors"])
+    for name in one:
+        for key, tensor in one[name].items():
+            assert torch.equal(other[name][key], tensor), key

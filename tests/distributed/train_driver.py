@@ -1,0 +1,58 @@
+"""`firstlight.train` as one process of a run; prints each step's loss, and the run's end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import firstlight
+from firstlight.training.job import Job
+
+
+def main(request: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+
+    def tell(record: Any) -> None:
+        sys.stdout.write(json.dumps(dict(record)) + "\n")
+        sys.stdout.flush()
+
+    if "captured" in request:
+        _capture_first(Path(request["captured"]))
+    result = firstlight.train(
+        request["recipe"],
+        resume=request.get("resume", False),
+        init_from=request.get("init_from"),
+        on_step=tell,
+    )
+    sys.stdout.write(json.dumps({"end": result.step, "stopped": result.stopped_by}) + "\n")
+
+
+def _capture_first(folder: Path) -> None:
+    """Have what was loaded written down, as a checkpoint would be, before the first step."""
+    plain = Job.open
+
+    @contextlib.contextmanager
+    def opened(job: Job) -> Iterator[None]:
+        with plain(job):
+            state = job._capture()
+            if job.engine.is_main:
+                folder.mkdir()
+                for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
+                    own = {key: tensor.clone() for key, tensor in tensors.items()}
+                    safetensors.torch.save_file(own, folder / f"{name}.safetensors")
+                loader = json.dumps(state.trainer_state["loader"])
+                (folder / "loader.json").write_text(loader, encoding="utf-8")
+            yield
+
+    Job.open = opened  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
