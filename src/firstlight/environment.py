@@ -23,7 +23,8 @@ _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 #: as by loading a model, is not (2 to 8 times slower to fill were seen). On CPUs, where page faults
 #: cost most, training with memory that is kept between steps (efficiency/allocator.py) takes 0.7 of
 #: the time; without, it can cost.
-TRAINING = SHORT_SPIN | {"THP_MEM_ALLOC_ENABLE": "1"}
+#: Of a connection that another process has broken, torch would tell with a page of addresses.
+TRAINING = SHORT_SPIN | {"THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def for_generation() -> dict[str, str]:

@@ -10,6 +10,7 @@ import click
 from firstlight.cli.bench_gemm import gemm_command
 from firstlight.cli.bench_generation import generation_command
 from firstlight.cli.bench_methods import methods_command
+from firstlight.cli.bench_scaling import scaling_command
 from firstlight.cli.bench_training import training_command
 from firstlight.cli.output import human_bytes, say_table, with_json
 from firstlight.console import say
@@ -93,7 +94,13 @@ def loading_command(
     return result
 
 
-for command in (methods_command, training_command, generation_command, gemm_command):
+for command in (
+    methods_command,
+    training_command,
+    generation_command,
+    scaling_command,
+    gemm_command,
+):
     bench_group.add_command(command)
 
 _HEADER = ("way", "peak", "/ file", "/ model", "import", "load", "first logits", "/ transformers")

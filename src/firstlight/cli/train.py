@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from firstlight.cli.launch import LAUNCH_OPTIONS, launch_if_asked, launch_options
 from firstlight.cli.output import say_rows, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -19,13 +20,17 @@ _EXIT_CODE = "firstlight.exit_code"
 
 
 class _TrainCommand(click.Command):
-    """Lists the recipe's keys in its help, which needs torch and is done only then; has an exit
-    code of its own for a run that was stopped."""
+    """Starts several processes where that is asked for; lists the recipe's keys in its help, which
+    needs torch and is done only then; has an exit code of its own for a run that was stopped."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if (code := launch_if_asked(ctx)) is not None:
+            ctx.exit(code)
         result = super().invoke(ctx)
         if _EXIT_CODE in ctx.meta:
-            ctx.exit(ctx.meta[_EXIT_CODE])
+            from firstlight.distributed.elastic import exit_code_of_rank
+
+            ctx.exit(exit_code_of_rank(ctx.meta[_EXIT_CODE]))
         return result
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -45,6 +50,7 @@ class _TrainCommand(click.Command):
                 formatter.write_dl(rows, col_max=36)
 
 
+@launch_options
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
@@ -145,7 +151,7 @@ def _unknown_option(argument: str, name: str) -> str:
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
-    own = ("resume", "init-from", "new-rows", "json")
+    own = ("resume", "init-from", "new-rows", "json", *LAUNCH_OPTIONS)
     options = [f"--{option}" for option in (*own, *known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

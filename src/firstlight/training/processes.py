@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from firstlight.distributed import (
+    agree,
     barrier,
     broadcast_object,
     find_world,
@@ -75,6 +76,6 @@ def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
 
 def first_reason(engine: Engine, reason: str | None) -> str | None:
     """The reason to stop of the first process that has one, on all."""
-    if engine.size == 1:
-        return reason
+    if not agree(reason is not None):
+        return None
     return next((one for one in gather_objects(reason) if one is not None), None)

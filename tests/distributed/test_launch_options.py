@@ -1,0 +1,110 @@
+"""`firstlight train --nproc`: which command is started how often, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from firstlight.cli.main import main
+from firstlight.distributed import elastic
+from firstlight.distributed.elastic import Launch
+
+Call = tuple[list[str], Launch, list[str]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What would be started, in a process that no launcher has started."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Call] = []
+
+    def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = ()) -> int:
+        made.append((list(command), options, list(on_restart)))
+        return 75
+
+    monkeypatch.setattr(elastic, "launch", launch)
+    return made
+
+
+def test_each_process_runs_the_same_command_without_the_options_of_the_launch(
+    calls: list[Call],
+) -> None:
+    options = ["--nproc", "2", "--max-restarts=3"]
+    own = ["recipe.yaml", "--optimizer.learning_rate", "3e-4", "--data.packing=true"]
+    assert main(["train", *options, *own, "--init-from", "base", "--json"]) == 75
+    start = [sys.executable, "-P", "-m", "firstlight", "train"]
+    expected = [*start, *own, "--init-from", "base", "--json"]
+    assert calls == [(expected, Launch(2, max_restarts=3), ["--resume"])]
+
+
+def test_machines_are_passed_on_and_resuming_is_not_asked_for_twice(calls: list[Call]) -> None:
+    machines = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
+    assert main(["train", "r.yaml", "--resume", "--nproc", "8", *machines]) == 75
+    ((command, options, on_restart),) = calls
+    assert command[4:] == ["train", "r.yaml", "--resume"]
+    assert options == Launch(8, 4, 3, "node0:29500", 0)
+    assert on_restart == []
+
+
+def test_one_process_is_this_one(
+    calls: list[Call], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for count in ("1", "auto"):
+        assert main(["train", "missing.yaml", "--nproc", count]) != 75
+        assert "missing.yaml" in capfd.readouterr().err
+    assert calls == []
+    # Restarts need somebody who restarts.
+    assert main(["train", "missing.yaml", "--nproc", "1", "--max-restarts", "1"]) == 75
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert main(["train", "missing.yaml", "--nproc", "auto"]) == 75
+    assert calls[-1][1] == Launch(8)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--max-restarts", "1"], "--max-restarts needs --nproc"),
+        (["--nnodes", "2"], "--nnodes needs --nproc"),
+        (["--nproc", "0"], "--nproc is '0': it has to be a number from 1 on, or auto"),
+        (["--nproc", "all"], "--nproc is 'all'"),
+        (["--nproc", "2", "--nnodes", "2", "--node-rank", "0"], "needs --rdzv-endpoint HOST:PORT"),
+        (["--nproc", "2", "--nnodes", "2"], "--nnodes needs --node-rank"),
+        (["--npoc", "2"], "unknown option --npoc (did you mean '--nproc'?)"),
+    ],
+)
+def test_options_that_cant_be_meant_are_refused(
+    calls: list[Call], capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["train", "r.yaml", *options, "--json"]) == 2
+    assert message in json.loads(capfd.readouterr().out)["error"]["message"]
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"LOCAL_RANK": "0"}, "a launcher has started this process"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "a launcher has started this process"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
+            "a launcher has started 4 processes like this one",
+        ),
+    ],
+)
+def test_a_process_that_a_launcher_started_starts_no_others(
+    calls: list[Call],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "r.yaml", "--nproc", "2"]) == 2
+    assert message in capfd.readouterr().err
+    assert calls == []

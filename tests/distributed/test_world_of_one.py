@@ -1,0 +1,138 @@
+"""What ranks say to each other costs a plain process nothing; what they say of themselves is
+compared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from firstlight.distributed import (
+    World,
+    agree,
+    all_reduce_sum,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    own_device,
+    process_group,
+)
+from firstlight.distributed.elastic import FOLDER, Launch, exit_code_of_rank
+from firstlight.distributed.group import is_exchange_error
+from firstlight.distributed.meeting import Card, RankError, compare
+from firstlight.errors import ConfigError, DataError
+
+PLAIN = World(0, 1, 0, 1)
+TWO = World(0, 2, 0, 2, "127.0.0.1", 1)
+
+
+def test_a_plain_process_makes_no_group_and_gets_back_what_it_gives() -> None:
+    tensor = torch.tensor([1.5])
+    value = {"a": (1, 2)}
+    with process_group(PLAIN, torch.device("cpu")):
+        assert not dist.is_initialized()
+        assert all_reduce_sum(tensor) is tensor
+        assert broadcast_object(value) is value
+        assert gather_objects(value) == [value]
+        assert agree(True) is True
+        assert agree(False) is False
+        barrier()
+    assert tensor.item() == 1.5
+
+
+def test_an_error_passes_through_a_group_of_one() -> None:
+    with pytest.raises(DataError, match="damaged"), process_group(PLAIN, torch.device("cpu")):
+        raise DataError("damaged")
+
+
+def test_a_timeout_is_a_time() -> None:
+    for seconds in (0.0, -1.0, float("nan")):
+        with (
+            pytest.raises(ConfigError, match="has to be more than 0"),
+            process_group(TWO, torch.device("cpu"), seconds),
+        ):
+            pass
+
+
+def test_each_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = World(1, 2, 1, 2, "h", 1)
+    assert own_device(second, "cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert own_device(second, "cuda") == torch.device("cuda", 1)
+    assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="'cuda:1' can't be that of all 2 processes"):
+        own_device(second, "cuda:1")
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU on this machine, which has 2"):
+        own_device(World(2, 4, 2, 4, "h", 1), "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert own_device(second, "cuda") == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="not present"):
+        own_device(second, "cuda")
+
+
+CARDS = [Card(rank, 3, f"node{rank}", 100 + rank, "recipe", f"GPU-{rank}") for rank in range(3)]
+
+
+def test_cards_of_one_world_pass() -> None:
+    compare(CARDS)
+    compare([dataclasses.replace(card, gpu="") for card in CARDS])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, and rank 0 on"),
+        ({2: {"fingerprint": "x"}}, "rank 2 on node2 has another recipe than rank 0 on node0"),
+        (
+            {1: {"fingerprint": "x"}, 2: {"fingerprint": "y"}},
+            "rank 1 on node1, rank 2 on node2 have another recipe than rank 0 on node0",
+        ),
+        ({2: {"gpu": "GPU-1"}}, "ranks 1 and 2 on node2 have one GPU between them"),
+    ],
+)
+def test_cards_of_different_worlds_are_told_apart(
+    changes: dict[int, dict[str, int | str]], message: str
+) -> None:
+    cards = [
+        dataclasses.replace(card, **changes.get(card.rank, {}))  # type: ignore[arg-type]
+        for card in CARDS
+    ]
+    with pytest.raises(ConfigError) as caught:
+        compare(cards)
+    assert message in str(caught.value)
+
+
+def test_errors_of_an_exchange_are_known_by_what_they_come_from() -> None:
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
+    wrapped = RuntimeError("a forward pass failed")
+    wrapped.__cause__ = broken
+    assert is_exchange_error(broken)
+    assert is_exchange_error(wrapped)
+    assert is_exchange_error(dist.DistNetworkError("Broken pipe"))
+    assert not is_exchange_error(RuntimeError("out of memory"))
+    assert not is_exchange_error(RankError("rank 1 failed: gloo"))
+    assert not is_exchange_error(None)
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ({"nproc": 0}, "--nproc is 0: at least 1"),
+        ({"nproc": 1, "nnodes": 0}, "--nnodes is 0"),
+        ({"nproc": 1, "max_restarts": -1}, "--max-restarts is -1"),
+        ({"nproc": 1, "nnodes": 2, "node_rank": 2, "endpoint": "h:1"}, "the machines are 0 to 1"),
+        ({"nproc": 1, "nnodes": 2}, "--nnodes needs --rdzv-endpoint"),
+    ],
+)
+def test_launches_that_cant_be_are_refused(numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Launch(**numbers)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_an_exit_code_is_itself_outside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    assert exit_code_of_rank(75) == 75

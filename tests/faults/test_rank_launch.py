@@ -1,0 +1,263 @@
+"""The launcher: one error, the right exit code, restarts that go on, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rank_scenarios import free_port
+
+_HERE = Path(__file__).parent
+_PATIENCE_SECONDS = 120.0
+
+
+@dataclass
+class Launched:
+    """A launcher that runs."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its processes, once they exchange."""
+        self.wait_for(*(self.folder / f"ready-{rank}" for rank in (0, 1)))
+        pids = [int((self.folder / f"pid-{rank}").read_text()) for rank in (0, 1)]
+        return [psutil.Process(pid) for pid in pids]
+
+    def known_ranks(self) -> list[psutil.Process]:
+        """Those of its processes that have come far enough to say so, and are there."""
+        processes = []
+        for path in self.folder.glob("pid-*"):
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # ValueError: not yet
+                process = psutil.Process(int(path.read_text()))
+                if "rank_driver.py" in " ".join(process.cmdline()):
+                    processes.append(process)
+        return processes
+
+    def wait_for(self, *paths: Path) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not all(path.exists() for path in paths):
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Exit code and what was said."""
+        said = self.process.communicate(timeout=_PATIENCE_SECONDS)[1]
+        return self.process.returncode, said.splitlines()
+
+    def left(self) -> list[int]:
+        """What of it is still there, once what ends has had its time."""
+        processes = self.known_ranks()
+        deadline = time.monotonic() + 10
+        while (running := [p.pid for p in processes if is_running(p)]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        return running
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it is there, and not only its exit code that nobody has asked for."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path, options: dict[str, Any], python: tuple[str, ...] = (), **plan: Any
+) -> Iterator[Launched]:
+    """A launcher of ranks that do what a plan says."""
+    folder.mkdir(exist_ok=True)
+    whole = {"folder": str(folder), "steps": 4, "timeout": 5.0} | plan
+    command = [sys.executable, str(_HERE / "rank_driver.py"), json.dumps(whole)]
+    process = subprocess.Popen(
+        [
+            *python,
+            sys.executable,
+            str(_HERE / "launch_driver.py"),
+            json.dumps({"nproc": 2} | options),
+            json.dumps(command),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        start_new_session=True,
+    )
+    run = Launched(process, folder)
+    try:
+        yield run
+    finally:
+        process.kill()
+        for rank in run.known_ranks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.communicate()
+
+
+def once(kind: str, rank: int, step: int) -> dict[str, Any]:
+    return {"kind": kind, "rank": rank, "step": step, "once": True}
+
+
+def test_a_killed_rank_is_started_again_from_what_was_saved(tmp_path: Path) -> None:
+    with launched(tmp_path, {"max_restarts": 1}, faults=[once("kill", 1, 2)]) as run:
+        code, said = run.end()
+        assert code == 0, said
+        assert said[0] == "progress: from step 0"
+        # By rank 0, whose messages are shown, and by nobody else.
+        assert said[1].startswith("firstlight: error: rank 1 on "), said
+        assert said[1].endswith(" failed: it was killed by SIGKILL: most likely out of memory")
+        assert said[2] == "starting all ranks again (1 of 1)"
+        assert said[3] in ("progress: from step 1", "progress: from step 2")
+        assert len(said) == 4
+        assert (tmp_path / "done-0").exists()
+        assert (tmp_path / "done-1").exists()
+
+
+def test_an_error_that_nobody_thought_of_is_shown_whole_and_once(tmp_path: Path) -> None:
+    fault = {"kind": "unexpected", "rank": 1, "step": 2}
+    with launched(tmp_path, {}, faults=[fault]) as run:
+        code, said = run.end()
+    assert code == 1, said
+    told = " failed: KeyError: 'nobody thought of this'"
+    assert [line.endswith(told) for line in said if "firstlight: error" in line] == [True]
+    assert sum("Traceback (most recent call last)" in line for line in said) == 1
+    assert said[-1] == "[rank1]: KeyError: 'nobody thought of this'"
+    assert not any("torchelastic" in line or "ChildFailed" in line for line in said)
+
+
+def test_a_signal_reaches_the_ranks_and_stopping_has_its_exit_code(tmp_path: Path) -> None:
+    with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGTERM)
+        code, said = run.end()
+        assert (code, said) == (75, ["progress: from step 0"])
+        assert run.left() == []
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with launched(tmp_path, {}, endless=True) as run:
+        ranks = run.ranks()
+        assert all(is_running(rank) for rank in ranks)
+        # One that can't notice anything itself.
+        ranks[1].suspend()
+        run.process.kill()
+        assert run.end()[0] == -signal.SIGKILL
+        assert run.left() == []
+
+
+@pytest.mark.slow
+def test_a_stop_that_one_rank_was_asked_for_is_no_failure(tmp_path: Path) -> None:
+    """As when a time limit is over on one of the machines first: nothing is started again."""
+    with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:
+        run.ranks()[1].send_signal(signal.SIGTERM)
+        assert run.end() == (75, ["progress: from step 0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_each_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(tmp_path, {}, endless=True) as run:
+        run.ranks()
+        run.process.send_signal(number)
+        # The ranks of this test know SIGINT, and end by SIGHUP.
+        assert run.end()[0] == {signal.SIGINT: 75, signal.SIGHUP: 129}[number]
+        assert run.left() == []
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_does_not_hear_that_its_terminal_has_gone(tmp_path: Path) -> None:
+    with launched(tmp_path, {}, ("nohup",), endless=True) as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()[0] == 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_ended_and_started_again(tmp_path: Path, rank: int) -> None:
+    with launched(tmp_path, {"max_restarts": 2}, faults=[once("stop", rank, 2)]) as run:
+        code, said = run.end()
+        assert code == 0, said
+        assert any("has not answered for 5 s" in line for line in said), said
+        assert "starting all ranks again (1 of 2)" in said
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, code, message",
+    [
+        ({"kind": "raise", "rank": 0, "step": 2}, 1, "error: row 7 of shard 3 is damaged"),
+        ({"kind": "raise", "rank": 1, "step": 2}, 1, "failed: row 7 of shard 3 is damaged"),
+        # Before the ranks meet: the others do not wait for the timeout.
+        ({"kind": "raise", "rank": 1, "step": -1}, 1, "failed: row 7 of shard 3 is damaged"),
+        ({"kind": "exit", "rank": 1, "step": -1}, 1, "failed: it ended with code 3"),
+        ({"kind": "kill", "rank": 0, "step": 2}, 1, "failed: it was killed by SIGKILL: most"),
+        ({"kind": "stop", "rank": 0, "step": 2}, 1, "has not answered for 5 s"),
+    ],
+)
+def test_what_failed_is_said_once(
+    tmp_path: Path, fault: dict[str, Any], code: int, message: str
+) -> None:
+    with launched(tmp_path, {}, faults=[fault]) as run:
+        found, said = run.end()
+        assert found == code, said
+        errors = [line for line in said if line != "progress: from step 0"]
+        assert len(errors) == 1, said
+        assert message in errors[0]
+        assert run.left() == []
+
+
+@pytest.mark.slow
+def test_what_cant_be_meant_is_not_tried_again(tmp_path: Path) -> None:
+    with launched(tmp_path, {"max_restarts": 3}, fingerprints={"1": "another"}) as run:
+        code, said = run.end()
+        assert code == 2, said
+        assert sum("has another recipe than rank 0" in line for line in said) == 1
+        assert not any("again" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_machines_start_again_together(tmp_path: Path, rank: int) -> None:
+    options = {"nproc": 1, "nnodes": 2, "endpoint": f"127.0.0.1:{free_port()}", "max_restarts": 1}
+    plan: dict[str, Any] = {"faults": [once("kill", rank, 2)]}
+    with (
+        launched(tmp_path, options | {"node_rank": 0}, **plan) as first,
+        launched(tmp_path, options | {"node_rank": 1}, **plan) as second,
+    ):
+        ends = [run.end() for run in (first, second)]
+        assert [code for code, _ in ends] == [0, 0], ends
+        # The other machine may have seen that it is waited for before its own rank had ended.
+        assert any("starting all ranks again (1 of 1)" in said for _, said in ends), ends
+        assert (tmp_path / "done-0").exists()
+        assert (tmp_path / "done-1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_machine_says_what_failed_on_one_of_them(tmp_path: Path, rank: int) -> None:
+    options = {"nproc": 1, "nnodes": 2, "endpoint": f"127.0.0.1:{free_port()}"}
+    plan: dict[str, Any] = {"faults": [{"kind": "raise", "rank": rank, "step": 2}]}
+    with (
+        launched(tmp_path, options | {"node_rank": 0}, **plan) as first,
+        launched(tmp_path, options | {"node_rank": 1}, **plan) as second,
+    ):
+        for run in (first, second):
+            code, said = run.end()
+            assert code == 1, said
+            assert "row 7 of shard 3 is damaged" in said[-1], said

@@ -1,0 +1,48 @@
+"""Ranks that don't belong together find out before they begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rank_scenarios import run_ranks, two_ranks
+
+
+def codes(result: list[dict[str, Any]]) -> list[int | None]:
+    return [rank["code"] for rank in result]
+
+
+def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
+    plan: dict[str, Any] = {"steps": 3, "timeout": 4.0}
+    both = two_ranks()
+    other_size = [both[0], both[1] | {"WORLD_SIZE": "4"}]
+    same_rank = [both[0], both[1], both[1]]
+    four = [
+        {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in (0, 1, 2, 3)
+    ]
+    well, fourfold, recipes, sizes, missing, alone, twice = run_ranks(
+        [
+            {"plan": plan, "ranks": both},
+            {"plan": plan, "ranks": four},
+            {"plan": plan | {"fingerprints": {"1": "other"}}, "ranks": both},
+            {"plan": plan, "ranks": other_size},
+            {"plan": plan, "ranks": [four[0], four[2]]},
+            {"plan": plan, "ranks": [both[1]]},
+            {"plan": plan, "ranks": same_rank},
+        ]
+    )
+    assert codes(well) == [0, 0], well
+    assert codes(fourfold) == [0, 0, 0, 0], fourfold
+    for rank in recipes:
+        assert rank["code"] == 2, recipes
+        assert "error: rank 1 on " in rank["said"]
+        assert " has another recipe than rank 0 on " in rank["said"]
+    for rank in sizes:
+        assert rank["code"] in (1, 2), sizes
+        assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
+    for rank in missing:
+        assert rank["code"] == 1, missing
+        assert "error: ranks 1, 3 did not come within 4 s" in rank["said"]
+    assert codes(alone) == [1], alone
+    assert "could not reach 127.0.0.1:" in alone[0]["said"]
+    assert sorted(codes(twice), key=str)[-1] == 2, twice
+    assert any("another process is rank 1, too" in rank["said"] for rank in twice)
