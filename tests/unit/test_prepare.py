@@ -6,13 +6,13 @@ import errno
 import gzip
 import json
 import math
+import multiprocessing
 import os
+import signal
 import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
 from firstlight import disk as seam
+from firstlight.data import encoding, pieces
 from firstlight.data import prepare as module
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import ShardWriter, TokenDataset, read_shard
-from firstlight.data.sources import Document
+from firstlight.data.sources import Document, read_documents
 from firstlight.errors import (
     ConfigError,
     DataError,
@@ -259,8 +260,8 @@ def test_the_number_of_workers_changes_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     # Many batches, and documents in many pieces, also from a corpus this small.
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 700)
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 100)
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_bytes(b'{"text": "good"}\nbroken\n{"text": "\xff"}\n{"text": "also good"}\n')
     for workers in (1, 2, 3):
@@ -291,41 +292,90 @@ def test_the_size_of_the_corpus_chooses_the_number_of_workers(
 ) -> None:
     seen: list[int] = []
 
-    def encode(batches: Any, tokenizer: Any, dtype: Any, workers: int) -> Iterator[Any]:
+    def encode(pieces: Any, tokenizer: Any, workers: int) -> Iterator[Any]:
         seen.append(workers)
-        return iter(())
+        yield from ()
 
     with open(tmp_path / "a.txt", "wb") as file:
         file.truncate(megabytes << 20)
-    monkeypatch.setattr(module, "_encode_in_order", encode)
+    monkeypatch.setattr(module, "encode_in_order", encode)
     monkeypatch.setattr(module, "_usable_cpus", lambda: range(cpus))
     with pytest.raises(InputError):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert seen == [workers]
 
 
-class _BrokenPool:
-    """A process pool whose processes were killed."""
+def killing(after: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have a process that encodes killed when so many documents are read; return whom.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.shut = False
+    Batches are a document each: once 3 for each of the 2 processes are handed out, reading goes
+    on only as they come back encoded.
+    """
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
+    killed: list[int] = []
 
-    def submit(self, *_: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_exception(BrokenProcessPool("gone"))
-        return future
+    def documents(*arguments: Any) -> Iterator[Any]:
+        for number, entry in enumerate(read_documents(*arguments), start=1):
+            if number in after:
+                process = multiprocessing.active_children()[0]
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                killed.append(process.pid)
+            yield entry
 
-    def shutdown(self, **_: Any) -> None:
-        self.shut = True
+    monkeypatch.setattr(module, "read_documents", documents)
+    return killed
 
 
-def test_a_killed_worker_is_one_clear_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
+def test_killed_workers_change_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(module, "ProcessPoolExecutor", _BrokenPool)
+    prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
+    # In the middle twice, and when the last batches are out.
+    killed = killing((20, 60, 120), monkeypatch)
+    prepare([corpus], TOKENIZER, tmp_path / "killed", workers=2)
+    assert len(set(killed)) == 3
+    assert contents(tmp_path / "killed") == contents(tmp_path / "one")
+    line = "a tokenizing process was killed: what it had is encoded again\n"
+    assert capsys.readouterr().err == 3 * line
+    assert multiprocessing.active_children() == []
+
+
+def encode_or_die(texts: list[str]) -> list[Any]:
+    """What a process does that has no memory for one document of the corpus."""
+    if any("fatal" in text for text in texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encoding.encode(texts, encoding._worker_tokenizer)
+
+
+def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    texts = [*(f"document {number}" for number in range(20)), "fatal", "last"]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(encoding, "_encode_in_worker", encode_or_die)
     with pytest.raises(DataError, match=r"process was killed, .* memory: use fewer --workers"):
+        prepare([source], TOKENIZER, tmp_path / "new" / "out", workers=2)
+    assert names(tmp_path) == ["a.jsonl"]
+    assert capsys.readouterr().err.count("encoded again") >= 2
+    assert multiprocessing.active_children() == []
+
+
+def die(_: str) -> None:
+    """What a process does that can't even start."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_that_never_begin_are_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(encoding, "_start_worker", die)
+    with pytest.raises(DataError, match="call prepare under `if __name__ == '__main__':`"):
         prepare([corpus], TOKENIZER, tmp_path / "out", workers=2)
     assert names(tmp_path) == []
+    assert capsys.readouterr().err == ""
 
 
 # Long documents
@@ -351,12 +401,12 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     tokenizer = TRAINED[pattern]
     assert tokenizer.splits_at_newline_after_letter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_CHARACTERS", size)
-        pieces = module._cut_long(text)
-    assert "".join(pieces) == text
-    assert all(len(piece) >= size for piece in pieces[:-1])
-    assert all(piece.startswith("\n") for piece in pieces[1:])
-    joined = [token_id for piece in pieces for token_id in tokenizer.encode(piece)]
+        patch.setattr(pieces, "_PIECE_CHARACTERS", size)
+        found = pieces.cut_long(text)
+    assert "".join(found) == text
+    assert all(len(piece) >= size for piece in found[:-1])
+    assert all(piece.startswith("\n") for piece in found[1:])
+    joined = [token_id for piece in found for token_id in tokenizer.encode(piece)]
     assert joined == tokenizer.encode(text)
 
 
@@ -364,7 +414,7 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
 def test_both_splits_end_a_piece_between_any_cut_character_and_a_newline(pattern: str) -> None:
     """All of Unicode: Python and the tokenizer library may not know the same letters."""
     everything = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    before = [c for c in everything if module._NEWLINE_AFTER_LETTER.search(c + "\n")]
+    before = [c for c in everything if pieces._NEWLINE_AFTER_LETTER.search(c + "\n")]
     assert len(before) > 100_000
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     parts = [part for part, _ in splitter.pre_tokenize_str("\n".join([*before, ""]))]
@@ -378,16 +428,15 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
     source = write_jsonl(tmp_path / "a.jsonl", ["".join(texts), "short", "\n".join(texts[:40])])
     prepare([source], TRAINED[pattern], tmp_path / "whole")
     cuts: list[int] = []
-    cut_long = module._cut_long
 
     def counted(text: str) -> list[str]:
-        pieces = cut_long(text)
-        cuts.append(len(pieces))
-        return pieces
+        found = pieces.cut_long(text)
+        cuts.append(len(found))
+        return found
 
-    monkeypatch.setattr(module, "_cut_long", counted)
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 200)
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(module, "cut_long", counted)
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 500)
     prepare([source], TRAINED[pattern], tmp_path / "pieces")
     assert max(cuts) > 50
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
@@ -396,7 +445,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
 def test_a_tokenizer_of_which_nothing_is_known_gets_documents_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
 ) -> None:
-    monkeypatch.setattr(module, "_cut_long", lambda text: pytest.fail("cut"))
+    monkeypatch.setattr(module, "cut_long", lambda text: pytest.fail("cut"))
     text = "".join(texts)
     source = write_jsonl(tmp_path / "a.jsonl", [text])
     prepare([source], tiny("pieces"), tmp_path / "out", val_fraction=0)
@@ -414,20 +463,20 @@ def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent:
     fraction = Fraction(percent, 100)
     documents = [Document("x" * size, "", 1) for size in sizes]
     run = _preparation(fraction)
-    pieces = list(run._pieces(iter(documents)))
-    assert [len(piece.text) for piece in pieces] == sizes
-    assert all(piece.first and piece.last for piece in pieces)
-    assert pieces[0].split == "train"
-    held_out = sum(len(piece.text) for piece in pieces if piece.split == "val")
+    found = list(run._pieces(iter(documents)))
+    assert [len(piece.text) for piece in found] == sizes
+    assert all(piece.first and piece.last for piece in found)
+    assert found[0].split == "train"
+    held_out = sum(len(piece.text) for piece in found if piece.split == "val")
     # Never behind by more than the share of one document, never ahead by more than one.
     assert fraction * (sum(sizes) - max(sizes)) <= held_out <= fraction * sum(sizes) + max(sizes)
 
 
 def test_a_tenth_is_every_tenth_of_equal_documents() -> None:
-    pieces = list(
+    found = list(
         _preparation(Fraction("0.1"))._pieces(Document("x" * 10, "", 1) for _ in range(42))
     )
-    assert [i for i, piece in enumerate(pieces) if piece.split == "val"] == [1, 11, 21, 31, 41]
+    assert [i for i, piece in enumerate(found) if piece.split == "val"] == [1, 11, 21, 31, 41]
 
 
 def test_a_document_too_short_to_share_goes_to_one_split_only(tmp_path: Path) -> None:
@@ -498,13 +547,13 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
     ],
 )
 def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
-    assert module._cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
+    assert pieces.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
 def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
-    head, tail = module._cut_tail(text, fraction)
+    head, tail = pieces.cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 
@@ -512,7 +561,7 @@ def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent:
 def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOKAHEAD_CHARACTERS", 1000)
+    monkeypatch.setattr(pieces, "_LOOKAHEAD_CHARACTERS", 1000)
     source = write_jsonl(tmp_path / "a.jsonl", ["line\n" * 100] * 30)
     manifest = prepare([source], TOKENIZER, tmp_path / "out", val_fraction=0.05)
     assert manifest["split_by"] == "tail"
@@ -522,7 +571,7 @@ def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
 def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 150)
     manifest = prepare([corpus], TOKENIZER, tmp_path / "out")
     for split in ("train", "val"):
         text = "".join(texts_of(tmp_path / "out", split)).encode()
@@ -544,6 +593,15 @@ def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
         ({"val_fraction": float("nan")}, "val_fraction must be at least 0 and below 1, not nan"),
         ({"workers": 0}, "workers must be at least 1, not 0"),
         ({"shard_tokens": 0}, "shard_tokens must be at least 1, not 0"),
+        ({"engine": "spark"}, "engine must be one of local, ray, not spark"),
+        (
+            {"engine": "ray", "workers": 2},
+            "workers are processes of the local engine: leave them out with ray",
+        ),
+        (
+            {"ray_address": "auto"},
+            "ray_address is where engine ray finds its cluster: choose that engine",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(

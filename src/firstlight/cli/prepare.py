@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -25,6 +25,18 @@ from firstlight.console import say
     help="Share of the text held out for validation, in whole documents; 0 for none.",
 )
 @click.option("--workers", type=int, help="Processes; chosen by the corpus' size if left out.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Who encodes: processes of this machine, or a Ray cluster. The shards are the same.",
+)
+@click.option(
+    "--ray-address",
+    metavar="auto|local|HOST:PORT",
+    help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
+)
 @click.option("--text-key", default="text", show_default=True, help="Field of JSONL, Parquet.")
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -34,6 +46,8 @@ def prepare_command(
     out: Path,
     val_fraction: float,
     workers: int | None,
+    engine: Literal["local", "ray"],
+    ray_address: str | None,
     text_key: str,
     overwrite: bool,
     as_json: bool,
@@ -52,6 +66,8 @@ def prepare_command(
         out,
         val_fraction=val_fraction,
         workers=workers,
+        engine=engine,
+        ray_address=ray_address,
         text_key=text_key,
         overwrite=overwrite,
         progress=True,

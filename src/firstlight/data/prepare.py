@@ -1,36 +1,29 @@
 """Turn documents into token shards: read, split, encode in parallel, write in order.
 
-The result depends on the inputs and the tokenizer only, not on the number of workers:
-documents are read in one order, encoded by whoever is free, and written in the first order.
+The result depends on the inputs and the tokenizer only, not on who does the work: documents
+are read in one order, encoded by whoever is free, and written in the first order.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
-import math
-import multiprocessing
 import os
-import re
-import signal
-import threading
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
-import tokenizers
 from rich.progress import Progress, TaskID, TextColumn
 
 from firstlight.console import progress_bar
+from firstlight.data import ray_engine
+from firstlight.data.encoding import Encode, encode_in_order
+from firstlight.data.pieces import Piece, cut_long, cut_tail, look_ahead
 from firstlight.data.shards import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -55,26 +48,10 @@ from firstlight.tokenizer import Tokenizer
 
 REJECTED_NAME = "rejected.jsonl"
 
-#: Longer documents are encoded in parts of about this many characters.
-_PIECE_CHARACTERS = 1 << 18
-#: A worker is handed about this many characters at a time.
-_BATCH_CHARACTERS = 1 << 20
+Engine = Literal["local", "ray"]
+
 #: Corpora below this many bytes are encoded in this process: starting others takes longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: How many characters are read ahead to find out whether there are enough documents to split.
-_LOOKAHEAD_CHARACTERS = 1 << 28
-
-_NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a document on its way to the encoder."""
-
-    text: str
-    split: str
-    first: bool
-    last: bool
 
 
 def prepare(
@@ -84,6 +61,8 @@ def prepare(
     *,
     val_fraction: float = 0.1,
     workers: int | None = None,
+    engine: Engine = "local",
+    ray_address: str | None = None,
     text_key: str = "text",
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
@@ -100,6 +79,9 @@ def prepare(
             instead. 0 holds nothing out.
         workers: processes that encode. None chooses by the size of the corpus. More than one
             needs the caller's script to be importable (`if __name__ == "__main__":`).
+        engine: "local" encodes in `workers` processes of this machine, "ray" on a Ray cluster
+            (see `ray_engine`). The bytes written are the same.
+        ray_address: where the cluster is; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
@@ -108,8 +90,12 @@ def prepare(
     Raises:
         InputError: an input is missing or unreadable, or there is no text at all.
         TokenizerError: the tokenizer can't be loaded.
-        ConfigError: `val_fraction`, `workers` or `shard_tokens` is out of range.
+        ConfigError: an argument is out of range or of the other engine, or there is no Ray
+            cluster at `ray_address`.
+        MissingDependencyError: a package that the inputs or the engine need is not installed.
         StorageError: the disk is full or not writable; nothing is left behind.
+        DataError: encoding failed for good: processes are killed again and again, or a node of
+            the cluster lacks something.
     """
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
@@ -117,25 +103,41 @@ def prepare(
         raise ConfigError(f"workers must be at least 1, not {workers}")
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens must be at least 1, not {shard_tokens}")
+    _require_known_engine(engine, workers, ray_address)
     out = Path(out).expanduser()
     sources = find_sources(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     _require_replaceable(out, overwrite)
     total = sum(source.size for source in sources)
-    if workers is None:
-        workers = 1 if total < _SMALL_CORPUS_BYTES else len(_usable_cpus())
-    with new_folder(out, replace=overwrite, synced=True) as folder, ExitStack() as stack:
+    with ExitStack() as stack:
+        if engine == "ray":
+            encode = stack.enter_context(ray_engine.encoder(tokenizer, ray_address))
+        else:
+            if workers is None:
+                workers = 1 if total < _SMALL_CORPUS_BYTES else len(_usable_cpus())
+            encode = functools.partial(encode_in_order, tokenizer=tokenizer, workers=workers)
+        folder = stack.enter_context(new_folder(out, replace=overwrite, synced=True))
         bar = stack.enter_context(progress_bar(TextColumn("{task.fields[done]}"), shown=progress))
         plain = all(
             s.path is not None and s.path.suffix in (*TEXT_SUFFIXES, ".jsonl") for s in sources
         )
         task = bar.add_task("tokenizing", total=total if plain else None, done="")
+        entries = stack.enter_context(closing(read_documents(sources, text_key)))
         manifest = _Preparation(tokenizer, folder, val_fraction, shard_tokens, bar, task).run(
-            read_documents(sources, text_key), workers
+            entries, encode
         )
         _write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
+
+
+def _require_known_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
+    if engine not in get_args(Engine):
+        raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
+    if engine == "ray" and workers is not None:
+        raise ConfigError("workers are processes of the local engine: leave them out with ray")
+    if engine != "ray" and ray_address is not None:
+        raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
 
 
 def _write_tokenizer_and_manifest(
@@ -189,7 +191,7 @@ class _Preparation:
         self.split_by = "none"
         self.gzip_bytes = 0
 
-    def run(self, entries: Iterable[Document | Rejected], workers: int) -> dict[str, Any]:
+    def run(self, entries: Iterable[Document | Rejected], encode: Encode) -> dict[str, Any]:
         """Write everything; return the manifest."""
         # The same container as gzip -9 writes, to compare a model's bits per byte with.
         compressor = zlib.compressobj(9, wbits=31)
@@ -202,9 +204,10 @@ class _Preparation:
                 for split in ("train", "val")
             }
             accepted = self._accepted(entries, rejected_file)
-            batches = _batches(self._pieces(accepted))
+            # Closed on the way out of an error: what works elsewhere ends before the folder goes.
+            encoded = stack.enter_context(closing(encode(self._pieces(accepted))))
             parts: list[TokenArray] = []
-            for piece, tokens in _encode_in_order(batches, self.tokenizer, self.dtype, workers):
+            for piece, tokens in encoded:
                 parts.append(tokens)
                 self._count(piece)
                 if piece.split == "val":
@@ -239,9 +242,9 @@ class _Preparation:
             }
             log.write((json.dumps(record, ensure_ascii=True) + "\n").encode())
 
-    def _pieces(self, documents: Iterator[Document]) -> Iterator[_Piece]:
+    def _pieces(self, documents: Iterator[Document]) -> Iterator[Piece]:
         """Assign each document to a split and cut long ones into pieces."""
-        enough, documents = _look_ahead(documents, self.fraction)
+        enough, documents = look_ahead(documents, self.fraction)
         if self.fraction:
             self.split_by = "document" if enough else "tail"
         cuttable = self.tokenizer.splits_at_newline_after_letter
@@ -249,7 +252,7 @@ class _Preparation:
         for document in documents:
             self.written += 1
             if self.split_by == "tail":
-                head, tail = _cut_tail(document.text, self.fraction)
+                head, tail = cut_tail(document.text, self.fraction)
                 shares = [("train", head), ("val", tail)]
             else:
                 size = len(document.text.encode("utf-8"))
@@ -260,11 +263,11 @@ class _Preparation:
                 held_out += size if split == "val" else 0
                 shares = [(split, document.text)]
             for split, text in shares:
-                texts = _cut_long(text) if cuttable else [text]
+                texts = cut_long(text) if cuttable else [text]
                 for number, part in enumerate(texts if text else []):
-                    yield _Piece(part, split, number == 0, number == len(texts) - 1)
+                    yield Piece(part, split, number == 0, number == len(texts) - 1)
 
-    def _count(self, piece: _Piece) -> None:
+    def _count(self, piece: Piece) -> None:
         size = len(piece.text.encode("utf-8"))
         self.text_bytes[piece.split] += size
         done = f"{self.written:,} documents, {self.text_bytes.total() / 1e6:,.0f} MB"
@@ -317,131 +320,3 @@ class _Preparation:
             "split_by": self.split_by,
             "splits": splits,
         }
-
-
-def _look_ahead(
-    documents: Iterator[Document], fraction: Fraction
-) -> tuple[bool, Iterator[Document]]:
-    """Whether there are at least 1/fraction documents, and all of them again."""
-    wanted = math.ceil(1 / fraction) if fraction else 0
-    seen: list[Document] = []
-    characters = 0
-    while len(seen) < wanted and characters < _LOOKAHEAD_CHARACTERS:
-        document = next(documents, None)
-        if document is None:
-            break
-        seen.append(document)
-        characters += len(document.text)
-    return len(seen) >= wanted, itertools.chain(seen, documents)
-
-
-def _cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """The text without its last `fraction`, and that; cut at a line's end where one is near."""
-    position = math.floor(len(text) * (1 - fraction))
-    # No further back than makes the second part twice as long as asked for.
-    line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
-    position = line_end or position
-    return text[:position], text[position:]
-
-
-def _cut_long(text: str) -> list[str]:
-    """Pieces whose encodings join to the whole's: cut between a letter and a newline."""
-    pieces = []
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        match = _NEWLINE_AFTER_LETTER.search(text, start + _PIECE_CHARACTERS)
-        if match is None:
-            break
-        pieces.append(text[start : match.start()])
-        start = match.start()
-    return [*pieces, text[start:]]
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_in_order(
-    batches: Iterator[list[_Piece]], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
-) -> Iterator[tuple[_Piece, TokenArray]]:
-    """Each piece with its tokens, in the order of the pieces, however many processes work."""
-    if workers == 1:
-        for batch in batches:
-            yield from zip(batch, _encode([p.text for p in batch], tokenizer, dtype), strict=True)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer.backend.to_str(), dtype),
-    )
-    waiting: deque[tuple[list[_Piece], Future[list[TokenArray]]]] = deque()
-    try:
-        for batch in batches:
-            waiting.append((batch, pool.submit(_encode_in_worker, [p.text for p in batch])))
-            # Enough to keep everyone busy; the rest of the corpus stays on the disk.
-            if len(waiting) >= 3 * workers:
-                done, future = waiting.popleft()
-                yield from zip(done, future.result(), strict=True)
-        while waiting:
-            done, future = waiting.popleft()
-            yield from zip(done, future.result(), strict=True)
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a tokenizing process was killed, most likely for want of memory: use fewer --workers "
-            "(and call prepare under `if __name__ == '__main__':` in a script)"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> list[TokenArray]:
-    # One text a call keeps the library to one thread: the processes already share the cores.
-    ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
-    return [_fitting(array, tokenizer.vocab_size, dtype) for array in ids]
-
-
-def _fitting(ids: npt.NDArray[np.int64], vocab_size: int, dtype: np.dtype[Any]) -> TokenArray:
-    """Ids in the type of the shards, which would silently cut off what is too large.
-
-    Raises:
-        DataError: an id is beyond the vocabulary.
-    """
-    if len(ids) and int(ids.max()) >= vocab_size:
-        raise DataError(
-            f"the tokenizer gives id {ids.max()}, beyond its own vocabulary of {vocab_size} "
-            "tokens: its files are damaged; load it from where it came from again"
-        )
-    return ids.astype(dtype)
-
-
-_worker_state: tuple[Tokenizer, np.dtype[Any]]
-
-
-def _start_worker(tokenizer_json: str, dtype: np.dtype[Any]) -> None:
-    global _worker_state
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what happens.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker_state = (Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_json)), dtype)
-
-
-def _exit_with_parent() -> None:
-    """A parent that is killed outright can't stop its workers: they stop themselves."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode_in_worker(texts: list[str]) -> list[TokenArray]:
-    return _encode(texts, *_worker_state)

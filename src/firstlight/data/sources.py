@@ -16,7 +16,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -174,8 +174,8 @@ def _standard_library() -> list[Source]:
 
 def read_documents(
     sources: Sequence[Source], text_key: str = "text"
-) -> Iterator[Document | Rejected]:
-    """Every document of the sources, in order.
+) -> Generator[Document | Rejected, None, None]:
+    """Every document of the sources, in order. Closing it closes the file that is being read.
 
     Args:
         text_key: the field of JSONL lines, Parquet columns and datasets that holds the text.
@@ -210,7 +210,7 @@ def _open(path: Path) -> IO[bytes]:
         case ".bz2":
             return bz2.open(path, "rb")
         case ".zst":
-            zstandard = _optional("zstandard", f"reading {path}")
+            zstandard = optional("zstandard", f"reading {path}")
             return io.BufferedReader(_ZstdFile(open(path, "rb"), zstandard))
     return open(path, "rb")
 
@@ -256,11 +256,20 @@ class _ZstdFile(io.RawIOBase):
             raise EOFError("the compressed file is cut short")
 
 
-def _optional(package: str, purpose: str) -> Any:
+def optional(package: str, purpose: str, extra: str = "data") -> Any:
+    """A package that not everybody needs.
+
+    Args:
+        purpose: what needs it, as the beginning of a sentence.
+        extra: what of firstlight installs it.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingDependencyError(package.partition(".")[0], "data", purpose) from None
+        raise MissingDependencyError(package.partition(".")[0], extra, purpose) from None
 
 
 def _accept(text: object, origin: str, line: int) -> Document | Rejected:
@@ -315,8 +324,8 @@ def _from_record(record: object, origin: str, line: int, text_key: str) -> Docum
 
 
 def _read_parquet(path: Path, origin: str, text_key: str) -> Iterator[Document | Rejected]:
-    parquet = _optional("pyarrow.parquet", f"reading {path}")
-    arrow = _optional("pyarrow", f"reading {path}")
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    arrow = optional("pyarrow", f"reading {path}")
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -342,7 +351,7 @@ def _read_parquet(path: Path, origin: str, text_key: str) -> Iterator[Document |
 def _read_dataset(source: Source, text_key: str) -> Iterator[Document | Rejected]:
     """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`."""
     assert source.dataset is not None
-    datasets = _optional("datasets", f"reading {source.name}")
+    datasets = optional("datasets", f"reading {source.name}")
     name, _, config = source.dataset.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split="train", streaming=True)

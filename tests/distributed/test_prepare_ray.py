@@ -1,0 +1,442 @@
+"""Preparing on a Ray cluster: the bytes of one process, whoever is killed meanwhile.
+
+The cluster is real: two nodes of one processor each, on this machine.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import psutil
+import pytest
+import tokenizers
+
+from firstlight.cli.main import main
+from firstlight.data import pieces, ray_engine
+from firstlight.data.prepare import prepare
+from firstlight.errors import ConfigError, DataError
+from firstlight.tokenizer import Tokenizer
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+
+# Ray's own code uses what it has deprecated itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+_NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+
+
+class Prepare(Protocol):
+    """`prepare` with an engine chosen already."""
+
+    def __call__(self, inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
+        """See `prepare`."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    utilities = pytest.importorskip("ray.cluster_utils")
+    cluster = utilities.Cluster(
+        initialize_head=True, head_node_args={**_NODE, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(**_NODE)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def connection(cluster: Any) -> Iterator[None]:
+    """One connection for all tests: each starts processes on the nodes, which takes seconds."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """`prepare` on the cluster: small pieces and blocks, eight blocks in a dataset."""
+    monkeypatch.setattr(ray_engine, "_BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 100)
+
+    def run(inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
+        return prepare(inputs, tokenizer, out, engine="ray", **options)
+
+    return run
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, texts: list[str]) -> Path:
+    """Files of all kinds, with documents that are refused, and pieces of a long one."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, text in enumerate(texts[:20]):
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    (folder / "long.md").write_text("".join(texts[:60]), encoding="utf-8")
+    (folder / "latin.txt").write_bytes(b"Gr\xfcn")
+    lines = [json.dumps({"text": text}).encode() for text in texts[20:70]]
+    lines[10:10] = [b"", b"broken", b'{"text": "\xff"}', b'{"title": "x"}']
+    (folder / "z.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    column = [*texts[70:], None, " "]
+    parquet.write_table(arrow.table({"text": column}), folder / "table.parquet")
+    return folder
+
+
+# The same bytes
+
+
+def test_all_files_are_those_of_one_process(
+    tmp_path: Path, mixed: Path, tokenizer: Tokenizer, on_ray: Prepare
+) -> None:
+    options: dict[str, Any] = {"val_fraction": 0.2, "shard_tokens": 3000}
+    one = prepare([mixed], tokenizer, tmp_path / "one", workers=1, **options)
+    assert on_ray([mixed], tokenizer, tmp_path / "ray", **options) == one
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+    rejected = {"bad_utf8": 2, "broken_json": 1, "empty": 2, "no_text": 2}
+    assert one["documents"]["rejected"] == rejected
+    assert {"train-00001.bin", "val-00000.bin", "rejected.jsonl"} <= set(names(tmp_path / "ray"))
+    assert ray.is_initialized()
+
+
+def test_the_tail_of_a_single_file_is_held_out_as_by_one_process(
+    tmp_path: Path, texts: list[str], tokenizer: Tokenizer, on_ray: Prepare
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(texts[:40]), encoding="utf-8")
+    one = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "one", workers=1)
+    on_ray([tmp_path / "a.txt"], tokenizer, tmp_path / "ray")
+    assert one["split_by"] == "tail"
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+
+
+def test_ids_above_65535_survive(tmp_path: Path, on_ray: Prepare) -> None:
+    words = {f"w{number}": number for number in range(70_000)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(backend, eos_token="w1")
+    (tmp_path / "a.txt").write_text("w65535 w65536 w69999 " * 200, encoding="utf-8")
+    manifest = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "one", workers=1)
+    on_ray([tmp_path / "a.txt"], tokenizer, tmp_path / "ray")
+    assert manifest["dtype"] == "uint32"
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+
+
+def test_blocks_that_come_back_in_another_order_are_put_in_their_own(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare([corpus], tokenizer, tmp_path / "one", workers=1)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(ray_engine, "_DATASETS_AT_ONCE", 1)
+    monkeypatch.setattr(ray_engine, "_encode_table", waiting(tmp_path, blocks=6))
+    on_ray([corpus], tokenizer, tmp_path / "ray")
+    assert (tmp_path / "last").exists()
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+
+
+def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
+    """Encoding of the first block that waits until so many others have been encoded."""
+    encode_table = ray_engine._encode_table
+
+    # A function inside another travels as it is: the nodes can't import a test.
+    def encode(table: Any, **arguments: Any) -> Any:
+        number = 0
+        while True:
+            try:
+                open(folder / f"begun-{number}", "x").close()
+                break
+            except FileExistsError:
+                number += 1
+        if number == 0:
+            # Opening one end of a pipe waits for who opens the other.
+            open(folder / "pipe", "rb").close()
+        encoded = encode_table(table, **arguments)
+        if number == blocks:
+            open(folder / "last", "x").close()
+            open(folder / "pipe", "wb").close()
+        return encoded
+
+    return encode
+
+
+# Killed in the middle
+
+
+def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[..., Any]:
+    """Encoding that is killed by SIGKILL at some of the blocks.
+
+    Args:
+        folder: an empty one, that gets a file for each block that is begun, by when that was.
+        blocks: at which of them; the others are encoded.
+        node: kill its raylet, which runs all of a node's processes and holds what they have made,
+            at the first of `blocks` or a later one that runs there. None kills the process of
+            the block.
+    """
+    encode_table = ray_engine._encode_table
+
+    # A function inside another travels as it is: the nodes can't import a test.
+    def encode(table: Any, **arguments: Any) -> Any:
+        number = 0
+        while True:
+            try:
+                open(folder / f"{number:03d}", "x").close()
+                break
+            except FileExistsError:
+                number += 1
+        if node is None and number in blocks:
+            open(folder / f"killed-{number}", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if node == ray.get_runtime_context().get_node_id() and number >= blocks[0]:
+            open(folder / "killed-node", "x").close()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode_table(table, **arguments)
+
+    return encode
+
+
+def killed(folder: Path) -> set[str]:
+    return {path.name.removeprefix("killed-") for path in folder.glob("killed-*")}
+
+
+def test_killed_workers_change_no_byte(
+    tmp_path: Path,
+    mixed: Path,
+    tokenizer: Tokenizer,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare([mixed], tokenizer, tmp_path / "one", workers=1)
+    (tmp_path / "begun").mkdir()
+    encode = dying(tmp_path / "begun", (0, 9, 10, 30), None)
+    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    on_ray([mixed], tokenizer, tmp_path / "ray")
+    assert killed(tmp_path / "begun") == {"0", "9", "10", "30"}
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_the_middle_changes_no_byte(
+    tmp_path: Path,
+    mixed: Path,
+    tokenizer: Tokenizer,
+    cluster: Any,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare([mixed], tokenizer, tmp_path / "one", workers=1)
+    (tmp_path / "begun").mkdir()
+    lost = cluster.add_node(**_NODE)
+    cluster.wait_for_nodes()
+    encode = dying(tmp_path / "begun", (12,), lost.node_id)
+    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    try:
+        on_ray([mixed], tokenizer, tmp_path / "ray")
+    finally:
+        cluster.remove_node(lost, allow_graceful=False)
+    assert killed(tmp_path / "begun") == {"node"}
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+
+
+# Refusals
+
+
+def test_what_the_tokenizer_does_wrong_is_said_as_by_one_process(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode_table = ray_engine._encode_table
+
+    def encode(table: Any, **arguments: Any) -> Any:
+        with mock.patch.object(Tokenizer, "encode_batch", return_value=[[0, 70_000]]):
+            return encode_table(table, **arguments)
+
+    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    message = "gives id 70000, beyond its own vocabulary of 320 tokens: its files are damaged"
+    with pytest.raises(DataError, match=rf"^the tokenizer {message}"):
+        on_ray([corpus], tokenizer, tmp_path / "new" / "out")
+    assert names(tmp_path) == []
+
+
+def test_nodes_with_another_release_of_the_tokenizer_library_are_refused(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = tokenizers.__version__
+    monkeypatch.setattr(tokenizers, "__version__", "9.9.9")
+    message = rf"^node \S+ has tokenizers {release}, this machine 9\.9\.9, .*: install the same"
+    with pytest.raises(DataError, match=message):
+        on_ray([corpus], tokenizer, tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_nodes_without_the_package_are_one_clear_error(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    here_only = types.ModuleType("of_this_machine_only")
+    exec("def encode(table, **arguments): ...", vars(here_only))  # noqa: S102
+    monkeypatch.setitem(sys.modules, here_only.__name__, here_only)
+    monkeypatch.setattr(ray_engine, "_encode_table", here_only.encode)
+    message = (
+        r"^the ray cluster failed \(.*No module named 'of_this_machine_only'.*\): see that its "
+        r"nodes run, and have firstlight\[ray\]"
+    )
+    with pytest.raises(DataError, match=message) as caught:
+        on_ray([corpus], tokenizer, tmp_path / "out")
+    assert len(str(caught.value)) < 300
+    assert names(tmp_path) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_node_raises_is_one_clear_error(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    on_ray: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def encode(table: Any, **_: Any) -> Any:
+        raise OSError("there is no room here")
+
+    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    with pytest.raises(
+        DataError, match=r"^the ray cluster failed \(OSError: there is no room here"
+    ):
+        on_ray([corpus], tokenizer, tmp_path / "out")
+    assert names(tmp_path) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_connection_that_is_there_is_not_mistaken_for_another(
+    tmp_path: Path, tokenizer: Tokenizer, corpus: Path, cluster: Any, on_ray: Prepare
+) -> None:
+    with pytest.raises(ConfigError, match="connected to a ray cluster already: leave ray_address"):
+        on_ray([corpus], tokenizer, tmp_path / "out", ray_address=cluster.address)
+    assert names(tmp_path) == []
+
+
+# From the command line, with a cluster of its own
+
+
+def run_alone(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python, and see that no process that it has started outlives it."""
+    mark = f"test-{os.urandom(8).hex()}"
+    environment = {**os.environ, "FIRSTLIGHT_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=300,
+        **options,
+    )
+    left = [process for process in psutil.process_iter() if has_mark(process, mark)]
+    # What Ray has told to end may still be on its way.
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert alive == []
+    return done
+
+
+def has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("FIRSTLIGHT_TEST_MARK") == mark
+    except psutil.Error:
+        return False
+
+
+def test_the_command_says_what_it_says_without_ray(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = ["prepare", str(corpus), "--tokenizer", "tokenizer", "--json", "--out", "data"]
+    assert main(command) == 0
+    expected, files = capsys.readouterr(), contents(tmp_path / "data")
+    command += ["--overwrite", "--engine", "ray", "--ray-address", "local"]
+    done = run_alone(["-m", "firstlight", *command])
+    assert (done.returncode, done.stderr, done.stdout) == (0, expected.err, expected.out)
+    assert contents(tmp_path / "data") == files
+
+
+# Sends itself the signal once datasets are worked on.
+_DRIVER = """
+import os, signal, sys
+import firstlight.data.prepare as prepare
+from firstlight.cli.main import main
+from firstlight.data import ray_engine
+from firstlight.data.sources import Document
+
+def documents(sources, text_key):
+    for number in range(100):
+        if number == 40:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        yield Document("stone and river " * 1000, "made", number)
+
+prepare.read_documents = documents
+ray_engine._BLOCK_CHARACTERS = 16_000
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_terminated_prepare_leaves_nothing_and_says_so(
+    tmp_path: Path, tokenizer: Tokenizer, corpus: Path, signal_name: str, code: int
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    driver = tmp_path / "driver.py"
+    driver.write_text(_DRIVER, encoding="utf-8")
+    verb = ["prepare", str(corpus), "--tokenizer", str(tmp_path / "tokenizer"), "--json"]
+    place = ["--out", str(tmp_path / "made" / "data"), "--engine", "ray", "--ray-address", "local"]
+    done = run_alone([str(driver), signal_name, *verb, *place])
+    assert done.returncode == code
+    word = "interrupted" if signal_name == "SIGINT" else "terminated"
+    assert done.stderr.lstrip("\n").splitlines() == [f"firstlight: error: {word}"]
+    assert json.loads(done.stdout)["error"]["message"] == word
+    assert names(tmp_path) == ["driver.py", "tokenizer"]

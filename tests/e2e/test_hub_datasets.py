@@ -1,0 +1,147 @@
+"""Datasets of the hub are streamed: read as far as they are needed, and kept nowhere.
+
+The hub is that of dataset_hub.py; the client is the `datasets` library as it is, in a process
+of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dataset_hub import DatasetHub
+
+from firstlight.data.prepare import prepare
+from firstlight.tokenizer import Tokenizer
+
+pytest.importorskip("datasets")
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+#: Two configurations, of which one is the default.
+README = """---
+configs:
+- config_name: all
+  data_files: data/*.parquet
+  default: true
+- config_name: last
+  data_files: data/*-00007-*.parquet
+---
+"""
+ROWS, PARTS = 100, 8
+LINE = json.dumps({"text": "stone and river " * 60}) + "\n"
+
+#: Prints the first documents of an input, and stops reading.
+FIRST = """
+import contextlib, itertools, json, sys
+from firstlight.data.sources import find_sources, read_documents
+with contextlib.closing(read_documents(find_sources([sys.argv[1]]))) as documents:
+    print(json.dumps([entry.text for entry in itertools.islice(documents, 3)]))
+"""
+
+# What this machine itself knows of a hub must not count.
+_FOREIGN = ("HF_", "HUGGING", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+
+
+def parts() -> list[list[str]]:
+    """The texts of each Parquet file: they can't be compressed to much less."""
+    generator = random.Random(0)
+    return [
+        [f"{part} {row} {generator.randbytes(1000).hex()}" for row in range(ROWS)]
+        for part in range(PARTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    files = {"README.md": README.encode()}
+    for number, texts in enumerate(parts()):
+        buffer = io.BytesIO()
+        parquet.write_table(arrow.table({"text": texts}), buffer, row_group_size=100)
+        files[f"data/train-{number:05d}-of-{PARTS:05d}.parquet"] = buffer.getvalue()
+    return files
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes]) -> Iterator[DatasetHub]:
+    with DatasetHub(files) as hub:
+        yield hub
+
+
+def run(hub: DatasetHub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a machine that knows the hub, and caches in `home`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def kept(home: Path) -> int:
+    """How many bytes lie in a folder."""
+    return sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("config, part", [("", 0), (":last", 7)])
+def test_the_first_documents_are_there_without_the_other_files(
+    tmp_path: Path, hub: DatasetHub, config: str, part: int
+) -> None:
+    done = run(hub, tmp_path / "home", "-c", FIRST, f"hf:owner/name{config}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == parts()[part][:3]
+    touched = {name for name in hub.sent if name.endswith(".parquet")}
+    assert touched == {f"data/train-{part:05d}-of-{PARTS:05d}.parquet"}
+    assert kept(tmp_path / "home") < 100_000
+
+
+def test_the_first_lines_are_there_without_the_rest_of_the_file(tmp_path: Path) -> None:
+    # The library reads some 30 MB ahead.
+    with DatasetHub({"lines.jsonl": LINE.encode() * 80_000}) as hub:
+        done = run(hub, tmp_path / "home", "-c", FIRST, "hf:owner/name")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [json.loads(LINE)["text"]] * 3
+    assert 0 < hub.sent["lines.jsonl"] < len(hub.files["lines.jsonl"]) / 2
+    assert kept(tmp_path / "home") < 100_000
+
+
+def test_a_streamed_dataset_is_prepared_like_its_files(
+    tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
+) -> None:
+    for name in [name for name in hub.files if name.endswith(".parquet")]:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_bytes(hub.files[name])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    prepare([tmp_path / "files"], tokenizer, tmp_path / "one", workers=1)
+    place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "hub")]
+    command = ["-m", "firstlight", "prepare", "hf:owner/name", *place]
+    done = run(hub, tmp_path / "home", *command, "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    one, streamed = tmp_path / "one", tmp_path / "hub"
+    assert {p.name: p.read_bytes() for p in streamed.iterdir()} == {
+        p.name: p.read_bytes() for p in one.iterdir()
+    }
+    assert kept(tmp_path / "home") < 100_000
+
+
+def test_a_dataset_that_is_not_there_is_one_line(
+    tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out")]
+    done = run(hub, tmp_path / "home", "-m", "firstlight", "prepare", "hf:owner/other", *place)
+    assert done.returncode == 1
+    message = "dataset hf:owner/other can't be read: Dataset 'owner/other' doesn't exist on the Hub"
+    assert done.stderr.startswith(f"firstlight: error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

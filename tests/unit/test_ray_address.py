@@ -1,0 +1,72 @@
+"""The Ray engine's ways to a cluster that isn't there, and Ray that isn't."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from firstlight.data.prepare import prepare
+from firstlight.errors import ConfigError, MissingDependencyError
+from firstlight.tokenizer import Tokenizer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "address, message",
+    [
+        (
+            "127.0.0.1:{port}",
+            r"'127\.0\.0\.1:\d+' \(.*refused\): start one with `ray start --head`",
+        ),
+        ("nonsense", r"'nonsense' \(it is not auto, local or HOST:PORT\)"),
+        ("ray://127.0.0.1:{port}", r"Ray Data does not run through a Ray Client \(ray://\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of itself
+@pytest.mark.parametrize("by", ["argument", "RAY_ADDRESS"])
+def test_a_cluster_that_is_not_there_is_refused_at_once(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    message: str,
+    by: str,
+) -> None:
+    pytest.importorskip("ray.data")
+    address = address.format(port=free_port())
+    monkeypatch.setenv("RAY_ADDRESS", address if by == "RAY_ADDRESS" else "127.0.0.1:1")
+    given = address if by == "argument" else None
+    with pytest.raises(ConfigError, match=message):
+        prepare([corpus], tokenizer, tmp_path / "out", engine="ray", ray_address=given)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("missing", ["ray", "ray.data"])
+def test_without_ray_the_install_command_is_named(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+) -> None:
+    if missing != "ray":
+        pytest.importorskip("ray")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(MissingDependencyError) as caught:
+        prepare([corpus], tokenizer, tmp_path / "out", engine="ray")
+    assert str(caught.value) == (
+        "preparing with engine ray needs the package 'ray': pip install 'firstlight[ray]'"
+    )
+    assert names(tmp_path) == []
