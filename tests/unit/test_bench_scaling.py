@@ -1,0 +1,91 @@
+"""`firstlight bench scaling`: which rows there are, what is made of them, and one real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.bench.scaling import ScalingBench, bench_scaling, draw, summarize
+from firstlight.errors import ConfigError
+
+
+def test_rows_are_powers_of_two_and_the_most() -> None:
+    assert ScalingBench(processes=1).rows() == [("none", 1)]
+    two = ScalingBench(processes=2, engines=["ddp", "hybrid"])
+    assert two.rows() == [("none", 1), ("ddp", 2)]
+    six = ScalingBench(processes=6, engines=["ddp", "hybrid"])
+    assert six.rows() == [
+        ("none", 1),
+        ("ddp", 2),
+        ("ddp", 4),
+        ("hybrid", 4),
+        ("ddp", 6),
+        ("hybrid", 6),
+    ]
+
+
+def test_values_that_can_not_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="engine 'dpd' is unknown .did you mean 'ddp'"):
+        ScalingBench(engines=["dpd"])
+    with pytest.raises(ConfigError, match="processes is 0: at least 1 is needed"):
+        ScalingBench(processes=0)
+
+
+def _replies() -> dict[tuple[str, int], list[dict[str, Any]]]:
+    one = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
+    two = {"step_seconds": 0.8, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
+    slow = {"step_seconds": 1.0, "alone_seconds": 0.5, "peak_bytes": [70, 95]}
+    return {
+        ("none", 1): [one, one],
+        ("ddp", 2): [two, slow],
+        ("fsdp", 2): [{"error": "out of memory"}],
+    }
+
+
+def test_figures_are_medians_over_the_turns() -> None:
+    bench = ScalingBench(seq_len=10, micro_batch_size=4, accumulation=2)
+    none, ddp, fsdp = summarize(bench, _replies())
+    assert none["tokens_per_second"] == 160
+    assert none["speedup"] == 1
+    assert none["sharing_share"] is None
+    assert ddp["tokens_per_second"] == (200 + 160) / 2
+    assert ddp["speedup"] == pytest.approx((1.25 + 1.0) / 2)
+    assert ddp["sharing_share"] == pytest.approx((0.25 + 0.5) / 2)
+    assert ddp["peak_bytes"] == [90, 95]
+    assert fsdp["reason"] == "out of memory"
+    assert "tokens_per_second" not in fsdp
+    result = {"rows": [none, ddp, fsdp], "model": "x", "machine": {"name": "m", "cores": 2}}
+    assert draw(result).startswith(b"\x89PNG")
+
+
+def test_two_processes_are_measured(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    model = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    recipe.write_text(json.dumps({"data": {"dir": "-"}, "model": model}), encoding="utf-8")
+    bench = ScalingBench(
+        processes=2,
+        model=str(recipe),
+        engines=["fsdp"],
+        seq_len=16,
+        steps=1,
+        repeats=1,
+        device="cpu",
+    )
+    kept: list[dict[str, Any]] = []
+    result = bench_scaling(bench, kept.append)
+    assert [row["reason"] for row in result["rows"]] == ["", ""]
+    assert [len(row["peak_bytes"]) for row in result["rows"]] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 for row in result["rows"])
+    assert result["rows"][1]["sharing_share"] < 1
+    assert [one["complete"] for one in kept] == [False, False, True]
