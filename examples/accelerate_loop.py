@@ -1,0 +1,64 @@
+"""A firstlight model in a loop of your own, with Hugging Face Accelerate.
+
+    accelerate launch --num_processes 2 examples/accelerate_loop.py RECIPE.yaml [--section.key V]...
+
+prints the loss of each step: the same as `firstlight train RECIPE.yaml`, for any number of
+processes. On a CPU, `accelerate launch` starts one process whatever it is told; `torchrun
+--nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
+
+Run here: one and two processes on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs,
+Accelerate's FSDP and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from parts import parts_of, recipe_of_arguments
+from torch import Tensor
+
+from firstlight.training.config import Recipe
+
+
+def train(recipe: Recipe) -> list[float]:
+    """Train as the recipe says; the loss of each step, over the tokens of all processes."""
+    accelerator: Any = Accelerator(cpu=recipe.run.device == "cpu")
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    # Where its configuration does not fit, Accelerate trains in one process and says nothing.
+    accelerator.print(f"processes {processes} on {accelerator.device.type}")
+    parts = parts_of(recipe)
+    accumulation = recipe.batch.accumulation(parts.seq_len, processes)
+    # The loader is not given to Accelerate: it knows ranks itself.
+    model, optimizer = accelerator.prepare(parts.model, parts.optimizer)
+    torch.manual_seed(recipe.run.seed + rank)  # dropout
+    losses = []
+    with parts.loader(rank, processes) as loader:
+        for step in range(parts.max_steps):
+            batches = [loader.next_batch().to(accelerator.device) for _ in range(accumulation)]
+            valid = torch.tensor(sum(batch.num_valid for batch in batches))
+            tokens = accelerator.reduce(valid.to(accelerator.device), "sum")
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.optimizer.learning_rate * parts.share_of_peak(step)
+            total = torch.zeros((), device=accelerator.device)
+            for number, batch in enumerate(batches, start=1):
+                is_last = number == accumulation
+                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                    loss: Tensor = model(batch.input_ids, batch.labels)
+                    # DDP takes the mean of the processes' gradients, and the sum is wanted.
+                    accelerator.backward(loss * processes / tokens)
+                total += loss.detach()
+            if recipe.optimizer.max_grad_norm:
+                accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(total, "sum") / tokens))
+            accelerator.print(f"step {step + 1} loss {losses[-1]!r}")
+    accelerator.end_training()
+    return losses
+
+
+if __name__ == "__main__":
+    train(recipe_of_arguments())

@@ -1,0 +1,88 @@
+"""What both examples share: a recipe's model, data, optimizer and schedule as plain torch objects.
+
+Of a recipe's `efficiency` section nothing is applied: the examples compute in fp32, or as the
+other trainer is told to.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from firstlight.cli.train import split_arguments
+from firstlight.data.loader import TokenLoader
+from firstlight.data.shards import TokenDataset
+from firstlight.errors import ConfigError
+from firstlight.models import Model, empty_model
+from firstlight.optim.rules import decay_groups
+from firstlight.optim.schedule import warmup_cosine
+from firstlight.training.config import Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run, in pieces.
+
+    Attributes:
+        recipe: where they are from.
+        model: initialised as `firstlight train` does it; forward(input_ids, labels) returns the
+            loss summed over the labels that are not -100.
+        optimizer: AdamW over the model's parameters; weight decay for matrices only.
+        dataset: the training split.
+        seq_len: tokens a row.
+        max_steps: optimizer steps.
+    """
+
+    recipe: Recipe
+    model: Model
+    optimizer: torch.optim.AdamW
+    dataset: TokenDataset
+    seq_len: int
+    max_steps: int
+
+    def share_of_peak(self, step: int) -> float:
+        """The learning rate at a step, 0 for the first, as a share of the peak."""
+        schedule, max_steps = self.recipe.schedule, self.max_steps
+        warmup = max_steps // 20 if schedule.warmup_steps is None else schedule.warmup_steps
+        return warmup_cosine(step, max_steps, warmup, schedule.min_lr_ratio)
+
+    def loader(self, rank: int = 0, processes: int = 1) -> TokenLoader:
+        """The batches of one process, the same as in `firstlight train`."""
+        rows, seed = self.recipe.batch.rows, self.recipe.run.seed
+        return TokenLoader(self.dataset, self.seq_len, rows, seed, rank=rank, world_size=processes)
+
+
+def recipe_of_arguments() -> Recipe:
+    """The recipe that the command line names: RECIPE.yaml [--section.key VALUE]..."""
+    return load_recipe(*split_arguments(sys.argv[1:]))
+
+
+def parts_of(recipe: Recipe) -> Parts:
+    """Build the parts of a recipe.
+
+    Raises:
+        ConfigError: it needs something that these examples don't have.
+        DataError: its data are not there, or damaged.
+    """
+    if recipe.model is None or recipe.data.dir is None or recipe.schedule.max_steps is None:
+        raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
+    if type(recipe.batch.micro_batch_size) is not int:
+        raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
+    if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
+        raise ConfigError("the examples know optimizer.name adamw, no lora, no document_masking")
+    dataset = TokenDataset(recipe.data.dir, "train")
+    config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+    wanted = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(dict(model.named_parameters()), wanted.weight_decay),
+        lr=wanted.learning_rate,
+        betas=(wanted.betas[0], wanted.betas[1]),
+        eps=wanted.eps,
+        fused=True,
+    )
+    seq_len = recipe.data.seq_len or config.max_position_embeddings
+    return Parts(recipe, model, optimizer, dataset, seq_len, recipe.schedule.max_steps)

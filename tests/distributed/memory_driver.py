@@ -1,0 +1,73 @@
+"""What one process of several holds of a model, its gradients and moments, in bytes: one JSON line
+an engine and model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from firstlight.distributed import find_world, process_group
+from firstlight.distributed.pieces import is_in_pieces
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.models import LlamaConfig, empty_model
+from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+
+
+def held(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of this process' pieces of tensors, or of the whole ones."""
+    pieces = (t.to_local() if is_in_pieces(t) else t for t in tensors if t is not None)
+    return sum(piece.numel() * piece.element_size() for piece in pieces)
+
+
+def whole_gradients(model: torch.nn.Module) -> int:
+    """Bytes of gradients that FSDP2 keeps whole until they are sent."""
+    total = 0
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            group: Any = part._get_fsdp_state()._fsdp_param_group  # no other place tells
+            total += held(one.unsharded_param.grad for one in group.fsdp_params)
+    return total
+
+
+def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
+    """Bytes by the names of `RankMemory`'s fields, in a step of two micro-batches."""
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    forward = engine.share(model, "fp32")
+    optimizer = Optimizer(model, OptimizerConfig())
+    ids = torch.arange(8).view(1, 8)
+    found: dict[str, int] = {}
+    for last in (False, True):
+        with engine.backward_pass(last=last):
+            forward(ids, ids).backward()  # type: ignore[no-untyped-call]
+        if not last:
+            found["accumulating"] = whole_gradients(model)
+    optimizer.step()
+    engine.settle()
+    found["weights"] = held(model.parameters())
+    found["gradients"] = held(parameter.grad for parameter in model.parameters())
+    state = optimizer.state_pieces()
+    found["moments"] = held(t for name, t in state.items() if not name.endswith(".step"))
+    return found
+
+
+def main(request: list[tuple[Any, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    world = find_world()
+    with process_group(world, torch.device("cpu"), 60):
+        for name, model in request:
+            engine = Engine(DistributedConfig(engine=name), world, torch.device("cpu"))
+            line = json.dumps(measured(LlamaConfig(**model), engine))
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""Models in Hugging Face's Accelerate and Trainer learn what they learn in `firstlight train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from firstlight.data.prepare import prepare
+from firstlight.tokenizer import Tokenizer
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+#: One thread: others would add up in another order. Nobody is asked about versions.
+_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("shards") / "prepared"
+    prepare([corpus], tokenizer, folder, workers=1)
+    return folder
+
+
+def _write_recipe(folder: Path, shards: Path, **batch: Any) -> Path:
+    recipe = {
+        "run": {"dir": str(folder / "run"), "device": "cpu"},
+        "data": {"dir": str(shards), "seq_len": 32},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        },
+        "batch": batch,
+        "schedule": {"max_steps": 15, "warmup_steps": 3},
+        "optimizer": {"learning_rate": 0.01, "max_grad_norm": 0.5},
+        "efficiency": {"precision": "fp32", "compile": False},
+        "evaluation": {"every_steps": 0, "max_rows": 1, "sample_prompts": []},
+        "checkpoint": {"every_steps": 0},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _losses(stdout: str) -> list[float]:
+    words = [line.split() for line in stdout.splitlines() if line.startswith("step ")]
+    assert [int(line[1]) for line in words] == list(range(1, len(words) + 1))
+    return [float(line[3]) for line in words]
+
+
+def _own_losses(recipe: Path) -> list[float]:
+    _run("-m", "firstlight", "train", recipe)
+    run = recipe.parent / "run"
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["train/loss"] for line in lines]
+    assert len(losses) == 15
+    assert losses[-1] < losses[0] - 0.5
+    return losses
+
+
+def test_both_have_the_losses_of_firstlight_train(tmp_path: Path, shards: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, gradient_accumulation_steps=3)
+    expected = _own_losses(recipe)
+    assert _losses(_run(_EXAMPLES / "accelerate_loop.py", recipe)) == expected
+    # The Trainer adds up quotients, where the others divide a sum.
+    trainer = _losses(_run(_EXAMPLES / "transformers_trainer.py", recipe))
+    assert trainer == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_of_accelerate_have_the_losses_of_one(tmp_path: Path, shards: Path) -> None:
+    pytest.importorskip("accelerate")
+    recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, global_batch_tokens=256)
+    expected = _own_losses(recipe)
+    # `accelerate launch --cpu --num_processes 2` starts one.
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = _run(*launch, _EXAMPLES / "accelerate_loop.py", recipe)
+    assert said.startswith("processes 2 on cpu\n")
+    assert _losses(said) == pytest.approx(expected, rel=1e-6)
