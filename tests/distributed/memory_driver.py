@@ -53,8 +53,8 @@ def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
     engine.settle()
     found["weights"] = held(model.parameters())
     found["gradients"] = held(parameter.grad for parameter in model.parameters())
-    state = optimizer.state_pieces()
-    found["moments"] = held(t for name, t in state.items() if not name.endswith(".step"))
+    states = optimizer._states().values()
+    found["moments"] = held(t for state in states for key, t in state.items() if key != "step")
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +27,30 @@ def main(request: dict[str, Any]) -> None:
 
     if "captured" in request:
         _capture_first(Path(request["captured"]))
+    if "dies" in request and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        _die_at(**request["dies"])
     result = firstlight.train(
         request["recipe"],
-        resume=request.get("resume", False),
+        # What the launcher adds to a restart.
+        resume=request.get("resume", False) or "--resume" in sys.argv,
         init_from=request.get("init_from"),
         on_step=tell,
     )
     sys.stdout.write(json.dumps({"end": result.step, "stopped": result.stopped_by}) + "\n")
+
+
+def _die_at(rank: int, step: int, how: str) -> None:
+    """Have one rank end, or stand still, when it is about to make a step."""
+    plain = Job.step
+
+    def stepped(job: Job) -> None:
+        if job.engine.world.rank == rank and job.state.step == step - 1:
+            if how == "error":
+                raise RuntimeError("the ceiling fell down")
+            os.kill(os.getpid(), signal.Signals[how])
+        plain(job)
+
+    Job.step = stepped  # type: ignore[assignment]
 
 
 def _capture_first(folder: Path) -> None:
@@ -51,7 +70,7 @@ def _capture_first(folder: Path) -> None:
                 (folder / "loader.json").write_text(loader, encoding="utf-8")
             yield
 
-    Job.open = opened  # type: ignore[method-assign]
+    Job.open = opened  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

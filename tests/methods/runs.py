@@ -90,6 +90,7 @@ def _program(recipe: Recipe) -> TrainingProgram:
 
 def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
     recipe = program.recipe
+    assert recipe.data.dir is not None
     assert recipe.data.seq_len is not None
     dataset = TokenDataset(recipe.data.dir, "train", verify=False)
     losses, skipped = [], 0
@@ -114,6 +115,7 @@ def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
 @torch.no_grad()
 def _validation_loss(program: TrainingProgram) -> float:
     recipe = program.recipe
+    assert recipe.data.dir is not None
     assert recipe.data.seq_len is not None
     dataset = TokenDataset(recipe.data.dir, "val", verify=False)
     batch = rows_to_batch(

@@ -73,7 +73,7 @@ def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[Non
         yield
     finally:
         for module, name, parameter in places:
-            module._parameters[name] = parameter
+            module._parameters[name] = parameter  # type: ignore[assignment]
     if changed:
         with torch.no_grad():
             for _, _, parameter in places:

@@ -4,8 +4,11 @@ another number of processes and another engine."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer
 
 _DRIVER = Path(__file__).with_name("train_driver.py")
+_LAUNCHER = Path(__file__).parents[1] / "faults" / "launch_driver.py"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +156,7 @@ def _train_until(recipe: Any, processes: int, stop: int, **options: Any) -> list
     return [line for line in lines if line["step"] <= stop]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_resumed_run_of_two_processes_is_the_one_that_was_not_stopped(
     tmp_path: Path, shards: Path, engine: str
 ) -> None:
@@ -174,3 +178,53 @@ def test_a_resumed_run_of_two_processes_is_the_one_that_was_not_stopped(
     for name in one:
         for key, tensor in one[name].items():
             assert torch.equal(other[name][key], tensor), key
+
+
+def _deaths(steps: range) -> list[Any]:
+    hows = ["SIGKILL", "error", "SIGSTOP"]
+    return [(step % 2, step, hows[number % 3]) for number, step in enumerate(steps)]
+
+
+def _require_restart(
+    tmp_path: Path, shards: Path, deaths: list[tuple[int, int, str]], engine: str
+) -> None:
+    """Whichever rank ends at whichever step: torch elastic starts the run again by itself, and it
+    ends with the bits of the one that nothing happened to."""
+    distributed = {**_WAYS[engine], "timeout_seconds": 6}
+    _train(_recipe(shards, tmp_path / "whole", 2, distributed=distributed), 2)
+    expected = _files(_checkpoint(tmp_path / "whole", 12))
+    for rank, step, how in deaths:
+        run = tmp_path / f"{rank}-{step}-{how}"
+        request = {
+            "recipe": _recipe(shards, run, 2, distributed=distributed),
+            "dies": {"rank": rank, "step": step, "how": how},
+        }
+        command = [sys.executable, str(_DRIVER), json.dumps(request)]
+        options = json.dumps({"nproc": 2, "max_restarts": 1})
+        launched = subprocess.run(
+            [sys.executable, str(_LAUNCHER), options, json.dumps(command)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert launched.returncode == 0, launched.stderr
+        told = "the ceiling fell down" if how == "error" else f"rank {rank}"
+        assert told in launched.stderr
+        assert "starting all ranks again (1 of 1)" in launched.stderr
+        found = _files(_checkpoint(run, 12))
+        for name in expected:
+            assert found[name].keys() == expected[name].keys()
+            for key, tensor in expected[name].items():
+                assert torch.equal(found[name][key], tensor), (rank, step, how, key)
+
+
+def test_a_run_that_loses_a_rank_goes_on_by_itself(tmp_path: Path, shards: Path) -> None:
+    _require_restart(tmp_path, shards, [(1, 7, "SIGKILL")], "ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_run_may_lose_any_rank_at_any_step(tmp_path: Path, shards: Path, engine: str) -> None:
+    _require_restart(tmp_path, shards, _deaths(range(1, 13)), engine)
