@@ -41,15 +41,16 @@ MUTANTS = [
     Mutant(
         "mean of micro-batch means",
         _TRAINING + "step.py",
-        "(loss / (tokens / scale)).backward()",
-        "(loss / (batch.num_valid * len(batches) / scale)).backward()",
+        "(loss * factor / (tokens / scale)).backward()",
+        "(loss * factor / (batch.num_valid * len(batches) / scale)).backward()",
         (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
     ),
     Mutant(
         "gradient of the last micro-batch alone",
         _TRAINING + "step.py",
-        "        (loss / (tokens / scale)).backward()",
-        "        optimizer.zero_grad()\n        (loss / (tokens / scale)).backward()",
+        "            (loss * factor / (tokens / scale)).backward()",
+        "            optimizer.zero_grad()\n"
+        "            (loss * factor / (tokens / scale)).backward()",
         (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
     ),
     Mutant(
@@ -83,15 +84,15 @@ MUTANTS = [
     Mutant(
         "clipped before the scale is taken out",
         "firstlight/optim/optimizer.py",
-        "norm = nn.utils.get_total_norm(gradients) / grad_scale",
-        "norm = nn.utils.get_total_norm(gradients)",
+        "norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale",
+        "norm = whole(nn.utils.get_total_norm(gradients))",
         (_STEPS + "clipping_before_the_loss_scale_is_taken_out",),
     ),
     Mutant(
         "tied weight twice in the norm",
         "firstlight/optim/optimizer.py",
-        "norm = nn.utils.get_total_norm(gradients) / grad_scale",
-        "norm = nn.utils.get_total_norm([*gradients, gradients[0]]) / grad_scale",
+        "norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale",
+        "norm = whole(nn.utils.get_total_norm([*gradients, gradients[0]])) / grad_scale",
         (_STEPS + "a_tied_weight_counts_twice_in_the_gradients_norm",),
     ),
     Mutant(
@@ -162,8 +163,8 @@ MUTANTS = [
     Mutant(
         "embedding counted as a product",
         "firstlight/models/accounting.py",
-        'elif parameter.dim() == 2 and name.split(".")[-2] not in ("embed_tokens", "wte", "wpe"):',
-        "elif parameter.dim() == 2:",
+        'return parameter.dim() >= 2 and name.split(".")[-2] not in _EMBEDDINGS',
+        "return parameter.dim() >= 2",
         (_STEPS + "an_mfu_of_more_than_a_hundred_percent",),
     ),
     Mutant(
@@ -177,8 +178,8 @@ MUTANTS = [
     Mutant(
         "every epoch in the first's order",
         _LOADER,
-        "shuffled_index(position, self.rows_per_epoch, self.seed, epoch)",
-        "shuffled_index(position, self.rows_per_epoch, self.seed, 0)",
+        "shuffled_index(position, rows, self.seed, epoch)",
+        "shuffled_index(position, rows, self.seed, 0)",
         (_DATA + "the_order_of_an_epoch_is_reset_on_resume",),
     ),
     Mutant(
@@ -275,7 +276,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids that don't fit are prepared",
-        "firstlight/data/prepare.py",
+        "firstlight/data/encoding.py",
         "if len(ids) and int(ids.max()) >= vocab_size:",
         "if False:",
         (_DATA + "a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with",),
@@ -433,7 +434,7 @@ MUTANTS = [
     Mutant(
         "random numbers not restored",
         _TRAINING + "state.py",
-        "    restore_torch_random_states(randoms)\n",
+        "    _restore_own_states(randoms, program, state.step)\n",
         "",
         (_CHECKPOINTS + "random_numbers_are_restored_at_the_wrong_moment",),
     ),
