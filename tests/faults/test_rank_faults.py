@@ -9,7 +9,7 @@ import pytest
 from rank_scenarios import run_ranks, two_ranks
 from scale import cases
 
-_TIMEOUT_SECONDS = 3.0
+_TIMEOUT_SECONDS = 5.0
 
 #: After the timeout. Other work may share the machine: twice what is promised.
 _BOUND_SECONDS = _TIMEOUT_SECONDS + 2 * 5.0
@@ -95,6 +95,6 @@ def test_a_rank_may_go_before_the_first_step_and_after_the_last(step: int) -> No
         if step >= 0:
             assert_names(left, rank, result[rank]["pid"], kind, said)
         elif rank == 1:
-            assert error_of(left).startswith("rank 1 did not come within 3 s"), said
+            assert error_of(left).startswith("rank 1 did not come within 5 s"), said
         else:
-            assert ", where the ranks meet, within 3 s " in error_of(left), said
+            assert ", where the ranks meet, within 5 s " in error_of(left), said
