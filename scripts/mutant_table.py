@@ -41,16 +41,15 @@ MUTANTS = [
     Mutant(
         "mean of micro-batch means",
         _TRAINING + "step.py",
-        "(loss * factor / (tokens / scale)).backward()",
-        "(loss * factor / (batch.num_valid * len(batches) / scale)).backward()",
+        "scaled = loss * factor / (tokens / scale)",
+        "scaled = loss * factor / (batch.num_valid * len(batches) / scale)",
         (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
     ),
     Mutant(
         "gradient of the last micro-batch alone",
         _TRAINING + "step.py",
-        "            (loss * factor / (tokens / scale)).backward()",
-        "            optimizer.zero_grad()\n"
-        "            (loss * factor / (tokens / scale)).backward()",
+        "            scaled = loss * factor / (tokens / scale)",
+        "            optimizer.zero_grad()\n            scaled = loss * factor / (tokens / scale)",
         (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
     ),
     Mutant(
@@ -84,15 +83,15 @@ MUTANTS = [
     Mutant(
         "clipped before the scale is taken out",
         "firstlight/optim/optimizer.py",
-        "norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale",
-        "norm = whole(nn.utils.get_total_norm(gradients))",
+        "norm = (norm if joined is None else joined(norm)) / grad_scale",
+        "norm = norm if joined is None else joined(norm)",
         (_STEPS + "clipping_before_the_loss_scale_is_taken_out",),
     ),
     Mutant(
         "tied weight twice in the norm",
         "firstlight/optim/optimizer.py",
-        "norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale",
-        "norm = whole(nn.utils.get_total_norm([*gradients, gradients[0]])) / grad_scale",
+        "norm = whole(nn.utils.get_total_norm(gradients))",
+        "norm = whole(nn.utils.get_total_norm([*gradients, gradients[0]]))",
         (_STEPS + "a_tied_weight_counts_twice_in_the_gradients_norm",),
     ),
     Mutant(
@@ -392,22 +391,23 @@ MUTANTS = [
     Mutant(
         "checkpoints of NaN",
         "firstlight/checkpoint.py",
-        "    _require_finite(step, checkpoint)\n",
+        "    require_finite(step, checkpoint.model)\n"
+        "    require_finite(step, checkpoint.optimizer)\n",
         "",
         (_CHECKPOINTS + "checkpoints_of_nan_push_the_good_ones_out",),
     ),
     Mutant(
         "moments of NaN",
         "firstlight/checkpoint.py",
-        "for tensors in (checkpoint.model, checkpoint.optimizer):",
-        "for tensors in (checkpoint.model,):",
+        "    require_finite(step, checkpoint.optimizer)\n",
+        "",
         (_CHECKPOINTS + "checkpoints_of_nan_push_the_good_ones_out",),
     ),
     Mutant(
         "asynchronous save of later weights",
-        _TRAINING + "saving.py",
+        _TRAINING + "snapshot.py",
         "buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
-        "self._buffers[key] = tensor.detach()",
+        "self._buffers[name] = tensor.detach()",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(

@@ -7,6 +7,14 @@
         trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
+With `checkpoint.sharded`, each process writes its own part (see sharded.py), and in the place of
+the two files of tensors there are
+
+        model.shard-00001-of-00004.safetensors, ...      weights
+        optimizer.shard-00001-of-00004.safetensors, ...  the rest
+
+and model.safetensors too in the last checkpoint of a run.
+
 A checkpoint is written under a temporary name, synced, and renamed. A folder without its
 manifest is no checkpoint. A checkpoint of the same step that is there already is called
 step-00000200-replaced-0123abcd then, and stays until the one that replaces it is verified.
@@ -16,7 +24,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,30 +34,28 @@ import safetensors.torch
 from torch import Tensor
 
 from firstlight.console import say
-from firstlight.disk import HashedFile, OutputFile
+from firstlight.disk import HashedFile
 from firstlight.errors import CheckpointError, InputError, ModelError, describe_os_error
-from firstlight.files import (
-    forget_cached,
-    new_folder,
-    read_json,
-    sha256_of,
-    storage_errors,
-)
+from firstlight.files import forget_cached, read_json, sha256_of
 from firstlight.history import (
     CHECKPOINTS,
-    FORMAT,
     MANIFEST_NAME,
-    VERSION,
     own_past,
     read_manifest,
     require_plain_file,
     saved_checkpoints,
-    sealed,
-    sequence_at,
 )
 from firstlight.hub import find_model_folder
 from firstlight.huggingface import CONFIG_NAME
 from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from firstlight.publication import (
+    checkpoint_folder,
+    file_marks,
+    new_checkpoint,
+    write_manifest,
+    write_texts,
+)
+from firstlight.sharded import shard_names
 from firstlight.stored import WEIGHTS_NAME, read_header
 from firstlight.tensor_file import write_tensors
 
@@ -62,12 +67,16 @@ __all__ = [
     "Checkpoint",
     "checkpoint_bytes",
     "checkpoint_folder",
+    "checkpoint_texts",
+    "is_in_shards",
     "list_checkpoints",
     "load_checkpoint",
     "load_trainer_state",
     "newest_checkpoint",
+    "require_finite",
     "resolve_model_folder",
     "save_checkpoint",
+    "saved_vocab_multiple",
     "trained_on",
     "verify_checkpoint",
 ]
@@ -90,12 +99,15 @@ class Checkpoint:
         optimizer: tensors of optimizer.safetensors.
         trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
             if there is one.
+        pieces: the folder of a checkpoint in pieces that was read: its tensors are not among
+            these, and are read where they belong.
     """
 
     files: Mapping[str, str]
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     trainer_state: Mapping[str, Any]
+    pieces: Path | None = None
 
 
 def save_checkpoint(
@@ -112,45 +124,28 @@ def save_checkpoint(
             checkpoint is never published.
         StorageError: the disk refuses; the folder does not appear.
     """
-    _require_finite(step, checkpoint)
-    state = _state_text(step, checkpoint.trainer_state)
-    folder = checkpoint_folder(run_folder, step)
-    aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
-    with (
-        storage_errors(folder),
-        new_folder(folder, replace=True, aside=aside, synced=True) as temporary,
-    ):
-        saved = saved_checkpoints(run_folder)
+    require_finite(step, checkpoint.model)
+    require_finite(step, checkpoint.optimizer)
+    texts = checkpoint_texts(step, checkpoint)
+    with new_checkpoint(run_folder, step) as temporary:
         written = [
-            _write_text(temporary / name, content) for name, content in checkpoint.files.items()
-        ]
-        written += [
+            *write_texts(temporary, texts),
             _write_tensors(temporary / _weights_name(checkpoint.files), checkpoint.model),
             _write_tensors(temporary / OPTIMIZER_NAME, checkpoint.optimizer),
-            _write_text(temporary / STATE_NAME, state),
         ]
         loss = checkpoint.trainer_state.get("val_loss")
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "sequence": sequence_at(saved, None) + 1,
-            "parent": sequence_at(saved, after),
-            "val_loss": None if loss is None else float(loss),
-            "files": {
-                file.path.name: {"bytes": file.size, "sha256": file.sha256}
-                for file in sorted(written, key=lambda file: file.path.name)
-            },
-        }
-        with OutputFile(temporary / MANIFEST_NAME) as file:
-            file.write(sealed(manifest).encode())
-    return folder
+        marks = file_marks(written)
+        write_manifest(temporary, run_folder, step, marks, val_loss=loss, after=after)
+    return checkpoint_folder(run_folder, step)
 
 
-def _write_text(path: Path, content: str) -> HashedFile:
-    with HashedFile(path) as file:
-        file.write(content.encode("utf-8"))
-    return file
+def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
+    """The text files of a checkpoint by name: the model folder's, and trainer_state.json.
+
+    Raises:
+        CheckpointError: a number of the state is not finite.
+    """
+    return {**checkpoint.files, STATE_NAME: _state_text(step, checkpoint.trainer_state)}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
@@ -169,13 +164,17 @@ def _state_text(step: int, state: Mapping[str, Any]) -> str:
         ) from error
 
 
-def _require_finite(step: int, checkpoint: Checkpoint) -> None:
-    for tensors in (checkpoint.model, checkpoint.optimizer):
-        for name, tensor in tensors.items():
-            if not _is_finite(tensor):
-                raise CheckpointError(
-                    f"step {step}: tensor {name} is not finite; no checkpoint was written"
-                )
+def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that hold a NaN or an infinity.
+
+    Raises:
+        CheckpointError: one does; what is of `step` can't be saved.
+    """
+    for name, tensor in tensors.items():
+        if not _is_finite(tensor):
+            raise CheckpointError(
+                f"step {step}: tensor {name} is not finite; no checkpoint was written"
+            )
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -191,11 +190,6 @@ def _is_finite(tensor: Tensor) -> bool:
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
     """About how large a checkpoint becomes: fp32 weights and optimizer state."""
     return 4 * model_parameters + optimizer_state_bytes
-
-
-def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return run_folder / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -214,7 +208,8 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
         CheckpointError: a file is missing, damaged, no plain file or of another size (named).
     """
     files = read_manifest(folder)["files"]
-    for name in (CONFIG_NAME, _weights_name(files), OPTIMIZER_NAME, STATE_NAME):
+    tensors = shard_names(files) or [_weights_name(files), OPTIMIZER_NAME]
+    for name in (CONFIG_NAME, *tensors, STATE_NAME):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():
@@ -267,7 +262,7 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint, for resuming.
+    """Read a checkpoint, for resuming; of one in pieces all but its tensors.
 
     Args:
         verify: compare every file with the manifest first; False where that was just done.
@@ -277,6 +272,8 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     """
     if verify:
         verify_checkpoint(folder)
+    if is_in_shards(folder):
+        return Checkpoint({}, {}, {}, load_trainer_state(folder), pieces=folder)
     try:
         names = read_manifest(folder)["files"]
         for name in (_weights_name(names), OPTIMIZER_NAME):
@@ -286,6 +283,11 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     except (safetensors.SafetensorError, OSError, ModelError) as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
     return Checkpoint({}, model, optimizer, load_trainer_state(folder))
+
+
+def is_in_shards(folder: Path) -> bool:
+    """Whether each process wrote its own part of a checkpoint."""
+    return bool(shard_names(path.name for path in folder.iterdir()))
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
@@ -302,6 +304,21 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / STATE_NAME} holds no JSON object")
     _require_objects(folder / STATE_NAME, state)
     return state
+
+
+def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
+    """What the vocabulary of a checkpoint's model is padded to a multiple of.
+
+    Args:
+        state: the checkpoint's `trainer_state`.
+
+    Raises:
+        CheckpointError: it is no such number.
+    """
+    multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
+    if type(multiple) is not int or multiple < 1:
+        raise CheckpointError(f"{folder}: trainer_state.json says vocab_multiple {multiple!r:.100}")
+    return multiple
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:

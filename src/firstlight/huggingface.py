@@ -111,7 +111,9 @@ def load_model(
 _FEW = 200
 
 
-def unloaded_model(config: ModelConfig, folder: Path, vocab_multiple: int = 1) -> Model:
+def unloaded_model(
+    config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
+) -> Model:
     """The model of a config on the meta device, once it is known to be of a size with the files:
     a config.json can ask for any.
 
@@ -119,11 +121,12 @@ def unloaded_model(config: ModelConfig, folder: Path, vocab_multiple: int = 1) -
         config: of the folder's config.json.
         folder: the model folder.
         vocab_multiple: the vocabulary is padded to a multiple of this.
+        tensors: how many its files have; None is to be found out.
 
     Raises:
         ModelError: the files don't have so many layers or experts, or they are damaged.
     """
-    count = len(stored_tensors(folder))
+    count = len(stored_tensors(folder)) if tensors is None else tensors
     sizes = {"num_hidden_layers": config.num_hidden_layers}
     if isinstance(config, MoEConfig):
         sizes["num_experts"] = config.num_experts

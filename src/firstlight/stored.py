@@ -253,6 +253,11 @@ def _read_index(folder: Path) -> dict[str, str]:
         ModelError: there is no index, or it is damaged.
     """
     if not (folder / INDEX_NAME).is_file():
+        if any(folder.glob("model.shard-*-of-*.safetensors")):
+            raise ModelError(
+                f"{folder} holds its weights in pieces, each written by one process: make a model "
+                f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
+            )
         raise ModelError(
             f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
             "(pickled .bin and .pt files can run code when they are opened)"

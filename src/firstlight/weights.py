@@ -43,6 +43,9 @@ LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
+#: What the name of the token embedding's weight ends with.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+
 #: Where an expert's gate, up and down weights and the router's stand in a family's files.
 _EXPERT_NAMES = {
     "mixtral": (
@@ -71,7 +74,7 @@ def file_tensors(model: Model) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name == "lm_head.weight" or name == embedding_name(model):
+        if name == "lm_head.weight" or name.endswith(_EMBEDDINGS):
             tensor = tensor[: config.vocab_size]
         if isinstance(config, MoEConfig) and ".mlp." in name:
             tensors |= _expert_tensors(name, tensor, config)
@@ -83,7 +86,7 @@ def file_tensors(model: Model) -> dict[str, Tensor]:
 def embedding_name(model: Model) -> str:
     """The name of the token embedding's weight."""
     names = (name for name, _ in model.named_parameters())
-    return next(name for name in names if name.endswith(("embed_tokens.weight", "wte.weight")))
+    return next(name for name in names if name.endswith(_EMBEDDINGS))
 
 
 def _expert_tensors(name: str, tensor: Tensor, config: MoEConfig) -> dict[str, Tensor]:

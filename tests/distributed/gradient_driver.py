@@ -3,6 +3,7 @@ that of one process. Prints one JSON line a case: the largest relative differenc
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import Any
@@ -22,8 +23,20 @@ from firstlight.training.program import TrainingProgram
 
 T, V = 12, 61
 
+#: Llamas with four heads, most of them with two for keys and values.
+_GROUPED: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "grouped-tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "llama-4": {"num_key_value_heads": 4},
+    "deep": {"num_hidden_layers": 6},
+}
 
-def model_of(family: str, dtype: torch.dtype) -> Model:
+
+def model_of(family: str, dtype: torch.dtype, vocab_multiple: int) -> Model:
     sizes: dict[str, Any] = {
         "vocab_size": V,
         "hidden_size": 24,
@@ -35,6 +48,14 @@ def model_of(family: str, dtype: torch.dtype) -> Model:
         "gpt2": lambda: GPT2Config(**sizes, tie_word_embeddings=True),
         "llama": lambda: LlamaConfig(**sizes, intermediate_size=40),
         "tied": lambda: LlamaConfig(**sizes, intermediate_size=40, tie_word_embeddings=True),
+        **{
+            name: functools.partial(
+                LlamaConfig,
+                **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **more},
+                intermediate_size=40,
+            )
+            for name, more in _GROUPED.items()
+        },
         "moe": lambda: MoEConfig(
             **sizes,
             model_type="mixtral",
@@ -44,8 +65,12 @@ def model_of(family: str, dtype: torch.dtype) -> Model:
             router_aux_loss_coef=0.0,
         ),
     }
-    model = empty_model(families[family]())
+    model = empty_model(families[family](), vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for vector in (p for p in model.parameters() if p.dim() < 2):
+            vector.add_(0.1 * torch.randn(vector.shape, generator=draw))
     return model.to(dtype)
 
 
@@ -89,9 +114,18 @@ def cut(ids: Tensor, labels: Tensor, micro: int, rank: int, size: int) -> list[B
 def gradients(
     case: dict[str, Any], batches: list[Batch], engine: Engine | None
 ) -> tuple[dict[str, Tensor], float, float]:
-    """The whole gradients of one step, its loss and its gradient's norm."""
-    model = model_of(case["family"], getattr(torch, case["dtype"]))
-    recipe = recipe_of(case).model_copy(update={"model": model.config})
+    """The whole gradients of one step, its loss and its gradient's norm.
+
+    Other processes than the main one may have some of the gradients only.
+    """
+    recipe = recipe_of(case)
+    multiple, dtype = recipe.efficiency.vocab_multiple, getattr(torch, case["dtype"])
+    model = model_of(case["family"], dtype, multiple)
+    if engine is not None and engine.config.pipeline > 1:
+        values = model.state_dict()
+        model = engine.new_model(model.config, multiple).to(dtype)
+        model.load_state_dict({name: values[name] for name in model.state_dict()})
+    recipe = recipe.model_copy(update={"model": model.config})
     program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
     found: dict[str, Tensor] = {}
     update = program.optimizer.step
@@ -104,14 +138,18 @@ def gradients(
 
     program.optimizer.step = keep_and_update  # type: ignore[method-assign]
     result = program.step(batches, 1.0)
-    return found, result.loss, result.grad_norm
+    return found if engine is None else engine.gathered(found), result.loss, result.grad_norm
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of a parameter's gradients, relative to the largest of its entries."""
-    assert one.keys() == other.keys()
+    """The largest difference of a parameter's gradients, relative to the largest of its entries.
+
+    Args:
+        other: may have fewer.
+    """
+    assert one.keys() >= other.keys()
     return max(
-        float((one[n] - other[n]).abs().max() / one[n].abs().max().clamp(min=1e-30)) for n in one
+        float((one[n] - other[n]).abs().max() / one[n].abs().max().clamp(min=1e-30)) for n in other
     )
 
 
@@ -119,14 +157,15 @@ def main(cases: list[dict[str, Any]]) -> None:
     world = find_world()
     with process_group(world, torch.device("cpu"), 60):
         for case in cases:
-            rows = case["micro"] * case["accumulation"] * world.size
+            engine = Engine(DistributedConfig(**case["distributed"]), world, torch.device("cpu"))
+            rows = case["micro"] * case["accumulation"] * engine.size
             ids, labels = global_batch(rows, case["masks"])
             expected = gradients(case, cut(ids, labels, rows, 0, 1), None)
-            engine = Engine(DistributedConfig(**case["distributed"]), world, torch.device("cpu"))
-            own = cut(ids, labels, case["micro"], world.rank, world.size)
+            own = cut(ids, labels, case["micro"], engine.rank, engine.size)
             assert len(own) == case["accumulation"]
             with torch.profiler.profile() as profile:
                 found = gradients(case, own, engine)
+            assert world.rank > 0 or len(found[0]) == len(expected[0])
             sent = sum(
                 "gloo" in event.name and "reduce" in event.name for event in profile.events()
             )

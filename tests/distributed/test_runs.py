@@ -85,17 +85,52 @@ _WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
     "fsdp": {"engine": "fsdp"},
     "hybrid": {"engine": "fsdp", "shard": 2},
+    "tensor": {"tensor_parallel": 2},
+    "tensor-fsdp": {"engine": "fsdp", "tensor_parallel": 2},
+    "pipeline": {"pipeline": 2},
 }
 
 
 def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
+    _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)])
+
+
+@pytest.mark.slow
+def test_losses_of_processes_with_parts_of_layers_are_those_of_one(
+    tmp_path: Path, shards: Path
+) -> None:
+    _require_same_losses(tmp_path, shards, [("tensor", 2), ("tensor-fsdp", 4), ("pipeline", 2)])
+
+
+@pytest.mark.slow
+def test_parts_of_layers_work_in_bf16_with_documents(tmp_path: Path, shards: Path) -> None:
+    more: dict[str, Any] = {
+        "efficiency": {"precision": "bf16"},
+        "data": {"document_masking": True},
+        "schedule": {"max_steps": 6},
+    }
+    expected = _train(_recipe(shards, tmp_path / "none", 1, **more), 1)
+    for name, processes in (("tensor", 2), ("pipeline", 2), ("tensor-fsdp", 4)):
+        recipe = _recipe(shards, tmp_path / name, processes, distributed=_WAYS[name], **more)
+        for one, other in zip(expected, _train(recipe, processes), strict=True):
+            assert other["tokens_seen"] == one["tokens_seen"]
+            assert other["train/loss"] == pytest.approx(one["train/loss"], rel=2e-3)
+            if "val/loss" in one:
+                assert other["val/loss"] == pytest.approx(one["val/loss"], rel=2e-3)
+        found = _files(_checkpoint(tmp_path / name, 6))["optimizer.safetensors"]
+        # Processes that compute the same rows draw the same random numbers.
+        ranks = {key for key in found if key.startswith("rng.rank")}
+        assert ranks == ({"rng.rank1.cpu"} if name == "tensor-fsdp" else set())
+
+
+def _require_same_losses(tmp_path: Path, shards: Path, ways: list[tuple[str, int]]) -> None:
     schedule = {"max_steps": 50}
     expected = _train(_recipe(shards, tmp_path / "none", 1, schedule=schedule), 1)
     assert len(expected) == 50
-    for engine in ("ddp", "fsdp"):
+    for engine, processes in ways:
         run = tmp_path / engine
-        recipe = _recipe(shards, run, 2, schedule=schedule, distributed=_WAYS[engine])
-        found = _train(recipe, 2)
+        recipe = _recipe(shards, run, processes, schedule=schedule, distributed=_WAYS[engine])
+        found = _train(recipe, processes)
         for one, two in zip(expected, found, strict=True):
             assert one["tokens_seen"] == two["tokens_seen"]
             for name in ("train/loss", "grad_norm"):
@@ -108,13 +143,20 @@ def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: 
 
 
 def test_a_run_goes_on_with_other_processes_and_engines(tmp_path: Path, shards: Path) -> None:
-    _require_elastic(tmp_path, shards, [(1, "none"), (2, "fsdp"), (2, "ddp"), (1, "none")])
+    ways = [(1, "none"), (2, "fsdp"), (2, "ddp"), (2, "tensor"), (2, "pipeline"), (1, "none")]
+    _require_elastic(tmp_path, shards, ways)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_up_to_four_processes(tmp_path: Path, shards: Path) -> None:
     ways = [(1, "none"), (2, "ddp"), (4, "fsdp"), (4, "hybrid"), (2, "fsdp"), (1, "none")]
     _require_elastic(tmp_path, shards, ways)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_and_without_parts_of_layers(tmp_path: Path, shards: Path) -> None:
+    ways = [(4, "tensor-fsdp"), (1, "none"), (2, "tensor"), (2, "fsdp"), (4, "tensor-fsdp")]
+    _require_elastic(tmp_path, shards, [*ways, (2, "pipeline"), (2, "tensor")])
 
 
 def _require_elastic(tmp_path: Path, shards: Path, ways: list[tuple[int, str]]) -> None:

@@ -50,7 +50,7 @@ def content(step: int, val_loss: float | None = None) -> Checkpoint:
     )
 
 
-def saver(run: Path, *, asynchronous: bool = False, **config: int) -> CheckpointSaver:
+def saver(run: Path, *, asynchronous: bool = False, **config: Any) -> CheckpointSaver:
     return CheckpointSaver(run, CheckpointConfig(asynchronous=asynchronous, **config))
 
 

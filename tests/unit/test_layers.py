@@ -31,6 +31,8 @@ _LAYERS = {
     "hub": 2,
     "tensor_file": 2,
     "stored": 2,
+    "sharded": 2,
+    "publication": 2,
     "lora": 2,
     "weights": 2,
     "vocabulary": 2,

@@ -60,7 +60,7 @@ def checkpoint(tensors: dict[str, Tensor], state: dict[str, Any] | None = None) 
     )
 
 
-def saver(run: Path, asynchronous: bool | None = True, **keep: int) -> CheckpointSaver:
+def saver(run: Path, asynchronous: bool | None = True, **keep: Any) -> CheckpointSaver:
     return CheckpointSaver(run, CheckpointConfig(asynchronous=asynchronous, **keep))
 
 
@@ -135,16 +135,18 @@ def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
     with closing(saver(tmp_path)) as saves:
         saves.save(1, lambda: checkpoint(tensors))
         saves.wait()
-        before = {name: buffer.data_ptr() for name, buffer in saves._buffers.items()}
+        before = {name: buffer.data_ptr() for name, buffer in saves._copies._buffers.items()}
         assert len(before) == 5
         saves.save(2, lambda: checkpoint({name: t + 1 for name, t in tensors.items()}))
         saves.wait()
-        assert {name: buffer.data_ptr() for name, buffer in saves._buffers.items()} == before
+        assert {
+            name: buffer.data_ptr() for name, buffer in saves._copies._buffers.items()
+        } == before
         # Another shape gets other memory.
         saves.save(3, lambda: checkpoint({"a": torch.ones(5), "b": torch.ones(2, 3)}))
     assert weights(tmp_path, 3)["a"].tolist() == [1.0] * 5
     assert weights(tmp_path, 2)["b"].tolist() == [[1] * 3] * 2
-    assert saves._buffers == {}
+    assert saves._copies._buffers == {}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -272,7 +274,7 @@ def test_whether_to_copy_is_decided_once_by_the_free_memory(
         for step in (1, 2):
             saves.save(step, lambda: checkpoint({"a": torch.zeros(5)}))
             saves.wait()
-        assert (len(saves._buffers) > 0) == expected
+        assert (len(saves._copies._buffers) > 0) == expected
     assert asked == [torch.device("cpu")]
 
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import CHECKPOINTS, resolve_model_folder
+from firstlight.checkpoint import (
+    CHECKPOINTS,
+    is_in_shards,
+    load_trainer_state,
+    resolve_model_folder,
+    saved_vocab_multiple,
+)
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
 from firstlight.errors import ConfigError, InputError, nearest
@@ -21,7 +27,8 @@ from firstlight.files import read_json
 from firstlight.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.models.accounting import meta_model
-from firstlight.stored import open_mapped
+from firstlight.sharded import sharded_model
+from firstlight.stored import WEIGHTS_NAME, open_mapped
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import fitting_tensors, weights_to_save
 
@@ -121,11 +128,16 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of a model folder, and its tensors, mapped into memory.
+    """config.json of a model folder, and its tensors, mapped into memory; of a checkpoint in
+    pieces they are put together there.
 
     Raises:
-        ModelError: one of them is missing or damaged, or they don't fit each other.
+        ModelError, CheckpointError: one of them is missing or damaged, or they don't fit each
+            other.
     """
+    if is_in_shards(folder) and not (folder / WEIGHTS_NAME).is_file():
+        multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
+        return read_json(folder / CONFIG_NAME), weights_to_save(sharded_model(folder, multiple))
     shape = meta_model(read_config(folder))
     content: dict[str, Any] = read_json(folder / CONFIG_NAME)
     return content, open_mapped(fitting_tensors(shape, folder))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from firstlight.distributed.collectives import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -80,3 +83,28 @@ def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[Non
                 piece = piece_like(wholes[id(parameter)].detach(), parameter)
                 assert is_in_pieces(piece)
                 parameter.to_local().copy_(piece.to_local())
+
+
+def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks in rank 0; in others their own.
+
+    All ranks have to call it.
+
+    Args:
+        tensors: on the CPU; each name on one rank only.
+    """
+    own = [
+        (name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
+    ]
+    everybodys = gather_objects(own)
+    found = dict(tensors)
+    if dist.get_rank() != 0:
+        for tensor in tensors.values():
+            dist.send(tensor.contiguous(), 0)
+        return found
+    for rank, theirs in enumerate(everybodys[1:], start=1):
+        for name, shape, dtype in theirs:
+            assert name not in found
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(found[name], rank)
+    return found

@@ -14,20 +14,37 @@ class DistributedConfig(BaseModel):
     engine: "auto" is "none" for one process and "ddp" for several. "ddp" gives each process the
         whole model, and gradients are added up; "fsdp" (FSDP2) cuts parameters, gradients and
         optimizer state into pieces, one a process, and puts each layer together while it is
-        computed.
+        computed; "deepspeed" is ZeRO, of one process too.
     shard: with fsdp, how many processes share one copy of the model; null is all. With fewer
         (hybrid sharding, best those of one machine), each group has a copy, and layers are put
         together within a group only.
-    offload: with fsdp, "cpu" keeps the pieces in the CPU's memory, and updates them there.
+    offload: with fsdp, "cpu" keeps the pieces in the CPU's memory, and updates them there. With
+        deepspeed, it keeps the optimizer state there, and at stage 3 the parameters; "nvme" keeps
+        optimizer state in files instead.
+    zero_stage: with deepspeed, what is cut into pieces: 1 optimizer state, 2 (null) gradients too,
+        3 parameters too.
+    nvme_path: with offload nvme, a folder on a fast disk, on each machine.
     reshard_after_forward: with fsdp, forget a layer after its forward pass and put it together
         again for the backward pass; false saves that, and keeps all layers until then.
+    tensor_parallel: so many processes, next to each other and best on one machine, compute each
+        layer of the same rows together, each with its heads and its part of the MLP: for a Llama
+        whose layers are too large for one GPU. With more processes than that, "auto" is "fsdp"
+        between the groups.
+    pipeline: so many processes, each with so many of a Llama's layers in a row, through which the
+        micro-batches of a step pass: for models that are too large for one machine. Best with
+        several times as many micro-batches a step (batch.gradient_accumulation_steps).
     timeout_seconds: after so long without an answer, a process counts as gone, and the run ends.
+        Has to be more than the longest save takes, for which the others wait.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    engine: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+    engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     shard: int | None = Field(None, gt=1)
-    offload: Literal["none", "cpu"] = "none"
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    zero_stage: Literal[1, 2, 3] | None = None
+    nvme_path: str | None = None
     reshard_after_forward: bool = True
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
     timeout_seconds: float = Field(600, gt=0)

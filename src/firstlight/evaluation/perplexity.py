@@ -226,11 +226,11 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """What all processes have found, ordered by row."""
+    """What all processes have found, ordered by row; processes that compute the same rows
+    (tensor parallel) have found the same."""
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
-    return sorted(
-        (RowLoss(*entry) for part in gathered for entry in part), key=lambda loss: loss.row
-    )
+    found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
+    return [found[row] for row in sorted(found)]
 
 
 def bits_a_nat(

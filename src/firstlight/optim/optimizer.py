@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
+        # Engines that cut parameters may leave them without numbers.
+        self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
         parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
@@ -105,7 +107,9 @@ class Optimizer:
         """
         self._masters.take_gradients()
 
-    def clip_gradients(self, grad_scale: float = 1.0) -> Tensor:
+    def clip_gradients(
+        self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Divide the gradients by `grad_scale`, scale them down to `max_grad_norm`; return their
         L2 norm between the two.
 
@@ -113,6 +117,8 @@ class Optimizer:
 
         Args:
             grad_scale: what the loss was multiplied by.
+            joined: makes the norm of all parameters' gradients from that of those here, where other
+                processes have other parameters.
 
         Raises:
             ConfigError: the gradients were scaled, and have been applied in the backward pass.
@@ -127,7 +133,8 @@ class Optimizer:
             return whole(nn.utils.get_total_norm(norms))
         self.accumulate()
         gradients = [p.grad for p in self._masters.updated.values() if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients)) / grad_scale
+        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm or math.inf
         # In torch's order and precision, so that the same factor comes out.
         factor = float((limit / (norm + 1e-6)).clamp(max=1.0)) / grad_scale
@@ -171,11 +178,14 @@ class Optimizer:
 
     # State
 
-    def master_weights(self) -> contextlib.AbstractContextManager[None]:
+    def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters are fp32: their master weights.
 
         For reading and writing checkpoints, not for computing. After it the parameters are the
         masters rounded again, in the memory they had before. Without masters it does nothing.
+
+        Args:
+            changed: they are written inside.
         """
         return self._masters.in_model()
 
@@ -186,10 +196,40 @@ class Optimizer:
         all ranks have to call it. Master weights are not part of it: see `master_weights`.
         """
         return {
-            f"{name}.{key}": whole(value.detach()).cpu().contiguous()
+            name: whole(piece).cpu().contiguous() for name, piece in self.state_pieces().items()
+        }
+
+    def state_pieces(self) -> dict[str, Tensor]:
+        """`state_tensors` as they lie: on their devices, in pieces where parameters are, sharing
+        memory with the optimizer."""
+        return {
+            f"{name}.{key}": value.detach()
             for name, state in self._states().items()
             for key, value in state.items()
         }
+
+    def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
+        """Have the state that there is after a step written. For torch's own optimizers.
+
+        Args:
+            fill: writes into its `state_pieces`.
+        """
+        for name, layout in self._layouts().items():
+            rule, parameter = self._rule_of[name], self._masters.updated[name]
+            if layout:
+                zeros = {
+                    key: torch.zeros_like(parameter, dtype=dtype)
+                    if shape == parameter.shape
+                    else torch.zeros(shape, dtype=dtype)
+                    for key, (shape, dtype) in layout.items()
+                }
+                rule.optimizer.state[parameter] = rule.rebuild(parameter, zeros)
+        fill(self.state_pieces())
+
+    @property
+    def state_names(self) -> set[str]:
+        """The names of `state_tensors` from the first step on."""
+        return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `state_tensors` gave. Learning rates are not part of it: the schedule
@@ -199,12 +239,7 @@ class Optimizer:
             CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
         """
         layouts = self._layouts()
-        expected = {
-            f"{name}.{key}": entry
-            for name, layout in layouts.items()
-            for key, entry in layout.items()
-        }
-        _check(expected, tensors)
+        require_fitting_state(layouts, tensors)
         for name, layout in layouts.items():
             rule, parameter = self._rule_of[name], self._masters.updated[name]
             if layout:
@@ -233,9 +268,15 @@ def _parameters_of(rule: Rule) -> list[nn.Parameter]:
     return [p for group in rule.optimizer.param_groups for p in group["params"]]
 
 
-def _check(
-    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Mapping[str, Tensor]
-) -> None:
+def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a saved state that is not of these parameters.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
+    """
+    expected = {
+        f"{name}.{key}": entry for name, layout in layouts.items() for key, entry in layout.items()
+    }
     if odd := sorted(expected.keys() ^ tensors.keys()):
         raise CheckpointError(
             f"the saved optimizer state is not that of this model and optimizer: "

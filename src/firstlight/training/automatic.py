@@ -13,6 +13,7 @@ from firstlight.efficiency import (
     resolve_attention,
     resolve_precision,
 )
+from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware, peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.eight_bit import installed_library
@@ -62,6 +63,9 @@ def decide(
     if config.compile == "auto":
         seconds = _ideal_seconds(recipe, hardware, dtype, epoch_tokens)
         pays = before.get("compile", seconds >= _WORTH_COMPILING_SECONDS) is True
+        # It would be refused: see `require_combination`.
+        pays = pays and recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
+        pays = pays and recipe.distributed.engine != "deepspeed"
         chosen["compile"] = _says_how_to_compile(config) or (pays and can_compile(hardware.device))
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, hardware, dtype)
@@ -96,12 +100,23 @@ def decide(
     if recipe.batch.micro_batch_size in (None, "auto"):
         rows = saved.get("batch", {}).get("micro_batch_size")
         if rows is None and recipe.batch.micro_batch_size == "auto":
+            _require_whole_model(recipe)
             rows = largest_micro_batch(recipe, hardware, tell, processes)
         elif rows is None:
             rows = _rows_that_keep_busy(recipe, hardware, processes)
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _require_whole_model(recipe: Recipe) -> None:
+    """What is tried for the largest micro-batch is one process with the whole model."""
+    for key in ("tensor_parallel", "pipeline"):
+        if getattr(recipe.distributed, key) > 1:
+            raise ConfigError(
+                f"batch.micro_batch_size auto tries the whole model, of which distributed.{key} "
+                "gives each process a part: give a number"
+            )
 
 
 def _says_how_to_compile(config: EfficiencyConfig) -> bool:
@@ -122,6 +137,7 @@ def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -
         and dtype == torch.float32
         and recipe.model.vocab_size >= 16384
         and recipe.lora is None
+        and recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
     )
     return 512 if worth_it else 0
 

@@ -4,27 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, ModelConfig
 from firstlight.training.config import Recipe
 
 
-def require_combination(recipe: Recipe, hardware: Hardware, engine: str = "none") -> None:
+def require_combination(
+    recipe: Recipe,
+    hardware: Hardware,
+    engine: str = "none",
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+) -> None:
     """Refuse a recipe whose methods can't work together on this hardware.
 
     Args:
         recipe: with its model, row length and micro-batch size decided.
         hardware: that it will run on.
-        engine: what several processes share the model by: "none", "ddp" or "fsdp".
+        engine: what several processes share the model by: "none", "ddp", "fsdp", "deepspeed".
+        tensor_parallel: how many processes compute each layer together.
+        pipeline: how many processes have some of the layers each.
 
     Raises:
         ConfigError: all conflicts, each with the nearest combination that works.
     """
+    assert recipe.model is not None
     problems = [
         *_conflicts(recipe),
         *_missing_hardware(recipe, hardware),
         *_conflicts_with(engine, recipe),
+        *(
+            _conflicts_in_parts(recipe, "distributed.tensor_parallel")
+            if tensor_parallel > 1
+            else ()
+        ),
+        *(_conflicts_in_parts(recipe, "distributed.pipeline") if pipeline > 1 else ()),
+        *_conflicts_of_sharded(recipe, engine, tensor_parallel),
+        *(_conflicts_with_deepspeed(recipe) if engine == "deepspeed" else ()),
+        *(uncuttable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
     ]
     if problems:
         raise ConfigError("; ".join(problems))
@@ -98,11 +117,85 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
             f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
             "distributed.engine fsdp cuts them: use adamw or sgd, or distributed.engine ddp"
         )
+    if recipe.efficiency.activation_offload:
+        yield (
+            "efficiency.activation_offload does not work on distributed.engine fsdp's pieces: use "
+            "activation_checkpointing full, or distributed.engine ddp"
+        )
     if recipe.lora is not None and recipe.lora.quantize != "none":
         yield (
             f"lora.quantize {recipe.lora.quantize} packs weights, which distributed.engine fsdp "
             "can't cut: set it to none, or use distributed.engine ddp"
         )
+
+
+def _conflicts_with_deepspeed(recipe: Recipe) -> Iterator[str]:
+    config = recipe.efficiency
+    if config.precision in ("fp16", "bf16_params", "fp8"):
+        yield (
+            f"efficiency.precision {config.precision} is not for distributed.engine deepspeed: use "
+            "bf16, with fp32 parameters"
+        )
+    if config.compile is True:
+        yield (
+            "efficiency.compile does not see through distributed.engine deepspeed: set it to "
+            "false, or distributed.engine to fsdp"
+        )
+    if config.activation_offload:
+        yield (
+            "efficiency.activation_offload is not for distributed.engine deepspeed: use "
+            "activation_checkpointing full"
+        )
+    if recipe.optimizer.name not in ("adamw", "sgd"):
+        yield (
+            f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
+            "distributed.engine deepspeed cuts its state: use adamw or sgd, or distributed.engine "
+            "ddp"
+        )
+    if recipe.lora is not None:
+        yield "lora is not for distributed.engine deepspeed: set it to ddp or fsdp"
+
+
+def _conflicts_of_sharded(recipe: Recipe, engine: str, tensor_parallel: int) -> Iterator[str]:
+    if not recipe.checkpoint.sharded:
+        return
+    if engine != "fsdp":
+        yield (
+            "checkpoint.sharded has each process write its pieces, and distributed.engine "
+            f"{engine} cuts no model: leave it out, or set distributed.engine to fsdp"
+        )
+    if tensor_parallel > 1:
+        yield (
+            "checkpoint.sharded knows nothing of distributed.tensor_parallel's pieces: leave one "
+            "of them out"
+        )
+    if recipe.lora is not None:
+        yield "checkpoint.sharded is for large checkpoints, and lora's are small: leave it out"
+
+
+def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
+    """With what spreads a model over processes that compute the same rows."""
+    config = recipe.efficiency
+    if config.precision in ("bf16_params", "fp8"):
+        yield f"efficiency.precision {config.precision} is not for {key}: use bf16"
+    if recipe.optimizer.name not in ("adamw", "sgd"):
+        yield f"optimizer.name {recipe.optimizer.name} is not for {key}: use adamw or sgd"
+    if config.optimizer_in_backward:
+        yield (
+            f"efficiency.optimizer_in_backward is not for {key}: switch it off (distributed.engine "
+            "fsdp frees more memory than it does)"
+        )
+    if recipe.lora is not None:
+        yield f"lora is not for {key}: leave one out (distributed.engine fsdp works with lora)"
+    if config.compile is True:
+        yield f"efficiency.compile is not for {key}: set it to false"
+    if config.activation_offload:
+        yield (
+            f"efficiency.activation_offload is not for {key}: use "
+            "efficiency.activation_checkpointing full"
+        )
+    if config.loss_chunk_tokens:
+        yield f"efficiency.loss_chunk_tokens is not for {key}: set it to 0"
 
 
 def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:

@@ -242,6 +242,10 @@ class CheckpointConfig(_Section):
     keep_best: how many with the lowest val/loss at their step are kept beside; 0 is none.
     asynchronous: copy the state and write the copy while training goes on; null is where memory
         for the copy is free at the first save.
+    sharded: with distributed.engine fsdp, each process writes the pieces that it holds, and nothing
+        is put together: for models that are too large for that. Any engine goes on from it, with
+        any number of processes. The last checkpoint of a run is a Hugging Face model folder too;
+        `firstlight convert` makes one of an earlier one.
     """
 
     every_steps: int = Field(200, ge=0)
@@ -249,6 +253,7 @@ class CheckpointConfig(_Section):
     keep_every: int = Field(0, ge=0)
     keep_best: int = Field(0, ge=0)
     asynchronous: bool | None = None
+    sharded: bool = False
 
 
 class Recipe(_Section):

@@ -16,6 +16,7 @@ import yaml
 from firstlight.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.data.mixing import MixedDataset, rows_per_epoch
+from firstlight.distributed import barrier
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.results import Task
@@ -36,6 +37,7 @@ from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.rollback import checkpoint_before
 from firstlight.training.saving import CheckpointSaver
+from firstlight.training.sharded_saving import ShardedSaver
 from firstlight.training.state import (
     TrainState,
     capture,
@@ -98,7 +100,7 @@ class Job:
         )
         self._logs: RunLogs | SilentLogs
         self._loader: TokenLoader
-        self._saver: CheckpointSaver | PassiveSaver
+        self._saver: CheckpointSaver | PassiveSaver | ShardedSaver
 
     # Beginning and end
 
@@ -155,9 +157,13 @@ class Job:
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        self._saver = PassiveSaver()
-        if self.engine.is_main:
-            self._saver = CheckpointSaver(self.run_folder, self.recipe.checkpoint)
+        config = self.recipe.checkpoint
+        if config.sharded:
+            self._saver = ShardedSaver(self.run_folder, config, self.engine, self.max_steps)
+        elif self.engine.is_main:
+            self._saver = CheckpointSaver(self.run_folder, config)
+        else:
+            self._saver = PassiveSaver()
         self._saver.saved_step = self.saved_step
         try:
             yield
@@ -216,7 +222,7 @@ class Job:
         state.skipped_steps += result.skipped
         state.rows_seen = self._loader.state_dict()["rows_seen"]
         tokens_per_second = result.tokens / seconds
-        peak = peak_flops(self.hardware.device, self.program.dtype) * self.engine.size
+        peak = peak_flops(self.hardware.device, self.program.dtype) * self.engine.world.size
         router = self.program.router_metrics(result.tokens)
         auxiliary = router.get("moe/router_loss", 0.0) * self.program.router_loss_coefficient
         record = {
@@ -390,7 +396,8 @@ class Job:
         """Save what is not saved yet, and wait until it is on the disk."""
         if self._unsaved:
             self.save()
-        wait_for_main(self.engine, self._saver.wait)
+        self._saver.wait()
+        barrier()
 
     def go_back(self, error: DivergedError, bar: TrainingProgress) -> None:
         """Put an earlier checkpoint's weights, moments, random numbers and step back, and go on

@@ -102,7 +102,7 @@ def train(
         TrainingProgress(job.max_steps, job.state.step, shown=progress and engine.is_main) as bar,
     ):
         # One that stopped in the middle of an evaluation would leave the others waiting.
-        check = stopping.check if engine.size == 1 else _go_on
+        check = stopping.check if engine.world.size == 1 else _go_on
         if job.goes_on:
             wait_for_main(engine, lambda: record_start(job))
         while job.goes_on and (stopped := first_reason(engine, stopping.reason)) is None:

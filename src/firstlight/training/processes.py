@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from firstlight.distributed import (
     agree,
@@ -43,7 +45,9 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
     world = find_world()
     if world.size == 1:
         hardware = find_hardware(recipe.run.device)
-        yield hardware, Engine(recipe.distributed, world, hardware.device)
+        engine = Engine(recipe.distributed, world, hardware.device)
+        with group_of_one(hardware.device) if engine.name == "deepspeed" else nullcontext():
+            yield hardware, engine
         return
     name = recipe.run.device
     if name == "auto":
@@ -59,6 +63,17 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
     ):
         yield find_hardware(str(device)), Engine(recipe.distributed, world, device)
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """torch's default group of this process alone, for libraries that need one."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.distributed import World, all_reduce_sum
@@ -18,6 +19,7 @@ from firstlight.efficiency import (
     resolve_precision,
     same_bits,
 )
+from firstlight.efficiency.deepspeed_optimizer import ZeroOptimizer
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.hardware import Hardware
@@ -54,7 +56,8 @@ class TrainingProgram:
     ) -> None:
         alone = DistributedConfig(engine="none")
         self.engine = engine or Engine(alone, World(0, 1, 0, 1), hardware.device)
-        require_combination(recipe, hardware, self.engine.name)
+        cut = self.engine.config
+        require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
         keep_memory(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
@@ -65,17 +68,37 @@ class TrainingProgram:
         initial = {name: p.detach() for name, p in self.model.named_parameters()}
         if config.precision == "bf16_params":
             self.model.to(torch.bfloat16)
-        forward = self.engine.share(self.model, config.precision)
-        self.optimizer = Optimizer(
-            self.model,
-            recipe.optimizer,
-            in_backward=config.optimizer_in_backward,
-            initial=initial,
-        )
+        self.optimizer, forward = self._shared(initial)
         self.loss_sum = loss_function(self.model, config, hardware, forward)
         self.evaluation_loss = plain_loss(self.model, config, hardware)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
+
+    def _shared(self, initial: dict[str, Tensor]) -> tuple[Optimizer, Callable[..., Tensor]]:
+        """The optimizer, and what computes the forward pass, of the model as the processes share
+        it.
+
+        Args:
+            initial: fp32 values by parameter name.
+        """
+        recipe, config = self.recipe, self.recipe.efficiency
+        if self.engine.name == "deepspeed":
+            zero = ZeroOptimizer(
+                self.model,
+                recipe.optimizer,
+                self.engine.config,
+                self.hardware.device,
+                precision=config.precision,
+                local_rank=self.engine.world.local_rank,
+            )
+            self.engine.zero = zero.zero
+            return zero, zero.zero.forward
+        forward = self.engine.share(self.model, config.precision)
+        in_backward = config.optimizer_in_backward
+        return (
+            Optimizer(self.model, recipe.optimizer, in_backward=in_backward, initial=initial),
+            forward,
+        )
 
     def step(
         self,

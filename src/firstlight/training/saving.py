@@ -15,6 +15,7 @@ from firstlight.checkpoint import Checkpoint, save_checkpoint, verify_checkpoint
 from firstlight.hardware import free_memory_bytes
 from firstlight.retention import prune_checkpoints
 from firstlight.training.config import CheckpointConfig
+from firstlight.training.snapshot import Snapshot
 
 #: Of the memory that is free at the first save, the copy may take this share.
 _SHARE = 0.5
@@ -41,7 +42,7 @@ class CheckpointSaver:
         self.saved_step = -1
         self._run_folder, self._config = run_folder, config
         self._asynchronous = config.asynchronous
-        self._buffers: dict[str, Tensor] = {}
+        self._copies = Snapshot()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -98,7 +99,7 @@ class CheckpointSaver:
             self.wait()
         finally:
             self._executor.shutdown()
-            self._buffers.clear()
+            self._copies.clear()
 
     def _is_asynchronous(self, checkpoint: Checkpoint) -> bool:
         if self._asynchronous is None:
@@ -108,20 +109,11 @@ class CheckpointSaver:
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
         """A checkpoint that does not change with the run."""
-        for key, tensor in _tensors(checkpoint):
-            buffer = self._buffers.get(key)
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
-                self._buffers[key] = buffer
-            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for _, tensor in _tensors(checkpoint)):
-            torch.cuda.synchronize()
+        copies = self._copies.take(dict(_tensors(checkpoint)))
         return Checkpoint(
             dict(checkpoint.files),
-            {name: self._buffers[f"model {name}"] for name in checkpoint.model},
-            {name: self._buffers[f"optimizer {name}"] for name in checkpoint.optimizer},
+            {name: copies[f"model {name}"] for name in checkpoint.model},
+            {name: copies[f"optimizer {name}"] for name in checkpoint.optimizer},
             copy.deepcopy(checkpoint.trainer_state),
         )
 

@@ -19,10 +19,12 @@ import torch
 
 from firstlight.checkpoint import (
     checkpoint_bytes,
+    is_in_shards,
     list_checkpoints,
     load_trainer_state,
     newest_checkpoint,
     resolve_model_folder,
+    saved_vocab_multiple,
 )
 from firstlight.console import say
 from firstlight.data.loader import require_row
@@ -38,8 +40,9 @@ from firstlight.huggingface import (
     training_notes,
     unloaded_model,
 )
-from firstlight.models import Model, ModelConfig, empty_model, padded_vocab_size
+from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
+from firstlight.sharded import fitting_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
@@ -143,18 +146,24 @@ def _job(
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
     multiple = recipe.efficiency.vocab_multiple
+    if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
+        raise ConfigError(
+            "distributed.pipeline starts from new weights or goes on with a run (--resume): "
+            f"leave out {'--init-from' if recipe.lora is None else 'lora'}, or use "
+            "distributed.engine fsdp"
+        )
     base: AdapterBase | None = None
     if recipe.lora is not None and newest is None:
         base = starting_base(init_from)
     if recipe.lora is not None and newest is not None:
         model, base = resumed_base(recipe, newest)
     elif newest is not None:
-        model = empty_model(_resumed_config(recipe, newest, tell), multiple)
+        model = engine.new_model(_resumed_config(recipe, newest, tell), multiple)
     elif init_from is not None:
         model = _starting_model(recipe, tokenizer, init_from, new_rows, tell)
     else:
-        model = empty_model(_new_config(recipe, tokenizer), multiple)
-        model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        model = engine.new_model(_new_config(recipe, tokenizer, engine), multiple, generator)
     recipe = _filled_in(recipe, model.config, dataset)
     _require_fitting_prompts(recipe, tokenizer)
     tasks = tasks_of(recipe, model, tokenizer)
@@ -169,8 +178,8 @@ def _job(
     if recipe.lora is not None:
         attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware, engine)
-    # From here on random numbers are for dropout, which differs from rank to rank.
-    torch.manual_seed(recipe.run.seed + engine.world.rank)
+    # From here on random numbers are for dropout, which differs from row to row.
+    torch.manual_seed(recipe.run.seed + engine.rank)
     job = Job(program, tokenizer, dataset, validation, origin, base, tasks)
     if newest is not None:
         take_up(job, newest, tell)
@@ -182,7 +191,7 @@ def _job(
 
 def _decided_together(engine: Engine, decide: Callable[[], Recipe]) -> Recipe:
     """What the main process decides, which may be by measuring, for all."""
-    if engine.size == 1:
+    if engine.world.size == 1:
         return decide()
     return parse_recipe(on_main(engine, lambda: decide().model_dump(mode="json")))
 
@@ -235,7 +244,7 @@ def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
     return recipe.model_copy(update={section: changed})
 
 
-def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
     """The recipe's model with the tokenizer's vocabulary."""
     if recipe.model is None:
         raise ConfigError("the recipe has no model: add a `model:` section, or use --init-from")
@@ -247,12 +256,13 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
             f"{tokenizer.vocab_size}: leave model.vocab_size out to take the tokenizer's"
         )
     config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
-    _require_memory(config)
+    stages = engine.config.pipeline
+    _require_memory(config, min(engine.world.local_size, stages) / stages)
     return config
 
 
-def _require_memory(config: ModelConfig) -> None:
-    """Refuse a model that the machine can't even hold, before it is made.
+def _require_memory(config: ModelConfig, share: float) -> None:
+    """Refuse a model of which the machine can't even hold its share, before it is made.
 
     Raises:
         ConfigError: its weights are larger than the memory, or than torch can count.
@@ -262,6 +272,7 @@ def _require_memory(config: ModelConfig) -> None:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: nothing has such sizes: {error}") from error
+    needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
             f"model: its weights alone take {needed / 1e9:,.0f} GB, and this machine has "
@@ -278,15 +289,16 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             f"run in another run.dir with --init-from {newest}"
         )
     config = read_config(newest)
+    multiple = saved_vocab_multiple(newest, state)
     try:
         # Its files are what they were when they were saved; that they belong together is not said.
-        fitting_tensors(unloaded_model(config, newest), newest)
+        if is_in_shards(newest):
+            fitting_model(config, newest, multiple)
+        else:
+            fitting_tensors(unloaded_model(config, newest), newest)
     except ModelError as error:
         raise CheckpointError(str(error)) from error
     started_from = state.get("init_from")
-    multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
-    if type(multiple) is not int or multiple < 1:
-        raise CheckpointError(f"{newest}: trainer_state.json says vocab_multiple {multiple!r:.100}")
     if padded_vocab_size(config.vocab_size, multiple) != padded_vocab_size(
         config.vocab_size, recipe.efficiency.vocab_multiple
     ):
@@ -428,11 +440,11 @@ def _require_disk(job: Job) -> None:
     every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
     left = job.max_steps - job.state.step
     saves = math.ceil(left / every) if every else 1
-    parameters = sum(p.numel() for p in job.optimizer.parameters.values())
     kept = config.keep_last + config.keep_best
     if config.keep_every:
         kept += left // config.keep_every
-    needed = checkpoint_bytes(parameters, job.optimizer.state_bytes) * min(saves, kept + 1)
+    one = checkpoint_bytes(job.optimizer.num_parameters, job.optimizer.state_bytes)
+    needed = one * min(saves, kept + 1)
     folder = next(f for f in (job.run_folder, *job.run_folder.resolve().parents) if f.is_dir())
     free = shutil.disk_usage(folder).free
     if job.state.step < job.max_steps and needed > free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.program import TrainingProgram
+from firstlight.training.sharded_state import pieces_to_save, restore_pieces
 from firstlight.weights import file_tensors, weights_to_save
 
 _RNG_PREFIX = "rng."
@@ -66,7 +67,7 @@ def capture(
     base: AdapterBase | None,
     origin: dict[str, Any],
 ) -> Checkpoint:
-    """The checkpoint of a run as it is now.
+    """The checkpoint of a run as it is now; with `checkpoint.sharded` this process' part of it.
 
     Args:
         base: of a run with `lora`.
@@ -76,23 +77,25 @@ def capture(
     model, scaler = program.model, program.scaler
     program.engine.settle()
     files = model_files(model.config, tokenizer)
-    if base is None:
-        with program.optimizer.master_weights(), whole_parameters(model):
-            weights = weights_to_save(model)
-    else:
-        assert program.recipe.lora is not None
-        files |= adapter_files(model, program.recipe.lora, base.name)
-        with whole_parameters(model):
-            weights = adapter_tensors(model)
     words, rest = _python_random_states()
+    if program.recipe.checkpoint.sharded:
+        weights, moments = pieces_to_save(program)
+        randoms = _states_to_write(program.engine, words)
+    else:
+        moments = program.engine.gathered(program.optimizer.state_tensors())
+        randoms = {**_states_of_ranks(program.engine), **words}
+        if base is None:
+            with program.optimizer.master_weights(), whole_parameters(model):
+                weights = program.engine.gathered(weights_to_save(model))
+        else:
+            assert program.recipe.lora is not None
+            files |= adapter_files(model, program.recipe.lora, base.name)
+            with whole_parameters(model):
+                weights = adapter_tensors(model)
     return Checkpoint(
         files=files,
         model=weights,
-        optimizer={
-            **program.optimizer.state_tensors(),
-            **_states_of_ranks(program.engine),
-            **words,
-        },
+        optimizer={**moments, **randoms},
         trainer_state={
             **{k: v for k, v in asdict(state).items() if k != "rows_seen"},
             "loader": {"rows_seen": state.rows_seen},
@@ -128,6 +131,32 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     Raises:
         CheckpointError: it does not fit the model or optimizer, or lacks something.
     """
+    state = _saved_state(checkpoint.trainer_state)
+    # Where every step so far was skipped there are no moments yet.
+    has_moments = state.skipped_steps < state.step
+    if checkpoint.pieces is not None and program.recipe.distributed.pipeline > 1:
+        raise CheckpointError(
+            f"{checkpoint.pieces} is in pieces, which distributed.pipeline can't read: go on "
+            "without distributed.pipeline"
+        )
+    if checkpoint.pieces is None:
+        randoms = _restore_tensors(checkpoint, program, has_moments)
+    else:
+        randoms = restore_pieces(checkpoint.pieces, program, _RNG_PREFIX, has_moments)
+    _restore_own_states(randoms, program, state.step)
+    saved = checkpoint.trainer_state
+    _restore_python_random_states(randoms, saved.get("random", {}))
+    # A run that went on in another precision has no scale yet.
+    if program.scaler is not None and saved.get("loss_scale") is not None:
+        program.scaler.load_state_dict(saved["loss_scale"])
+    return state
+
+
+def _restore_tensors(
+    checkpoint: Checkpoint, program: TrainingProgram, has_moments: bool
+) -> dict[str, Tensor]:
+    """Put weights and moments back; return the states of random-number generators."""
+    elsewhere = program.engine.elsewhere(program.model)
     if program.recipe.lora is not None:
         try:
             with whole_parameters(program.model, changed=True):
@@ -136,23 +165,19 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
             raise CheckpointError(str(error)) from error
     else:
         with (
-            program.optimizer.master_weights(),
+            program.optimizer.master_weights(changed=True),
             whole_parameters(program.model, changed=True),
         ):
-            _restore_weights(checkpoint, program.model)
+            _restore_weights(checkpoint, program.model, elsewhere)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
-    moments = {n: t for n, t in checkpoint.optimizer.items() if n not in randoms}
-    saved = checkpoint.trainer_state
-    state = _saved_state(saved)
-    # Where every step so far was skipped there are no moments yet.
-    if moments or state.skipped_steps < state.step:
+    moments = {
+        name: tensor
+        for name, tensor in checkpoint.optimizer.items()
+        if name not in randoms and name.rpartition(".")[0] not in elsewhere
+    }
+    if moments or has_moments:
         program.optimizer.load_state_tensors(moments)
-    _restore_own_states(randoms, program, state.step)
-    _restore_python_random_states(randoms, saved.get("random", {}))
-    # A run that went on in another precision has no scale yet.
-    if program.scaler is not None and saved.get("loss_scale") is not None:
-        program.scaler.load_state_dict(saved["loss_scale"])
-    return state
+    return randoms
 
 
 def _saved_state(saved: Mapping[str, Any]) -> TrainState:
@@ -181,13 +206,14 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 @torch.no_grad()
-def _restore_weights(checkpoint: Checkpoint, model: Model) -> None:
+def _restore_weights(checkpoint: Checkpoint, model: Model, elsewhere: Container[str]) -> None:
     places = file_tensors(model)
-    for name in sorted(places.keys() ^ checkpoint.model.keys()):
+    own = {n: t for n, t in checkpoint.model.items() if n not in elsewhere}
+    for name in sorted(places.keys() ^ own.keys()):
         raise CheckpointError(
             f"the checkpoint's weights don't fit the model: '{name}' is in only one"
         )
-    for name, tensor in checkpoint.model.items():
+    for name, tensor in own.items():
         if tensor.shape != places[name].shape:
             raise CheckpointError(
                 f"the checkpoint's tensor '{name}' is {list(tensor.shape)}, "
@@ -220,17 +246,29 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def _states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """`torch_random_states` of every rank: of rank 0 by their own names, of others with theirs."""
+    """`torch_random_states` of every `engine.rank`: of 0 by their own names, of others with theirs.
+
+    Processes that compute the same rows draw the same.
+    """
     own = torch_random_states()
     if engine.size == 1:
         return own
     sent = {name: tensor.tolist() for name, tensor in own.items()}
     states = {}
-    for rank, received in enumerate(gather_objects(sent)):
+    group = engine.world.size // engine.size
+    for rank, received in enumerate(gather_objects(sent)[::group]):
         for name, values in received.items():
             place = name if rank == 0 else _name_of_rank(name, rank)
             states[place] = torch.tensor(values, dtype=torch.uint8)
     return states
+
+
+def _states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of `_states_of_ranks` this process' own; in the main one also what is the same on all."""
+    own = torch_random_states()
+    if engine.is_main:
+        return {**own, **words}
+    return {_name_of_rank(name, engine.rank): tensor for name, tensor in own.items()}
 
 
 def _name_of_rank(name: str, rank: int) -> str:
@@ -240,7 +278,7 @@ def _name_of_rank(name: str, rank: int) -> str:
 def _restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
     """Put back the states of torch's generators that this rank had; of a rank that was not there,
     new ones."""
-    rank = program.engine.world.rank
+    rank = program.engine.rank
     prefix = _name_of_rank("", rank) if rank else _RNG_PREFIX
     own = {
         _RNG_PREFIX + name.removeprefix(prefix): tensor

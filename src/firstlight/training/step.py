@@ -102,7 +102,7 @@ def train_step(
 
 
 def _mean(total: Tensor, tokens: int, engine: Engine | None) -> float:
-    if engine is None or engine.size == 1:
+    if engine is None or engine.world.size == 1:
         return float(total / tokens)
     return engine.sum(float(total)) / tokens
 
@@ -123,7 +123,7 @@ def _gradients(
         # other processes wait for this one's gradients.
         if optimizer.in_backward or not is_out_of_memory(error):
             raise
-        if engine is not None and engine.size > 1:
+        if engine is not None and (engine.world.size > 1 or engine.zero is not None):
             raise TrainingError(
                 f"out of memory on rank {engine.world.rank} "
                 f"({' '.join(str(error).split())[:200]}): lower batch.micro_batch_size"
@@ -142,15 +142,23 @@ def _passes(
     scale: float,
     engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
+    joined = None if engine is None else engine.joined_norm
+    if engine is not None and engine.pipeline is not None:
+        found = engine.pipeline.pass_all(loss_sum, batches, tokens / scale)
+        return found, optimizer.clip_gradients(scale, joined)
     total: Tensor | None = None
     factor = 1 if engine is None else engine.loss_factor
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         with contextlib.nullcontext() if engine is None else engine.backward_pass(last=last):
             loss = loss_sum(batch.input_ids, batch.labels, batch.document_ids)
-            (loss * factor / (tokens / scale)).backward()  # type: ignore[no-untyped-call]
+            scaled = loss * factor / (tokens / scale)
+            if engine is None:
+                scaled.backward()  # type: ignore[no-untyped-call]
+            else:
+                engine.backward(scaled)
         optimizer.accumulate()
         # CUDA graphs write the next loss into the same memory.
         total = loss.detach().clone() if total is None else total + loss.detach()
     assert total is not None
-    return total, optimizer.clip_gradients(scale)
+    return total, optimizer.clip_gradients(scale, joined)

@@ -1,0 +1,182 @@
+"""Steps of a model that DeepSpeed shares, each beside one process' own: gradients, clipped updates,
+refused steps, state. Prints one JSON line a case."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradient_driver import T, V, cut, difference, global_batch, model_of
+from torch import Tensor
+
+from firstlight.data.loader import Batch
+from firstlight.distributed import World, find_world, process_group
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.hardware import find_hardware
+from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.training.config import parse_recipe
+from firstlight.training.processes import group_of_one
+from firstlight.training.program import TrainingProgram
+
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "learning_rate": 0.01, "max_grad_norm": 0.5},
+    "sgd": {
+        "name": "sgd",
+        "learning_rate": 0.1,
+        "sgd_momentum": 0.9,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.0,
+    },
+}
+
+
+def _large() -> Model:
+    """A model whose pieces are large enough for DeepSpeed to put them into files: a megabyte."""
+    model = empty_model(
+        LlamaConfig(
+            vocab_size=V,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=T,
+        )
+    )
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def bytes_in_files(case: dict[str, Any]) -> int:
+    folder = case["distributed"].get("nvme_path")
+    paths = Path(folder).rglob("*") if folder else iter(())
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def program_of(case: dict[str, Any], engine: Engine | None) -> TrainingProgram:
+    family = case["family"]
+    model = _large() if family == "large" else model_of(family, torch.float32, 1)
+    recipe = parse_recipe(
+        {
+            "data": {"dir": "none", "seq_len": T},
+            "batch": {"micro_batch_size": 1},
+            "optimizer": _OPTIMIZERS[case["optimizer"]],
+            "efficiency": {"precision": "fp32", "compile": False, **case.get("efficiency", {})},
+            "model": {"model_type": "llama"},
+        }
+    )
+    recipe = recipe.model_copy(update={"model": model.config})
+    return TrainingProgram(recipe, model, find_hardware("cpu"), engine)
+
+
+def weights_of(program: TrainingProgram) -> dict[str, Tensor]:
+    with program.optimizer.master_weights():
+        return {n: p.detach().clone() for n, p in program.model.named_parameters()}
+
+
+def state_of(program: TrainingProgram) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in program.optimizer.state_tensors().items()}
+
+
+def gradients_of(program: TrainingProgram) -> dict[str, Tensor]:
+    if program.engine.name != "deepspeed":
+        return {
+            n: p.grad.clone() for n, p in program.optimizer.parameters.items() if p.grad is not None
+        }
+    from deepspeed.utils import safe_get_full_grad
+
+    return {n: safe_get_full_grad(p).clone() for n, p in program.optimizer.parameters.items()}
+
+
+class Trial:
+    """One program, and what it says of its steps."""
+
+    def __init__(self, case: dict[str, Any], engine: Engine | None, batches: list[Batch]) -> None:
+        self.program = program_of(case, engine)
+        self.batches = batches
+        self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        clip: Callable[..., Tensor] = self.program.optimizer.clip_gradients
+
+        def keep_and_clip(*arguments: Any) -> Tensor:
+            self.gradients.append(gradients_of(self.program))
+            return clip(*arguments)
+
+        self.program.optimizer.clip_gradients = (  # type: ignore[method-assign]
+            keep_and_clip  # type: ignore[assignment]
+        )
+
+    def step(self, *, accepted: bool = True) -> bool:
+        """Make a step; return whether it was skipped."""
+        result = self.program.step(self.batches, 1.0, lambda *_: accepted)
+        if accepted:
+            self.losses.append(result.loss)
+            self.norms.append(result.grad_norm)
+        else:
+            self.gradients.pop()
+        return result.skipped
+
+
+def far(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
+
+
+def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
+    """Three steps of one process and of all; of the latter, one more in between is refused."""
+    config, device = DistributedConfig(**case["distributed"]), torch.device("cpu")
+    engine = Engine(config, world, device)
+    micro, accumulation = case["micro"], case["accumulation"]
+    ids, labels = global_batch(micro * accumulation * engine.size, case["masks"])
+    one = Trial(case, None, cut(ids, labels, len(ids), 0, 1))
+    own = cut(ids, labels, micro, engine.rank, engine.size)
+    all_ = Trial(case, engine, own)
+    for _ in range(3):
+        one.step()
+    all_.step()
+    before = weights_of(all_.program), state_of(all_.program)
+    refused = all_.step(accepted=False)
+    after = weights_of(all_.program), state_of(all_.program)
+    for _ in range(2):
+        all_.step()
+    expected, found = weights_of(one.program), weights_of(all_.program)
+    state = [state_of(trial.program) for trial in (one, all_)]
+    restored = Trial(case, Engine(config, world, device), own)
+    with restored.program.optimizer.master_weights(changed=True), torch.no_grad():
+        for name, parameter in restored.program.model.named_parameters():
+            parameter.copy_(found[name])
+    restored.program.optimizer.load_state_tensors(state[1])
+    kept = weights_of(restored.program), state_of(restored.program)
+    again = [restored.step(), all_.step()] == [False, False]
+    ends = [weights_of(trial.program) for trial in (restored, all_)]
+    return {
+        "gradients": difference(one.gradients[0], all_.gradients[0]),
+        "losses": far(one.losses, all_.losses[:3]),
+        "norms": far(one.norms, all_.norms[:3]),
+        "weights": difference(expected, found),
+        "state": difference(*state),
+        "refused": refused and same(before[0], after[0]) and same(before[1], after[1]),
+        "restored": same(kept[0], found) and same(kept[1], state[1]),
+        "goes_on": again and same(*ends),
+        "bytes_in_files": bytes_in_files(case),
+    }
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    world, device = find_world(), torch.device("cpu")
+    group = group_of_one(device) if world.size == 1 else process_group(world, device, 500)
+    with group:
+        for case in cases:
+            sys.stdout.write(json.dumps({**case, **beside(case, world)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

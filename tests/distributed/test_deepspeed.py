@@ -1,0 +1,190 @@
+"""DeepSpeed around a plain model makes the steps of one process, and its state is ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spawned import run_ranks
+
+from firstlight.distributed import World
+from firstlight.efficiency.deepspeed_engine import import_deepspeed, require_asynchronous_io
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.errors import ConfigError, MissingDependencyError
+from firstlight.hardware import find_hardware
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import parse_recipe
+
+pytest.importorskip("deepspeed")
+
+_DRIVER = Path(__file__).with_name("deepspeed_driver.py")
+
+
+def _case(stage: int, **more: Any) -> dict[str, Any]:
+    sharing = {"engine": "deepspeed", "zero_stage": stage}
+    return {
+        "micro": 2,
+        "accumulation": 2,
+        "masks": "partial",
+        "family": "tied",
+        "optimizer": "adamw",
+        **more,
+        "distributed": {**sharing, **more.get("distributed", {})},
+    }
+
+
+def _lines(
+    cases: list[dict[str, Any]], size: int, timeout: float = 400
+) -> list[list[dict[str, Any]]]:
+    """What each rank found."""
+    found = []
+    for result in run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=timeout):
+        assert result.returncode == 0, result.stderr
+        # Nothing else reaches stdout.
+        found.append([json.loads(line) for line in result.stdout.splitlines()])
+        assert len(found[-1]) == len(cases)
+    return found
+
+
+def _require_equal(cases: list[dict[str, Any]], size: int, timeout: float = 400) -> None:
+    for lines in _lines(cases, size, timeout):
+        for line in lines:
+            in_files = line["distributed"].get("offload") == "nvme"
+            assert (line["bytes_in_files"] > 0) == in_files, line
+            assert line["gradients"] < 1e-5, line
+            assert line["norms"] < 1e-5, line
+            assert line["losses"] < 1e-6, line
+            # AdamW divides by gradients: of those near zero, little is certain.
+            assert line["weights"] < 1e-3, line
+            assert line["state"] < 1e-4, line
+            for name in ("refused", "restored", "goes_on"):
+                assert line[name], (name, line)
+
+
+def test_two_processes_make_the_steps_of_one() -> None:
+    cases = [
+        _case(2, family="gpt2", masks="unequal", optimizer="sgd"),
+        _case(3, accumulation=3, micro=1),
+    ]
+    _require_equal(cases, 2)
+
+
+@pytest.mark.slow
+def test_all_stages_make_the_steps_of_one_process() -> None:
+    cases = [
+        _case(stage, optimizer=optimizer, family=family, masks=masks, distributed=offload, **cut)
+        for stage in (1, 2, 3)
+        for offload in ({}, {"offload": "cpu"})
+        for optimizer, family, masks, cut in (
+            ("adamw", "llama", "unequal", {"micro": 1, "accumulation": 1}),
+            ("sgd", "gpt2", "partial", {"micro": 1, "accumulation": 3}),
+            ("adamw", "moe", "unequal", {"micro": 2, "accumulation": 2}),
+        )
+    ]
+    checkpointing = {"activation_checkpointing": "full", "loss_chunk_tokens": 8}
+    cases += [_case(stage, efficiency=checkpointing) for stage in (2, 3)]
+    _require_equal(cases, 2)
+    _require_equal(cases[::3], 4)
+
+
+@pytest.mark.slow
+def test_one_process_offloads_too() -> None:
+    _require_equal([_case(stage, distributed={"offload": "cpu"}) for stage in (2, 3)], 1)
+
+
+@pytest.mark.slow
+def test_bf16_is_that_of_one_process(tmp_path: Path) -> None:
+    """Products in bf16 differ by their rounding, and no more than that from one process'."""
+    bf16 = {"precision": "bf16"}
+    cases = [_case(stage, efficiency=bf16, masks="unequal") for stage in (2, 3)]
+    for line in _lines(cases, 2)[0]:
+        assert 1e-6 < line["gradients"] < 3e-2, line
+        assert line["losses"] < 1e-3, line
+        assert line["refused"]
+        assert line["restored"]
+        assert line["goes_on"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/usr/include/libaio.h").is_file(), reason="libaio-dev is not installed"
+)
+def test_optimizer_state_may_lie_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The library is compiled for this; a build that is killed would leave a lock behind.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    nvme = {"offload": "nvme", "nvme_path": str(tmp_path / "disk")}
+    cases = [_case(3, family="large", distributed=nvme)]
+    _require_equal(cases, 2, timeout=580)
+    assert not any((tmp_path / "disk").iterdir())
+
+
+def test_files_need_a_library_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_deepspeed(torch.device("cpu"))
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match="needs libaio and a C"):
+        require_asynchronous_io(0)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'firstlight\[deepspeed\]'"):
+        import_deepspeed(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"engine": "ddp", "zero_stage": 2}, "zero_stage 2 is for distributed.engine deepspeed"),
+        ({"engine": "fsdp", "offload": "nvme"}, "offload nvme is for distributed.engine deepspeed"),
+        ({"engine": "ddp", "offload": "cpu"}, "for distributed.engine fsdp or deepspeed"),
+        ({"engine": "deepspeed", "shard": 2}, "shard 2 is for distributed.engine fsdp"),
+        ({"engine": "deepspeed", "tensor_parallel": 2}, "tensor_parallel is not for"),
+        ({"engine": "deepspeed", "pipeline": 2}, "none for distributed.engine deepspeed"),
+        (
+            {"engine": "deepspeed", "offload": "nvme", "nvme_path": "x"},
+            "offload nvme needs distributed.zero_stage 3",
+        ),
+        (
+            {"engine": "deepspeed", "offload": "nvme", "zero_stage": 3},
+            "as distributed.nvme_path",
+        ),
+        ({"engine": "deepspeed", "nvme_path": "x"}, "nvme_path is for distributed.offload nvme"),
+    ],
+)
+def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        Engine(DistributedConfig(**keys), World(0, 2, 0, 2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "problem"),
+    [
+        ("efficiency", {"precision": "fp16"}, "precision fp16"),
+        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params"),
+        ("efficiency", {"compile": True}, "efficiency.compile does not see through"),
+        ("efficiency", {"activation_offload": True}, "efficiency.activation_offload"),
+        ("efficiency", {"optimizer_in_backward": True}, "efficiency.optimizer_in_backward"),
+        ("optimizer", {"name": "muon"}, "optimizer.name muon"),
+        ("optimizer", {"name": "adafactor"}, "optimizer.name adafactor"),
+        ("lora", {"rank": 2}, "lora is not for distributed.engine deepspeed"),
+        ("checkpoint", {"sharded": True}, "checkpoint.sharded"),
+    ],
+)
+def test_what_deepspeed_can_not_do_is_refused_by_name(
+    section: str, values: dict[str, Any], problem: str
+) -> None:
+    recipe: dict[str, Any] = {
+        "model": {"model_type": "llama", "hidden_size": 16},
+        "data": {"dir": "none", "seq_len": 16},
+        section: values,
+    }
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        require_combination(parse_recipe(recipe), find_hardware("cpu"), "deepspeed")

@@ -1,0 +1,195 @@
+"""Processes with some of a Llama's layers each give the gradients of one process, and hold no more
+than their part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spawned import run_ranks
+
+from firstlight.distributed import World
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.errors import ConfigError
+from firstlight.hardware import find_hardware
+from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
+from firstlight.training.automatic import decide
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import parse_recipe
+
+_DRIVER = Path(__file__).with_name("gradient_driver.py")
+
+
+def _case(family: str, stages: int, **more: Any) -> dict[str, Any]:
+    return {
+        "distributed": {"pipeline": stages},
+        "micro": 2,
+        "accumulation": 3,
+        "masks": "unequal",
+        "family": family,
+        "dtype": "float64",
+        **more,
+    }
+
+
+def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
+    for result in run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=400):
+        assert result.returncode == 0, result.stderr
+        lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+        assert len(lines) == len(cases)
+        for line in lines:
+            bound = 1e-12 if line["dtype"] == "float64" else 1e-5
+            for name in ("difference", "loss", "norm"):
+                assert line[name] < bound, line
+
+
+def test_two_stages_give_the_gradient_of_one_process() -> None:
+    methods = {"activation_checkpointing": "selective", "vocab_multiple": 64}
+    cases = [
+        _case("grouped", 2),
+        _case("qwen3", 2, micro=1, accumulation=4, masks="partial"),
+        # Fewer micro-batches than stages: another schedule.
+        _case("mistral", 2, accumulation=1),
+        _case("biases", 2, dtype="float32", efficiency=methods),
+    ]
+    _require_equal(cases, 2)
+
+
+@pytest.mark.slow
+def test_four_stages_give_the_gradient_of_one_process() -> None:
+    cases = [
+        _case("deep", 4, micro=micro, accumulation=steps, masks=masks)
+        for micro, steps in ((2, 1), (1, 3), (2, 4), (1, 7))
+        for masks in ("unequal", "partial")
+    ]
+    _require_equal(cases, 4)
+
+
+def _engine(rank: int, processes: int, **config: Any) -> Engine:
+    world = World(rank, processes, rank, processes)
+    return Engine(DistributedConfig(**config), world, torch.device("cpu"))
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 5,
+}
+
+
+def test_stages_begin_with_the_values_of_the_whole_model() -> None:
+    config = LlamaConfig(**_SIZES, intermediate_size=32)
+    whole = empty_model(config, 64)
+    whole.init_weights(torch.Generator().manual_seed(3))
+    expected = whole.state_dict()
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(3):
+        engine = _engine(rank, 3, pipeline=3)
+        model = engine.new_model(config, 64, torch.Generator().manual_seed(3))
+        state = model.state_dict()
+        assert engine.elsewhere(model) == expected.keys() - state.keys()
+        assert not found.keys() & state.keys()
+        # Of the layers no stage has more than two, and no memory is shared with what is elsewhere.
+        assert len({name.split(".")[2] for name in state if ".layers." in name}) in (1, 2)
+        for tensor in state.values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        found |= state
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("processes", "config", "said"),
+    [
+        (4, {"pipeline": 2}, "pipeline is 2 and this run has 4 processes: start .* --nproc 2"),
+        (1, {"pipeline": 2}, "start it with --nproc 2"),
+        (2, {"pipeline": 2, "engine": "fsdp"}, "none for distributed.engine fsdp"),
+        (4, {"pipeline": 2, "tensor_parallel": 2}, "none for distributed.tensor_parallel 2"),
+        (2, {"pipeline": 2, "shard": 2}, "distributed.shard 2 is for .* leave shard out"),
+        (
+            2,
+            {"pipeline": 2, "offload": "cpu"},
+            "distributed.offload cpu is for .* leave offload out",
+        ),
+    ],
+)
+def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _engine(0, processes, **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (GPT2Config(**_SIZES), "cuts llama, mistral, qwen2 and qwen3, and the model is gpt2"),
+        (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
+        (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),
+        (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
+    ],
+)
+def test_models_without_stages_are_refused(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _engine(0, 2, pipeline=2).new_model(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),
+        ("efficiency", {"loss_chunk_tokens": 8}, "loss_chunk_tokens is not for .* set it to 0"),
+        ("efficiency", {"optimizer_in_backward": True}, "optimizer_in_backward .* switch it off"),
+        ("efficiency", {"compile": True}, "efficiency.compile is not for .* set it to false"),
+        ("optimizer", {"name": "muon"}, "muon is not for .* use adamw or sgd"),
+        ("lora", {}, "lora is not for distributed.pipeline: leave one out"),
+        ("checkpoint", {"sharded": True}, "checkpoint.sharded .* leave it out"),
+    ],
+)
+def test_what_stages_do_not_know_is_refused(
+    section: str, values: dict[str, Any], said: str
+) -> None:
+    recipe: dict[str, Any] = {
+        "data": {"dir": "none", "seq_len": 8},
+        "batch": {"micro_batch_size": 1},
+        "optimizer": {"max_grad_norm": 0.0},
+        "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
+        "model": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64},
+    }
+    recipe[section] = {**recipe.get(section, {}), **values}
+    with pytest.raises(ConfigError, match=said):
+        require_combination(parse_recipe(recipe), find_hardware("cpu"), pipeline=2)
+
+
+@pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
+def test_the_largest_micro_batch_is_not_sought(key: str) -> None:
+    recipe = parse_recipe(
+        {
+            "data": {"dir": "none", "seq_len": 8},
+            "batch": {"micro_batch_size": "auto", "global_batch_tokens": 64},
+            "efficiency": {"precision": "fp32", "compile": "auto"},
+            "model": {"model_type": "llama", "hidden_size": 32, "vocab_size": 20_000},
+            "distributed": {key: 2},
+        }
+    )
+    with pytest.raises(ConfigError, match=f"distributed.{key} .* give a number"):
+        decide(recipe, {}, find_hardware("cpu"), 10**15, print)
+
+
+@pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
+def test_what_is_chosen_works_with_parts_of_layers(key: str) -> None:
+    recipe = parse_recipe(
+        {
+            "data": {"dir": "none", "seq_len": 8},
+            "efficiency": {"precision": "fp32"},
+            "model": {"model_type": "llama", "hidden_size": 32, "vocab_size": 20_000},
+        }
+    )
+    parts = recipe.model_copy(update={"distributed": DistributedConfig.model_validate({key: 2})})
+    alone, found = (decide(r, {}, find_hardware("cpu"), 10**15, print) for r in (recipe, parts))
+    assert (alone.efficiency.compile, alone.efficiency.loss_chunk_tokens) == (True, 512)
+    assert (found.efficiency.compile, found.efficiency.loss_chunk_tokens) == (False, 0)

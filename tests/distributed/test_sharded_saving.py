@@ -1,0 +1,45 @@
+"""Each process writes its pieces of a checkpoint; together they are one, or nothing appears."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spawned import run_ranks
+
+_DRIVER = Path(__file__).with_name("sharded_driver.py")
+
+
+def _scenarios(folder: Path, size: int) -> list[dict[str, Any]]:
+    """What each rank found."""
+    results = run_ranks(_DRIVER, [str(folder)], size, timeout=200)
+    found = []
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+        found.append({line["scenario"]: line["found"] for line in lines})
+    return found
+
+
+def _require_sound(folder: Path, size: int, meshes: list[str]) -> None:
+    last = f"rank {size - 1}"
+    for found in _scenarios(folder, size):
+        names = [f"{mesh}-{asynchronous}" for mesh in meshes for asynchronous in (False, True)]
+        # Of the two that were saved, the last is kept, and is what it was when it was saved.
+        assert found["whole"] == {name: ["step-00000002", [], []] for name in names}
+        for full, infinite, left, names in found["faults"].values():
+            assert full.startswith(f"StorageError: {last}: the disk is full")
+            assert infinite.startswith(f"CheckpointError: {last}: step 2: tensor seven is not")
+            assert left == []
+            assert names == ["step-00000003"]
+
+
+def test_pieces_of_two_processes_are_one_checkpoint(tmp_path: Path) -> None:
+    _require_sound(tmp_path, 2, ["all"])
+
+
+@pytest.mark.slow
+def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path) -> None:
+    _require_sound(tmp_path, 4, ["all", "hybrid"])

@@ -1,0 +1,171 @@
+"""Processes that compute each layer of a Llama together give the gradients, losses, texts and
+checkpoints of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spawned import run_ranks
+
+from firstlight.distributed import World
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.errors import ConfigError
+from firstlight.hardware import find_hardware
+from firstlight.training.combinations import require_combination
+from firstlight.training.config import parse_recipe
+
+_DRIVER = Path(__file__).with_name("gradient_driver.py")
+
+_FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral"]
+
+
+def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "distributed": {"tensor_parallel": 2, **distributed},
+        "micro": 2,
+        "accumulation": 1,
+        "masks": "unequal",
+        "family": family,
+        "dtype": "float64",
+        **more,
+    }
+
+
+def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
+    for result in run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=400):
+        assert result.returncode == 0, result.stderr
+        lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+        assert len(lines) == len(cases)
+        for line in lines:
+            bound = 1e-12 if line["dtype"] == "float64" else 1e-5
+            for name in ("difference", "loss", "norm"):
+                assert line[name] < bound, line
+
+
+def test_two_processes_compute_the_gradient_of_one_together() -> None:
+    cases = [_case(family, {}) for family in _FAMILIES]
+    cases[0] |= {"micro": 1, "accumulation": 3, "masks": "partial"}
+    cases[1] |= {"efficiency": {"vocab_multiple": 64}}
+    cases[2] |= {"dtype": "float32", "efficiency": {"activation_checkpointing": "selective"}}
+    _require_equal(cases, 2)
+
+
+@pytest.mark.slow
+def test_however_a_batch_is_cut_two_processes_compute_the_gradient_of_one() -> None:
+    cases = [
+        _case(family, {}, micro=micro, accumulation=steps, masks=masks, dtype=dtype)
+        for family in _FAMILIES
+        for micro, steps, masks, dtype in (
+            (1, 3, "partial", "float64"),
+            (2, 2, "unequal", "float32"),
+        )
+    ]
+    methods: list[dict[str, Any]] = [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"vocab_multiple": 64},
+    ]
+    cases += [_case("qwen3", {}, dtype="float32", efficiency=method) for method in methods]
+    _require_equal(cases, 2)
+
+
+@pytest.mark.slow
+def test_groups_of_two_processes_give_the_gradient_of_one() -> None:
+    ways: list[dict[str, Any]] = [
+        {"engine": "fsdp"},
+        {"engine": "fsdp", "reshard_after_forward": False},
+        {"engine": "fsdp", "offload": "cpu"},
+        {"engine": "auto"},
+    ]
+    cases = [
+        _case(family, ways[number % len(ways)], micro=micro, accumulation=steps, masks=masks)
+        for number, (family, (micro, steps), masks) in enumerate(
+            (family, cut, masks)
+            for family in _FAMILIES
+            for cut in ((1, 3), (2, 1))
+            for masks in ("unequal", "partial")
+        )
+    ]
+    cases += [
+        _case("qwen3", {"engine": "fsdp"}, dtype="float32", efficiency=method)
+        for method in ({"activation_checkpointing": "selective"}, {"vocab_multiple": 64})
+    ]
+    _require_equal(cases, 4)
+
+
+@pytest.mark.slow
+def test_four_processes_compute_each_layer_together() -> None:
+    _require_equal([_case("llama-4", {"tensor_parallel": 4})], 4)
+
+
+@pytest.mark.slow
+def test_groups_share_copies_of_a_model() -> None:
+    ways = {"engine": "fsdp", "shard": 2}
+    _require_equal([_case(family, ways, accumulation=2) for family in _FAMILIES], 8)
+
+
+def _engine(processes: int, **config: Any) -> Engine:
+    world = World(processes - 1, processes, processes - 1, processes)
+    return Engine(DistributedConfig(**config), world, torch.device("cpu"))
+
+
+def test_neighbours_have_the_same_rows() -> None:
+    engine = _engine(6, tensor_parallel=2)
+    assert (engine.name, engine.rank, engine.size, engine.group_rank) == ("fsdp", 2, 3, 1)
+    assert _engine(2, tensor_parallel=2).name == "none"
+
+
+@pytest.mark.parametrize(
+    ("processes", "config", "said"),
+    [
+        (3, {"tensor_parallel": 2}, "tensor_parallel is 2 and this run has 3 processes"),
+        (1, {"tensor_parallel": 2}, "start it with --nproc 2"),
+        (4, {"tensor_parallel": 2, "engine": "ddp"}, "set distributed.engine to fsdp"),
+        (4, {"tensor_parallel": 2, "engine": "none"}, "there are 2.*set it to fsdp"),
+        (2, {"tensor_parallel": 2, "engine": "fsdp"}, "for several groups, and this run has one"),
+        (6, {"tensor_parallel": 2, "shard": 2}, "does not divide the 3 groups evenly"),
+    ],
+)
+def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _engine(processes, **config)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("model", {"model_type": "gpt2"}, "cuts llama, mistral, qwen2 and qwen3.* is gpt2"),
+        ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
+        ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
+        ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),
+        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),
+        ("efficiency", {"loss_chunk_tokens": 8}, "loss_chunk_tokens is not for .* set it to 0"),
+        ("efficiency", {"optimizer_in_backward": True}, "optimizer_in_backward .* switch it off"),
+        ("efficiency", {"compile": True}, "efficiency.compile is not for .* set it to false"),
+        (
+            "efficiency",
+            {"activation_offload": True},
+            "use efficiency.activation_checkpointing full",
+        ),
+        ("optimizer", {"name": "muon"}, "muon is not for .* use adamw or sgd"),
+        ("lora", {}, "lora is not for distributed.tensor_parallel: leave one out"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(section: str, values: dict[str, Any], said: str) -> None:
+    recipe: dict[str, Any] = {
+        "data": {"dir": "none", "seq_len": 8},
+        "batch": {"micro_batch_size": 1},
+        "optimizer": {"max_grad_norm": 0.0},
+        "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
+        "model": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64},
+    }
+    recipe[section] = {**recipe.get(section, {}), **values}
+    if values.get("model_type") == "gpt2":
+        recipe["model"] = values
+    with pytest.raises(ConfigError, match=said):
+        require_combination(parse_recipe(recipe), find_hardware("cpu"), tensor_parallel=4)
