@@ -61,6 +61,24 @@ def test_figures_are_medians_over_the_turns() -> None:
     assert draw(result).startswith(b"\x89PNG")
 
 
+def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
+    bench = ScalingBench(seq_len=10, micro_batch_size=4)
+    one = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
+    two = {"step_seconds": 0.4, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
+    replies = {("none", 1): [one], ("tensor", 2): [two], ("zero-2", 2): [two]}
+    _, tensor, zero = summarize(bench, replies)
+    assert [row["tokens_per_second"] for row in (tensor, zero)] == [100, 200]
+    assert [row["speedup"] for row in (tensor, zero)] == [1.25, 2.5]
+    assert [row["sharing_share"] for row in (tensor, zero)] == pytest.approx([0.25, -0.5])
+
+
+def test_only_what_a_model_can_use_is_measured() -> None:
+    def engines(model: str) -> set[str]:
+        return {name for name, _ in ScalingBench(model=model).rows()}
+
+    assert engines("llama-110m") - engines("gpt2-124m") == {"tensor", "pipeline"}
+
+
 def test_two_processes_are_measured(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     model = {

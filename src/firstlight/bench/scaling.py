@@ -3,11 +3,13 @@ number of processes.
 
 Each row is a run of its own processes on this machine, every one with the same micro-batch, so a
 step of n processes sees n times the tokens ("weak scaling"). On a CPU, n processes share its
-cores evenly; on GPUs each has its own. The rows take turns; numbers are medians over the turns.
+cores evenly; on GPUs each has its own. Those that compute the same rows together (tensor, pipeline)
+see the tokens of one process. The rows take turns; numbers are medians over the turns.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -26,18 +28,27 @@ from firstlight.bench.methods_rows import SMALL, find_model
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 from firstlight.hardware import Hardware, find_hardware
+from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model
 
 _MODULE = "firstlight.bench.scaling_once"
 
-#: The `distributed` section of each engine.
-ENGINES: dict[str, dict[str, Any]] = {
-    "ddp": {"engine": "ddp"},
-    "fsdp": {"engine": "fsdp"},
-    "fsdp-kept": {"engine": "fsdp", "reshard_after_forward": False},
-    "fsdp-offload": {"engine": "fsdp", "offload": "cpu"},
-    "hybrid": {"engine": "fsdp", "shard": 2},
+#: The `distributed` section of each engine, for a number of processes.
+ENGINES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "ddp": lambda _: {"engine": "ddp"},
+    "fsdp": lambda _: {"engine": "fsdp"},
+    "fsdp-kept": lambda _: {"engine": "fsdp", "reshard_after_forward": False},
+    "fsdp-offload": lambda _: {"engine": "fsdp", "offload": "cpu"},
+    "hybrid": lambda _: {"engine": "fsdp", "shard": 2},
+    "tensor": lambda count: {"tensor_parallel": count},
+    "pipeline": lambda count: {"pipeline": count},
+    "zero-1": lambda _: {"engine": "deepspeed", "zero_stage": 1},
+    "zero-2": lambda _: {"engine": "deepspeed", "zero_stage": 2},
+    "zero-3": lambda _: {"engine": "deepspeed", "zero_stage": 3},
 }
+
+#: Those whose processes compute the same rows together.
+_TOGETHER = ("tensor", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,8 @@ class ScalingBench:
     Attributes:
         processes: the most; 1, 2, 4, ... and this one are measured.
         model: a name as for `bench methods`, or a recipe file.
-        engines: names of `ENGINES`; empty is all that so many processes can use.
+        engines: names of `ENGINES`; empty is all that such a model, so many processes and what is
+            installed can use.
         seq_len, micro_batch_size, accumulation: of each process.
         steps: timed in each turn.
         repeats: turns of all rows.
@@ -87,11 +99,24 @@ class ScalingBench:
             counts.append(self.processes)
         rows = [("none", 1)]
         for count in counts:
-            for name in self.engines or ENGINES:
+            for name in self.engines or self._usual():
                 # Groups of two of two processes are fsdp itself.
                 if name != "hybrid" or (count > 2 and count % 2 == 0):
                     rows.append((name, count))
         return rows
+
+    def _usual(self) -> list[str]:
+        left_out: set[str] = set()
+        if type(find_model(self.model)) is not LlamaConfig:  # nor a mixture of experts
+            left_out |= {"tensor", "pipeline"}
+        if importlib.util.find_spec("deepspeed") is None:
+            left_out |= {"zero-1", "zero-2", "zero-3"}
+        return [name for name in ENGINES if name not in left_out]
+
+    def tokens(self, engine: str, count: int) -> int:
+        """Of one step of all processes together."""
+        rows = self.micro_batch_size * (1 if engine in _TOGETHER else count)
+        return self.seq_len * rows * self.accumulation
 
 
 def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -159,7 +184,7 @@ def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -
             "gradient_accumulation_steps": bench.accumulation,
         },
         "efficiency": {"precision": bench.precision, "compile": False},
-        "distributed": ENGINES.get(engine, {}),
+        "distributed": {} if engine == "none" else ENGINES[engine](count),
     }
     cores = os.cpu_count() or 1
     threads = max(1, cores // count) if hardware.device.type == "cpu" else torch.get_num_threads()
@@ -211,7 +236,6 @@ def summarize(
         "tokens_per_second" of all processes together, "speedup" over one process, "sharing_share":
         the part of a step that is not computing (None for one process), "peak_bytes" of each rank.
     """
-    tokens = bench.seq_len * bench.micro_batch_size * bench.accumulation
     alone = [reply for reply in replies[("none", 1)] if "error" not in reply]
     result = []
     for (engine, count), runs in replies.items():
@@ -222,13 +246,15 @@ def summarize(
             "reason": next((run["error"] for run in runs if "error" in run), ""),
         }
         if good:
-            rates = [count * tokens / run["step_seconds"] for run in good]
+            tokens = bench.tokens(engine, count)
+            rates = [tokens / run["step_seconds"] for run in good]
+            work = tokens / bench.tokens("none", 1)
             ratios = [
-                count * one["step_seconds"] / run["step_seconds"]
+                work * one["step_seconds"] / run["step_seconds"]
                 for one, run in zip(alone, good, strict=False)
             ]
             shares = [
-                1 - run["alone_seconds"] / run["step_seconds"]
+                1 - work / count * run["alone_seconds"] / run["step_seconds"]
                 for run in good
                 if run["alone_seconds"] is not None
             ]

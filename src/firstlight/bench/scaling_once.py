@@ -56,7 +56,7 @@ def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated(hardware.device)
         gc.collect()
         alone = None
-        if engine.size > 1:
+        if engine.world.size > 1:
             alone = _median_step(recipe, hardware, None, request["steps"])
         found = gather_objects([seconds, alone, peak])
     alones = [entry[1] for entry in found if entry[1] is not None]
@@ -76,7 +76,7 @@ def _median_step(
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0))
     program = TrainingProgram(recipe, model, hardware, engine)
-    generator = torch.Generator().manual_seed(find_world().rank)
+    generator = torch.Generator().manual_seed(find_world().rank if engine is None else engine.rank)
     shape = (recipe.batch.rows, recipe.data.seq_len + 1)
     taken = []
     for _ in range(2 + steps):

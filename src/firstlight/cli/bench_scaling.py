@@ -26,7 +26,8 @@ from firstlight.console import say
     "--engines",
     metavar="NAME,...",
     default="",
-    help="Only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid.",
+    help="Only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1, "
+    "zero-2, zero-3.",
 )
 @click.option("--seq-len", type=int, default=256, show_default=True, help="Tokens a row.")
 @click.option(
