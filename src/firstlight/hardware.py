@@ -6,6 +6,7 @@ rate measured.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import re
@@ -19,28 +20,7 @@ import psutil
 import torch
 
 from firstlight.errors import ConfigError
-
-#: Dense bf16 matrix FLOP/s by whole words of the device's name, from the makers' data sheets
-#: (without sparsity). The first match counts.
-_BF16_PEAK_FLOPS = (
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10", 125e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-)
-
-
-#: Words after a name of the table, or anywhere (a slice of a GPU), that make it another device.
-_OTHER_DEVICE = r" (?:D|Ti|SUPER|Max-Q|Laptop)\b|.*\bMIG\b"
+from firstlight.gpus import find_gpu
 
 
 @dataclass(frozen=True)
@@ -143,10 +123,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     the best of several large products, which takes a fraction of a second.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, flops in _BF16_PEAK_FLOPS:
-            if re.search(rf"\b{part}\b(?!{_OTHER_DEVICE})", name):
-                return flops
+        properties = torch.cuda.get_device_properties(device)
+        with contextlib.suppress(ConfigError):
+            gpu = find_gpu(properties.name, properties.total_memory)
+            if gpu.bf16:
+                return gpu.bf16
     return measured_matmul_flops(device, dtype)
 
 

@@ -99,9 +99,18 @@ def test_a_device_that_torch_knows_and_firstlight_does_not_is_refused(device: st
         find_hardware(device)
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have torch say that this is the GPU."""
+    found = SimpleNamespace(name=name, total_memory=85_000_000_000)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: found)
+
+
 @pytest.mark.parametrize(
     "name, tera_flops",
     [
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40", 181),
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
@@ -119,19 +128,17 @@ def test_a_device_that_torch_knows_and_firstlight_does_not_is_refused(device: st
 def test_the_peak_of_a_known_gpu_is_its_makers(
     name: str, tera_flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    pretend(monkeypatch, name)
     assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == tera_flops * 1e12
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA L40",
-        "NVIDIA A10G",
         "NVIDIA RTX A1000",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
         "Tesla T4",
@@ -140,13 +147,13 @@ def test_the_peak_of_a_known_gpu_is_its_makers(
 def test_a_gpu_that_only_sounds_like_one_of_the_table_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    pretend(monkeypatch, name)
     monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
     assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == 7.0
 
 
 def test_other_formats_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    pretend(monkeypatch, "NVIDIA H200")
     monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
     assert peak_flops.__wrapped__(CUDA, torch.float32) == 7.0
 

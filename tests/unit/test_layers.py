@@ -22,6 +22,7 @@ _LAYERS = {
     "files": 0,
     "console": 0,
     "hardware": 0,
+    "gpus": 0,
     "distributed": 0,
     "tokenizer": 1,
     "models": 1,

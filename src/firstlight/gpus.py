@@ -1,0 +1,191 @@
+"""What GPUs can do, by name, from the makers' data sheets.
+
+Rates are dense (without sparsity), and of products that are added up in fp32, which for GeForce
+cards are half of the figure that stands in large print. Memory is what the driver reports, which
+is up to a tenth less than the name says where error correction takes its part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from firstlight.errors import ConfigError
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU.
+
+    Attributes:
+        name: the maker's, without the brand.
+        memory_bytes: all of it, as the driver reports.
+        bandwidth: of its memory, bytes a second.
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 is "not in hardware".
+        link: to other GPUs of the machine, bytes a second in one direction.
+        capability: CUDA's compute capability; (0, 0) where there is no CUDA.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    fp32: float
+    tf32: float
+    fp16: float
+    bf16: float
+    link: float
+    capability: tuple[int, int]
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of matrix products by a recipe's `efficiency.precision`; fp32's where the format
+        is not in hardware."""
+        rates = {
+            "tf32": self.tf32,
+            "fp16": self.fp16,
+            "bf16": self.bf16,
+            "bf16_params": self.bf16,
+        }
+        return rates.get(precision, 0.0) or self.fp32
+
+
+#: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s in one direction.
+_PCIE3, _PCIE4, _PCIE5 = 16, 32, 64
+
+_Row = tuple[str, int, float, float, float, float, float, float, tuple[int, int]]
+
+#: name, MiB, GB/s, TFLOP/s of fp32, tf32, fp16, bf16, link GB/s, capability.
+_ROWS: tuple[_Row, ...] = (
+    ("P100 16GB", 16280, 732, 10.6, 0, 21.2, 0, _PCIE3, (6, 0)),
+    ("V100 16GB", 16160, 900, 15.7, 0, 125, 0, 150, (7, 0)),
+    ("V100 32GB", 32510, 900, 15.7, 0, 125, 0, 150, (7, 0)),
+    ("T4", 15360, 320, 8.1, 0, 65, 0, _PCIE3, (7, 5)),
+    ("RTX 2080 Ti", 11264, 616, 13.4, 0, 53.8, 0, _PCIE3, (7, 5)),
+    ("A100 40GB", 40960, 1555, 19.5, 156, 312, 312, 300, (8, 0)),
+    ("A100 40GB PCIe", 40960, 1555, 19.5, 156, 312, 312, _PCIE4, (8, 0)),
+    ("A100 80GB", 81920, 2039, 19.5, 156, 312, 312, 300, (8, 0)),
+    ("A100 80GB PCIe", 81920, 1935, 19.5, 156, 312, 312, _PCIE4, (8, 0)),
+    ("A30", 24060, 933, 10.3, 82, 165, 165, _PCIE4, (8, 0)),
+    ("A10", 23028, 600, 31.2, 62.5, 125, 125, _PCIE4, (8, 6)),
+    ("A10G", 23028, 600, 31.5, 35, 70, 70, _PCIE4, (8, 6)),
+    ("A40", 46068, 696, 37.4, 74.8, 149.7, 149.7, _PCIE4, (8, 6)),
+    ("RTX A4000", 16376, 448, 19.2, 38.3, 76.7, 76.7, _PCIE4, (8, 6)),
+    ("RTX A5000", 24564, 768, 27.8, 55.6, 111.1, 111.1, _PCIE4, (8, 6)),
+    ("RTX A6000", 49140, 768, 38.7, 77.4, 154.8, 154.8, _PCIE4, (8, 6)),
+    ("RTX 3060 12GB", 12288, 360, 12.7, 12.8, 25.5, 25.5, _PCIE4, (8, 6)),
+    ("RTX 3060 Ti", 8192, 448, 16.2, 16.2, 32.4, 32.4, _PCIE4, (8, 6)),
+    ("RTX 3070", 8192, 448, 20.3, 20.3, 40.6, 40.6, _PCIE4, (8, 6)),
+    ("RTX 3080 10GB", 10240, 760, 29.8, 29.8, 59.5, 59.5, _PCIE4, (8, 6)),
+    ("RTX 3080 Ti", 12288, 912, 34.1, 34.1, 68.2, 68.2, _PCIE4, (8, 6)),
+    ("RTX 3090", 24576, 936, 35.6, 35.6, 71, 71, _PCIE4, (8, 6)),
+    ("RTX 3090 Ti", 24564, 1008, 40.0, 40.0, 80, 80, _PCIE4, (8, 6)),
+    ("L4", 23034, 300, 30.3, 60, 121, 121, _PCIE4, (8, 9)),
+    ("L40", 46068, 864, 90.5, 90.5, 181, 181, _PCIE4, (8, 9)),
+    ("L40S", 46068, 864, 91.6, 183, 362, 362, _PCIE4, (8, 9)),
+    ("RTX 6000 Ada", 49140, 960, 91.1, 182.1, 364.2, 364.2, _PCIE4, (8, 9)),
+    ("RTX 4060", 8188, 272, 15.1, 15.1, 30.2, 30.2, _PCIE4, (8, 9)),
+    ("RTX 4060 Ti 8GB", 8188, 288, 22.1, 22.1, 44.1, 44.1, _PCIE4, (8, 9)),
+    ("RTX 4060 Ti 16GB", 16380, 288, 22.1, 22.1, 44.1, 44.1, _PCIE4, (8, 9)),
+    ("RTX 4070", 12282, 504, 29.1, 29.1, 58.3, 58.3, _PCIE4, (8, 9)),
+    ("RTX 4070 SUPER", 12282, 504, 35.5, 35.5, 71, 71, _PCIE4, (8, 9)),
+    ("RTX 4070 Ti", 12282, 504, 40.1, 40.1, 80.2, 80.2, _PCIE4, (8, 9)),
+    ("RTX 4070 Ti SUPER", 16376, 672, 44.1, 44.1, 88.2, 88.2, _PCIE4, (8, 9)),
+    ("RTX 4080", 16376, 717, 48.7, 48.7, 97.5, 97.5, _PCIE4, (8, 9)),
+    ("RTX 4080 SUPER", 16376, 736, 52.2, 52.2, 104.4, 104.4, _PCIE4, (8, 9)),
+    ("RTX 4090", 24564, 1008, 82.6, 82.6, 165.2, 165.2, _PCIE4, (8, 9)),
+    ("H100 PCIe", 81559, 2000, 51, 378, 756, 756, _PCIE5, (9, 0)),
+    ("H100 NVL", 95830, 3900, 60, 417, 835, 835, 300, (9, 0)),
+    ("H100", 81559, 3350, 67, 494.7, 989, 989, 450, (9, 0)),
+    ("GH200 96GB", 97871, 4000, 67, 494.7, 989, 989, 450, (9, 0)),
+    ("H200 NVL", 143771, 4800, 60, 417, 835, 835, 450, (9, 0)),
+    ("H200", 143771, 4800, 67, 494.7, 989, 989, 450, (9, 0)),
+    ("B200", 183359, 8000, 75, 1125, 2250, 2250, 900, (10, 0)),
+    ("RTX 5060 Ti 16GB", 16311, 448, 23.7, 23.7, 47.4, 47.4, _PCIE5, (12, 0)),
+    ("RTX 5070", 12227, 672, 30.9, 30.9, 61.7, 61.7, _PCIE5, (12, 0)),
+    ("RTX 5070 Ti", 16303, 896, 43.9, 43.9, 87.9, 87.9, _PCIE5, (12, 0)),
+    ("RTX 5080", 16303, 960, 56.3, 56.3, 112.6, 112.6, _PCIE5, (12, 0)),
+    ("RTX 5090", 32607, 1792, 104.8, 104.8, 209.5, 209.5, _PCIE5, (12, 0)),
+    ("MI300X", 196592, 5300, 163.4, 653.7, 1307.4, 1307.4, 448, (0, 0)),
+)
+
+
+def _gpu(row: _Row) -> GPU:
+    name, mib, gbs, fp32, tf32, fp16, bf16, link, capability = row
+    fp32, tf32, fp16, bf16 = (rate * 1e12 for rate in (fp32, tf32, fp16, bf16))
+    return GPU(name, mib * _MIB, gbs * 1e9, fp32, tf32, fp16, bf16, link * 1e9, capability)
+
+
+GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in _ROWS}
+
+#: Words of a driver's or a seller's name that say nothing about the kind.
+_BRANDS = re.compile(
+    r"\b(?:nvidia|geforce|tesla|amd|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
+)
+
+#: Words that make a GPU another than that of the same name without them.
+_OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
+
+
+def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
+    """A GPU of the table, by its name as a person or a driver writes it.
+
+    Args:
+        name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".
+        memory_bytes: of the device, where it is known: tells apart what is sold with several.
+
+    Raises:
+        ConfigError: there is no such GPU, or there are several; names the nearest.
+    """
+    wanted = _words(name)
+    matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
+    if not matches and not _OTHER_DEVICE.search(name.lower()):
+        # "A100" is either; "RTX 4090 24GB" says what is known.
+        plain = _without_memory(wanted)
+        said = wanted - plain
+        matches = [
+            gpu
+            for gpu in GPUS.values()
+            if _without_memory(_words(gpu.name)) == plain
+            and (not said or said == _words(f"{round(gpu.memory_bytes / 2**30)}GB"))
+        ]
+    if len(matches) > 1 and memory_bytes is not None:
+        matches = [min(matches, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = " or ".join(f"'{gpu.name}'" for gpu in matches)
+        raise ConfigError(f"GPU '{name}' is sold with several sizes of memory: say {names}")
+    raise ConfigError(f"GPU '{name}' is not in the table: {_nearest(name)}")
+
+
+def _words(name: str) -> frozenset[str]:
+    text = re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())
+    # "RTX4090", "4070Ti"; but "A10G" and "L40S" are names.
+    text = re.sub(r"\b(rtx|gtx)\s*(?=\d)", r"rtx ", text)
+    text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
+    words = frozenset(re.findall(r"[a-z0-9]+", _BRANDS.sub(" ", text.replace("-", " "))))
+    # A bare number is a GeForce.
+    return words | {"rtx"} if any(re.fullmatch(r"[2-5]0[5-9]0", word) for word in words) else words
+
+
+def _without_memory(words: frozenset[str]) -> frozenset[str]:
+    return frozenset(word for word in words if not re.fullmatch(r"\d+gb", word))
+
+
+def _nearest(name: str) -> str:
+    """The four of most words in common, and of those the most alike."""
+    wanted = _without_memory(_words(name))
+
+    def likeness(gpu: str) -> tuple[int, float]:
+        words = _without_memory(_words(gpu))
+        texts = (" ".join(sorted(some)) for some in (wanted, words))
+        same = wanted & words - {"rtx", "pcie"}
+        return len(same), difflib.SequenceMatcher(None, *texts).ratio()
+
+    ranked = sorted(GPUS, key=likeness, reverse=True)[:4]
+    close = [gpu for gpu in ranked if likeness(gpu) > (0, 0.5)]
+    names = ", ".join(repr(gpu) for gpu in close)
+    found = f"nearest are {names}" if close else f"use one of {', '.join(GPUS)}"
+    return f"{found}; or --gpu-memory 24GiB"
