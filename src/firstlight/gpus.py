@@ -180,9 +180,9 @@ def _nearest(name: str) -> str:
 
     def likeness(gpu: str) -> tuple[int, float]:
         words = _without_memory(_words(gpu))
-        texts = (" ".join(sorted(some)) for some in (wanted, words))
+        one, two = (" ".join(sorted(some)) for some in (wanted, words))
         same = wanted & words - {"rtx", "pcie"}
-        return len(same), difflib.SequenceMatcher(None, *texts).ratio()
+        return len(same), difflib.SequenceMatcher(None, one, two).ratio()
 
     ranked = sorted(GPUS, key=likeness, reverse=True)[:4]
     close = [gpu for gpu in ranked if likeness(gpu) > (0, 0.5)]

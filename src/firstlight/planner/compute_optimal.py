@@ -1,0 +1,224 @@
+"""What to train with what one has: how large a model, on how many tokens, in which batches.
+
+A larger model learns more from each token, and gets fewer of them in the same time. Where the two
+balance is read off the scaling laws that were fitted to hundreds of runs; which model that is here
+follows from how fast each size trains on the hardware at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from firstlight.errors import ConfigError
+from firstlight.models import LlamaConfig
+from firstlight.models.accounting import meta_model, train_flops_per_token
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """loss = irreducible + a / parameters^alpha + b / tokens^beta, in nats a token.
+
+    Attributes:
+        source: of the fit.
+    """
+
+    source: str
+    irreducible: float
+    a: float
+    b: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Of a model with so many parameters, trained on so many tokens of new text."""
+        return float(
+            self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
+        )
+
+
+#: Two fits of the same runs (web text, a vocabulary of 32,000): what lies between them is the least
+#: that a loss can be uncertain by.
+LAWS = (
+    ScalingLaw("Hoffmann et al. 2022, approach 3", 1.69, 406.4, 410.7, 0.34, 0.28),
+    ScalingLaw("Besiroglu et al. 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658),
+)
+
+#: Which of them decides: it reproduces the 20 tokens a parameter of the other approaches.
+_DECIDING = LAWS[1]
+
+#: Text that is read again: after so many times, more of it adds nothing (Muennighoff et al. 2023).
+_WORTH_OF_REPETITION = 15.39
+
+
+def expected_loss(parameters: float, tokens: float, vocab_size: int) -> tuple[float, float]:
+    """The least and the most that the scaling laws expect, nats a token; no more than what guessing
+    costs."""
+    losses = [min(law.loss(parameters, tokens), math.log(vocab_size)) for law in LAWS]
+    return min(losses), max(losses)
+
+
+def worth_of_tokens(tokens: float, unique: float | None) -> float:
+    """How many tokens of new text a number of tokens is worth that are read from less text.
+
+    Args:
+        unique: tokens of the text; None is as many as are read.
+
+    Source: Muennighoff et al. 2023, equation 5.
+    """
+    if unique is None or tokens <= unique:
+        return tokens
+    repeats = tokens / unique - 1
+    return unique * (1 + _WORTH_OF_REPETITION * (1 - math.exp(-repeats / _WORTH_OF_REPETITION)))
+
+
+def batch_tokens(flops: float, seq_len: int) -> int:
+    """Tokens of a step, for a run of so many FLOPs: rows of a power of two.
+
+    Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.292 x FLOPs^0.3271.
+    """
+    rows = max(0.2920 * flops**0.3271 / seq_len, 1.0)
+    return seq_len * (1 << round(math.log2(rows)))
+
+
+def peak_learning_rate(flops: float) -> float:
+    """AdamW's, for a run of so many FLOPs with `batch_tokens`, in two digits.
+
+    Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.3118 x FLOPs^-0.125.
+    """
+    return float(f"{0.3118 * flops**-0.1250:.1e}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What to train.
+
+    Attributes:
+        config: the model.
+        parameters: of it.
+        tokens: to train on.
+        global_batch_tokens, max_steps, learning_rate: for the recipe.
+        seconds: that it takes, at the expected rate.
+        loss: least and most expected at the end, nats a token.
+        epochs: how often the text at hand is read; None where its size is not known.
+    """
+
+    config: LlamaConfig
+    parameters: int
+    tokens: int
+    global_batch_tokens: int
+    max_steps: int
+    learning_rate: float
+    seconds: float
+    loss: tuple[float, float]
+    epochs: float | None
+
+
+def suggest(
+    rate: Callable[[LlamaConfig], float | None],
+    *,
+    vocab_size: int,
+    seq_len: int,
+    seconds: float | None = None,
+    tokens: float | None = None,
+    unique_tokens: float | None = None,
+) -> Suggestion:
+    """The model of a budget with the least expected loss.
+
+    Args:
+        rate: tokens a second at which a model trains here; None where it doesn't fit. Called for
+            some models of rising size until they get worse.
+        seconds: the budget as time, or
+        tokens: the budget as tokens.
+        unique_tokens: of the text at hand.
+
+    Raises:
+        ConfigError: not even the smallest fits, or the budget is nothing.
+    """
+    if (seconds is None) is (tokens is None):
+        raise ConfigError("give either a time or a number of tokens as the budget")
+    best: tuple[float, Suggestion] | None = None
+    for config in model_ladder(vocab_size, seq_len):
+        speed = rate(config)
+        if speed is None:
+            break
+        budget = tokens if tokens is not None else speed * (seconds or 0.0)
+        one = _suggestion(config, speed, budget, seq_len, unique_tokens)
+        loss = _DECIDING.loss(one.parameters, worth_of_tokens(one.tokens, unique_tokens))
+        if (
+            tokens is not None
+            and best is not None
+            and tokens < _TOKENS_A_PARAMETER * one.parameters
+        ):
+            # With tokens alone any larger model is better; not for what it costs.
+            break
+        if best is not None and loss >= best[0]:
+            break
+        best = (loss, one)
+    if best is None:
+        raise ConfigError(
+            "no model of the ladder fits this budget and memory: give more time or tokens, or a "
+            "GPU with more memory"
+        )
+    return best[1]
+
+
+#: Where the budget is tokens (Hoffmann et al. 2022).
+_TOKENS_A_PARAMETER = 20.0
+
+
+def _suggestion(
+    config: LlamaConfig, speed: float, budget: float, seq_len: int, unique: float | None
+) -> Suggestion:
+    model = meta_model(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = train_flops_per_token(model, seq_len) * max(budget, 1.0)
+    batch = batch_tokens(flops, seq_len)
+    # A schedule needs some steps, however little there is.
+    while batch > seq_len and budget / batch < _FEWEST_STEPS:
+        batch //= 2
+    steps = max(int(budget / batch), 1)
+    tokens = steps * batch
+    return Suggestion(
+        config=config,
+        parameters=parameters,
+        tokens=tokens,
+        global_batch_tokens=batch,
+        max_steps=steps,
+        learning_rate=peak_learning_rate(flops),
+        seconds=tokens / speed,
+        loss=expected_loss(parameters, worth_of_tokens(tokens, unique), config.vocab_size),
+        epochs=None if unique is None else tokens / unique,
+    )
+
+
+_FEWEST_STEPS = 200
+
+#: (hidden_size, num_hidden_layers) of models from 1M to 70B: some 64 to 128 of width a layer.
+_SHAPES = (
+    *((128, 4), (192, 5), (256, 6), (320, 6), (384, 8), (448, 8), (512, 8), (576, 10), (640, 10)),
+    *((704, 12), (768, 12), (896, 14), (1024, 16), (1152, 18), (1280, 20), (1536, 20), (1792, 22)),
+    *((2048, 24), (2304, 26), (2560, 28), (3072, 28), (3584, 30), (4096, 32), (5120, 40)),
+    *((6144, 48), (7168, 60), (8192, 80)),
+)
+
+
+def model_ladder(vocab_size: int, seq_len: int) -> Iterator[LlamaConfig]:
+    """Models of the Llama family of rising size: SwiGLU of 8/3 the width, heads of 64 or, from a
+    width of 2,048 on, of 128 with a quarter of key-value heads; up to 1,024 the embedding is the
+    head."""
+    for hidden, layers in _SHAPES:
+        head_dim = 64 if hidden < 2048 else 128
+        heads = hidden // head_dim
+        step = 64 if hidden < 1024 else 256
+        yield LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=math.ceil(hidden * 8 / 3 / step) * step,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 if hidden >= 2048 and heads % 4 == 0 else heads,
+            max_position_embeddings=seq_len,
+            tie_word_embeddings=hidden <= 1024,
+        )
