@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from firstlight.bench.scaling import ScalingBench, bench_scaling, draw, summarize
+from firstlight.bench.scaling import ENGINES, ScalingBench, bench_scaling, draw, summarize
 from firstlight.errors import ConfigError
 
 
@@ -79,14 +79,18 @@ def test_only_what_a_model_can_use_is_measured() -> None:
     assert engines("llama-110m") - engines("gpt2-124m") == {"tensor", "pipeline"}
 
 
-def test_two_processes_are_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engines",
+    [["fsdp", "pipeline"], pytest.param(list(ENGINES), marks=pytest.mark.slow)],
+)
+def test_two_processes_are_measured(tmp_path: Path, engines: list[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     model = {
         "model_type": "llama",
         "vocab_size": 64,
         "hidden_size": 16,
         "intermediate_size": 32,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": 16,
     }
@@ -94,7 +98,7 @@ def test_two_processes_are_measured(tmp_path: Path) -> None:
     bench = ScalingBench(
         processes=2,
         model=str(recipe),
-        engines=["fsdp"],
+        engines=engines,
         seq_len=16,
         steps=1,
         repeats=1,
@@ -102,8 +106,13 @@ def test_two_processes_are_measured(tmp_path: Path) -> None:
     )
     kept: list[dict[str, Any]] = []
     result = bench_scaling(bench, kept.append)
-    assert [row["reason"] for row in result["rows"]] == ["", ""]
-    assert [len(row["peak_bytes"]) for row in result["rows"]] == [1, 2]
-    assert all(row["tokens_per_second"] > 0 for row in result["rows"])
-    assert result["rows"][1]["sharing_share"] < 1
-    assert [one["complete"] for one in kept] == [False, False, True]
+    assert [row["reason"] for row in result["rows"]] == [""] * len(result["rows"])
+    first, *others = result["rows"]
+    assert len(first["peak_bytes"]) == 1
+    # Groups of two of two processes are fsdp itself.
+    assert [row["engine"] for row in others] == [name for name in engines if name != "hybrid"]
+    for row in others:
+        assert len(row["peak_bytes"]) == 2
+        assert row["tokens_per_second"] > 0
+        assert row["sharing_share"] < 1
+    assert [one["complete"] for one in kept] == [*[False] * len(result["rows"]), True]

@@ -73,8 +73,12 @@ def _median_step(
     """Seconds of a step, all ranks beginning each together; None where memory ran out alone."""
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
-    model = empty_model(recipe.model)
-    model.init_weights(torch.Generator().manual_seed(0))
+    initial = torch.Generator().manual_seed(0)
+    if engine is None:
+        model = empty_model(recipe.model)
+        model.init_weights(initial)
+    else:
+        model = engine.new_model(recipe.model, recipe.efficiency.vocab_multiple, initial)
     program = TrainingProgram(recipe, model, hardware, engine)
     generator = torch.Generator().manual_seed(find_world().rank if engine is None else engine.rank)
     shape = (recipe.batch.rows, recipe.data.seq_len + 1)

@@ -185,6 +185,10 @@ class _Ended:
         lines = [line for line in self.said.splitlines() if line.startswith(_ERROR_START)]
         if lines:
             return lines[-1].removeprefix(_ERROR_START)
+        if "Traceback (most recent call last):" in self.said:
+            last = self.said.rstrip().splitlines()[-1]
+            # torch's own mark.
+            return last.removeprefix(f"[rank{self.rank}]: ")
         if self.code < 0:
             name = signal.Signals(-self.code).name
             hint = ": most likely out of memory" if self.code == -signal.SIGKILL else ""
