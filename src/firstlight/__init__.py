@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.huggingface import LoadedModel
+    from firstlight.planner.module import plan_module
     from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
     from firstlight.training.config import Recipe, load_recipe
     from firstlight.training.loop import TrainResult, train
@@ -59,6 +60,7 @@ __all__ = [
     "generate_batch",
     "load",
     "load_recipe",
+    "plan_module",
     "prepare",
     "train",
     "train_tokenizer",
@@ -87,6 +89,7 @@ _HOMES = {
     "generate_batch": "generation.engine",
     "load": "generation.engine",
     "load_recipe": "training.config",
+    "plan_module": "planner.module",
     "prepare": "data.prepare",
     "train": "training.loop",
     "train_tokenizer": "tokenizer",

@@ -63,8 +63,8 @@ def test_figures_are_medians_over_the_turns() -> None:
 
 def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
     bench = ScalingBench(seq_len=10, micro_batch_size=4)
-    one = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
-    two = {"step_seconds": 0.4, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
+    one: dict[str, Any] = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
+    two: dict[str, Any] = {"step_seconds": 0.4, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
     replies = {("none", 1): [one], ("tensor", 2): [two], ("zero-2", 2): [two]}
     _, tensor, zero = summarize(bench, replies)
     assert [row["tokens_per_second"] for row in (tensor, zero)] == [100, 200]

@@ -86,7 +86,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | str
         said = answer(recipe.batch.rows)
         if isinstance(said, str):
             return subprocess.CompletedProcess(command, 3, json.dumps({"error": said}) + "\n", "")
-        return subprocess.CompletedProcess(command, said, "", "a trace\nWords: the last line\n")
+        trial = json.dumps({"peak_bytes": 5, "step_seconds": 0.5}) + "\n"
+        told = "a trace\nWords: the last line\n"
+        return subprocess.CompletedProcess(command, said, "" if said else trial, told)
 
     monkeypatch.setattr(subprocess, "run", run)
     return asked
@@ -168,7 +170,7 @@ def test_a_try_holds_what_a_step_of_several_micro_batches_does(
 
 
 def test_a_try_takes_documents_padding_and_adapters_along() -> None:
-    try_step(
+    trial = try_step(
         recipe_of(
             2,
             total=4,
@@ -178,6 +180,7 @@ def test_a_try_takes_documents_padding_and_adapters_along() -> None:
         ),
         _CPU,
     )
+    assert trial.step_seconds > 0
 
 
 def test_methods_that_cant_work_together_are_refused_by_the_process_itself() -> None:

@@ -46,6 +46,7 @@ _LAYERS = {
     "evaluation": 3,
     "conversion": 3,
     "bench": 4,
+    "planner": 4,
     "serving": 4,
     "cli": 5,
 }

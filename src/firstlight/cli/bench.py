@@ -10,6 +10,7 @@ import click
 from firstlight.cli.bench_gemm import gemm_command
 from firstlight.cli.bench_generation import generation_command
 from firstlight.cli.bench_methods import methods_command
+from firstlight.cli.bench_planner import planner_command
 from firstlight.cli.bench_scaling import scaling_command
 from firstlight.cli.bench_training import training_command
 from firstlight.cli.output import human_bytes, say_table, with_json
@@ -100,6 +101,7 @@ for command in (
     generation_command,
     scaling_command,
     gemm_command,
+    planner_command,
 ):
     bench_group.add_command(command)
 

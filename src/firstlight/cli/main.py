@@ -17,6 +17,7 @@ from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import generate_command
 from firstlight.cli.info import info_command
 from firstlight.cli.output import write_out
+from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.report import report_command
 from firstlight.cli.serve import serve_command
@@ -33,7 +34,7 @@ _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or da
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Start with: firstlight tokenizer train, prepare, train, eval, chat.",
+    epilog="Start with: firstlight tokenizer train, prepare, plan, train, eval, chat.",
 )
 @click.version_option(package_name="firstlight")
 def firstlight() -> None:
@@ -43,6 +44,7 @@ def firstlight() -> None:
 for command in (
     tokenizer_group,
     prepare_command,
+    plan_command,
     train_command,
     eval_command,
     generate_command,

@@ -64,12 +64,18 @@ class _TrainCommand(click.Command):
     show_default=True,
     help="With --init-from and an extended tokenizer: what new tokens start from.",
 )
+@click.option(
+    "--plan",
+    type=click.Choice(["auto"]),
+    help="Take the settings of the best plan for this machine, tried for two steps.",
+)
 @with_json
 def train_command(
     arguments: tuple[str, ...],
     resume: bool,
     init_from: str | None,
     new_rows: str,
+    plan: str | None,
     as_json: bool,
 ) -> dict[str, Any]:
     """Train a model as a recipe says.
@@ -81,16 +87,21 @@ def train_command(
     the run folder asks for a checkpoint.
     """
     path, overrides = split_arguments(arguments)
+    from firstlight.planner.automatic import RunForecaster
     from firstlight.training.config import load_recipe
     from firstlight.training.loop import train
     from firstlight.training.report import REPORT_NAME
 
+    recipe = load_recipe(path, overrides)
+    if plan is not None:
+        recipe = _planned(recipe, resume, init_from)
     result = train(
-        load_recipe(path, overrides),
+        recipe,
         resume=resume,
         init_from=init_from,
         new_rows=new_rows,
         progress=True,
+        forecaster=RunForecaster(),
     )
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
@@ -113,6 +124,26 @@ def train_command(
         "evaluation": dataclasses.asdict(result.evaluation) if result.evaluation else None,
         "stopped_by": result.stopped_by,
     }
+
+
+def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
+    """The recipe as `--plan auto` sets it; on resume, as the run was started."""
+    from pathlib import Path
+
+    from firstlight.checkpoint import list_checkpoints
+    from firstlight.distributed import find_world
+    from firstlight.hardware import find_hardware
+    from firstlight.planner.automatic import planned_recipe
+    from firstlight.training.config import load_recipe
+    from firstlight.training.job import RECIPE_NAME
+
+    if find_world().size > 1:
+        raise ConfigError("--plan auto is for one process: leave it out, or leave out --nproc")
+    folder = Path(recipe.run.dir)
+    if resume and list_checkpoints(folder) and (folder / RECIPE_NAME).is_file():
+        before = load_recipe(folder / RECIPE_NAME)
+        return recipe.model_copy(update={"batch": before.batch, "efficiency": before.efficiency})
+    return planned_recipe(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:

@@ -11,15 +11,25 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, FirstlightError
-from firstlight.hardware import Hardware, find_hardware, free_memory_bytes, is_out_of_memory
+from firstlight.hardware import (
+    Hardware,
+    find_hardware,
+    free_memory_bytes,
+    is_out_of_memory,
+    peak_memory_bytes,
+    synchronize,
+)
 from firstlight.models import empty_model
 from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe, parse_recipe
@@ -66,7 +76,7 @@ def largest_micro_batch(
         }
     )
     for rows in cuts(total):
-        if _fits(recipe, hardware, rows):
+        if try_rows(recipe, hardware, rows) is not None:
             tell(f"micro-batch of {rows} rows: the largest that fits of a step's {total}")
             return rows
     raise ConfigError(
@@ -84,8 +94,30 @@ def cuts(total: int) -> Iterator[int]:
         rows = next((n for n in range(rows // 2, 0, -1) if total % n == 0), 0)
 
 
-def _fits(recipe: Recipe, hardware: Hardware, rows: int) -> bool:
-    """Try it. A process that is killed needed too much."""
+@dataclass(frozen=True)
+class Trial:
+    """What two steps took.
+
+    Attributes:
+        peak_bytes: of the GPU's allocator; on a CPU the growth of resident memory.
+        step_seconds: of the second step.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+
+
+def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
+    """Try a micro-batch of so many rows for two steps; None if it does not fit. A process that is
+    killed needed too much.
+
+    Args:
+        recipe: of one process, with its model and row length.
+        hardware: to run on.
+
+    Raises:
+        ConfigError: the recipe's methods can't work together, or it can't be tried.
+    """
     batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
     values = recipe.model_copy(update={"batch": batch}).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
@@ -106,10 +138,12 @@ def _fits(recipe: Recipe, hardware: Hardware, rows: int) -> bool:
             f"batch.micro_batch_size auto can't be tried: {lines[-1] if lines else 'no reason'} "
             "(give a number instead)"
         )
-    return done.returncode == _FITS
+    if done.returncode != _FITS:
+        return None
+    return Trial(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def try_step(recipe: Recipe, hardware: Hardware) -> None:
+def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
     """Do two steps: the first makes the optimizer's state, the second has it.
 
     Raises:
@@ -117,6 +151,8 @@ def try_step(recipe: Recipe, hardware: Hardware) -> None:
     """
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
+    on_gpu = hardware.device.type == "cuda"
+    level = 0 if on_gpu else psutil.Process().memory_info().rss
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0))
     if recipe.lora is not None:
@@ -128,8 +164,15 @@ def try_step(recipe: Recipe, hardware: Hardware) -> None:
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
     # From the second on, the gradients of those before are there too.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
+    seconds = 0.0
     for _ in range(2):
+        synchronize(hardware.device)
+        start = time.perf_counter()
         program.step([batch] * count, share_of_peak=0.0)
+        synchronize(hardware.device)
+        seconds = time.perf_counter() - start
+    whole = recipe.batch.accumulation(recipe.data.seq_len) / count
+    return Trial(max(peak_memory_bytes(hardware.device) - level, 0), seconds * whole)
 
 
 def main() -> int:
@@ -140,7 +183,7 @@ def main() -> int:
         recipe = parse_recipe(request["recipe"])
         if hardware.device.type == "cpu":
             _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
-        try_step(recipe, hardware)
+        trial = try_step(recipe, hardware)
     except FirstlightError as error:
         # Past whatever a library may print.
         os.write(1, (json.dumps({"error": str(error)}) + "\n").encode())
@@ -149,6 +192,7 @@ def main() -> int:
         if not is_out_of_memory(error):
             raise
         return _TOO_LARGE
+    os.write(1, (json.dumps(asdict(trial)) + "\n").encode())
     return _FITS
 
 

@@ -62,6 +62,8 @@ class Job:
         saved_step: of the newest checkpoint of what it has done; -1 before the first.
         evaluation: the last one.
         data_identity: see `state.data_identity`.
+        advise: after memory ran out, says what filled it and what would have saved it.
+        tell: is told what people should read.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Job:
         self._flops_per_token = train_flops_per_token(
             meta_model(self.model.config), self.seq_len, frozen=recipe.lora is not None
         )
+        self.advise: Callable[[], str | None] = lambda: None
+        self.tell: Callable[[str], None] = lambda _: None
         self._logs: RunLogs | SilentLogs
         self._loader: TokenLoader
         self._saver: CheckpointSaver | PassiveSaver | ShardedSaver
@@ -179,6 +183,13 @@ class Job:
         if isinstance(self.dataset, MixedDataset):
             rows = self.max_steps * self._rows_a_step
             tell(f"data: {describe_mix(self.dataset, self.seq_len, rows)}")
+
+    @property
+    def recipe_now(self) -> Recipe:
+        """With the micro-batch that memory has left."""
+        rows = self.state.micro_batch_rows or self.recipe.batch.rows
+        batch = self.recipe.batch.model_copy(update={"micro_batch_size": rows})
+        return self.recipe.model_copy(update={"batch": batch})
 
     @property
     def goes_on(self) -> bool:
@@ -276,14 +287,18 @@ class Job:
 
     def _halve(self, rows: int, problem: str) -> None:
         """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
-        fewer = fewer_rows(rows)
+        fewer, advice = fewer_rows(rows), self.advise()
         if not fewer:
             raise TrainingError(
                 f"step {self.state.step}: out of memory with a micro-batch of one row "
                 f"({' '.join(problem.split())[:200]}): lower data.seq_len, or set "
                 "efficiency.activation_checkpointing to full and efficiency.loss_chunk_tokens "
-                "to 512"
+                f"to 512{f'; {advice}' if advice else ''}"
             )
+        self.tell(
+            f"out of memory with a micro-batch of {rows} rows{f': {advice}' if advice else ''}; "
+            f"going on with {fewer}"
+        )
         self.state.micro_batch_rows = fewer
         self._add_event("out of memory", self.state.step, micro_batch_rows=fewer, before=rows)
         self.program.forget_router_statistics()

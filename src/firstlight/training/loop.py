@@ -3,6 +3,7 @@ initial weights only."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
+from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
+from firstlight.training.job import Job
 from firstlight.training.processes import first_reason, run_processes, wait_for_main
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.report import draw_report
@@ -53,6 +56,7 @@ def train(
     new_rows: str = "mean",
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = False,
+    forecaster: Forecaster | None = None,
 ) -> TrainResult:
     """Train a model as a recipe says.
 
@@ -73,6 +77,8 @@ def train(
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
+        forecaster: predicts what the run takes, which is set beside what it takes; such as
+            `planner.automatic.RunForecaster`.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
@@ -89,12 +95,13 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
+        contextlib.nullcontext(Comparison(hardware)) as comparison,
         set_up(
             recipe,
             resume,
             init_from,
             new_rows,
-            say if progress and engine.is_main else _ignore,
+            tell := say if progress and engine.is_main else _ignore,
             hardware,
             engine,
         ) as job,
@@ -105,6 +112,8 @@ def train(
         check = stopping.check if engine.world.size == 1 else _go_on
         if job.goes_on:
             wait_for_main(engine, lambda: record_start(job))
+            if forecaster is not None:
+                wait_for_main(engine, lambda: _predict(job, forecaster, comparison, tell))
         while job.goes_on and (stopped := first_reason(engine, stopping.reason)) is None:
             try:
                 if job.state.pending is None:  # else a run was stopped before its evaluation
@@ -119,12 +128,15 @@ def train(
                 break
             last = job.write_record()
             bar.step(last)
+            comparison.add(last)
             if on_step is not None and engine.is_main:
                 on_step(last)
             if job.must_save:
                 job.save()
         job.finish_saving()
         wait_for_main(engine, lambda: _draw(job.run_folder))
+        if engine.is_main and (text := comparison.write(job.run_folder)) is not None:
+            tell(text)
         return TrainResult(
             job.run_folder,
             checkpoint_folder(job.run_folder, job.saved_step),
@@ -134,6 +146,18 @@ def train(
             job.evaluation,
             stopped or stopping.reason if job.goes_on else None,
         )
+
+
+def _predict(
+    job: Job, forecaster: Forecaster, comparison: Comparison, tell: Callable[[str], None]
+) -> None:
+    """Ask what the run is expected to take, and who to ask when memory runs out."""
+    recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
+    comparison.forecast = forecaster.forecast(recipe, hardware, size)
+    if comparison.forecast is not None:
+        tell(f"predicted: {comparison.forecast.in_words}")
+    job.advise = lambda: forecaster.advise(job.recipe_now, hardware)
+    job.tell = tell
 
 
 def _ignore(_: str) -> None:

@@ -1,0 +1,266 @@
+"""The memory half of `firstlight bench planner`: predictions beside real training steps.
+
+Each configuration is predicted and then run, in a process of its own, on this machine's CPU: what
+torch's allocator hands out there is known to the byte, compiled code included.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.bench.planner_memory_once import memory_once
+
+#: What is asked of predictions: the error of 95 of 100, and how much may be missing.
+ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration.
+
+    Attributes:
+        name: for people.
+        kind: "training", "evaluation" or "generation".
+        recipe: its values; for generation only the model counts.
+        generation: prompt_tokens, max_new_tokens, sequences, dtype.
+    """
+
+    name: str
+    kind: str
+    recipe: Mapping[str, Any]
+    generation: Mapping[str, Any] | None = None
+
+
+_GPT2 = {
+    "small": {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "medium": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "large": {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
+}
+_LLAMA = {
+    "small": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "medium": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "large": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+}
+
+#: (row length, rows): from 256 to 8,192 tokens, from 1 to 32 rows.
+_SHAPES = ((256, 1), (256, 8), (256, 32), (512, 4), (1024, 2), (1024, 8), (2048, 2), (4096, 1))
+_LONGEST = (8192, 1)
+
+#: Keys of a recipe, one method each.
+_METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"efficiency.precision": "bf16"},
+    "bf16 weights": {"efficiency.precision": "bf16_params"},
+    "fp16": {"efficiency.precision": "fp16"},
+    "checkpointing": {"efficiency.activation_checkpointing": "full"},
+    "selective": {"efficiency.activation_checkpointing": "selective"},
+    "chunked loss": {"efficiency.loss_chunk_tokens": 256},
+    "plain attention": {"efficiency.attention": "plain"},
+    "adamw8bit": {"optimizer.name": "adamw8bit"},
+    "adafactor": {"optimizer.name": "adafactor"},
+    "muon": {"optimizer.name": "muon"},
+    "sgd": {"optimizer.name": "sgd"},
+    "accumulation": {"batch.gradient_accumulation_steps": 3},
+    "in backward": {
+        "efficiency.optimizer_in_backward": True,
+        "optimizer.max_grad_norm": 0.0,
+    },
+    "documents": {"data.document_masking": True},
+    "lora": {"lora": {"rank": 8}},
+    "compile": {"efficiency.compile": True},
+    "compile bf16": {"efficiency.compile": True, "efficiency.precision": "bf16"},
+    "compile checkpointing": {
+        "efficiency.compile": True,
+        "efficiency.activation_checkpointing": "full",
+    },
+}
+
+#: What is drawn at random to stand together.
+_TOGETHER = (
+    ("plain", "bf16", "bf16 weights", "fp16"),
+    ("plain", "checkpointing", "selective"),
+    ("plain", "chunked loss"),
+    ("plain", "adamw8bit", "adafactor", "muon"),
+    ("plain", "accumulation"),
+)
+
+
+def memory_grid(*, quick: bool = False) -> list[Case]:
+    """The configurations: each method alone with both families, rows of each length, methods drawn
+    together, compiled steps of several lengths, evaluations and generations.
+
+    Args:
+        quick: every eighth of them.
+    """
+    cases = list(_cases())
+    return cases[::8] if quick else cases
+
+
+def _cases() -> Iterator[Case]:
+    for number, (name, changes) in enumerate(_METHODS.items()):
+        # Without a method there are rows of each length below.
+        for family in ("gpt2", "llama") if changes else ():
+            size = ("small", "medium")[number % 2]
+            yield _case(family, size, _SHAPES[number % 6], [name], changes)
+    for family in ("gpt2", "llama"):
+        for shape in (*_SHAPES, _LONGEST):
+            yield _case(family, "small", shape, ["plain"], {})
+        yield _case(family, "large", (512, 4), ["plain"], {})
+    generator = random.Random("planner")
+    for number in range(12):
+        names = [generator.choice(names) for names in _TOGETHER]
+        changes = {key: value for name in names for key, value in _METHODS[name].items()}
+        family, shape = ("gpt2", "llama")[number % 2], _SHAPES[generator.randrange(7)]
+        size = ("small", "medium", "large")[number % 3]
+        yield _case(family, size, shape, [n for n in names if n != "plain"] or ["plain"], changes)
+    for shape in ((256, 8), (2048, 2), (4096, 1)):
+        yield _case("llama", "small", shape, ["compile"], _METHODS["compile"])
+    for family, shape in (("gpt2", (1024, 8)), ("llama", (256, 32)), ("llama", (4096, 1))):
+        yield _case(family, "medium", shape, ["evaluation"], {}, kind="evaluation")
+    for family, dtype, count in (
+        ("gpt2", "float32", 1),
+        ("llama", "bfloat16", 8),
+        ("llama", "int8", 1),
+    ):
+        lengths = {"prompt_tokens": 256, "max_new_tokens": 256}
+        yield Case(
+            f"{family} medium, generation, {dtype}, {count} texts",
+            "generation",
+            _recipe(family, "medium", (1024, 1), {}),
+            {**lengths, "sequences": count, "dtype": dtype},
+        )
+
+
+def _case(
+    family: str,
+    size: str,
+    shape: tuple[int, int],
+    names: list[str],
+    changes: Mapping[str, Any],
+    kind: str = "training",
+) -> Case:
+    tokens, rows = shape
+    title = f"{family} {size}, {rows} x {tokens}, {', '.join(names)}"
+    return Case(title, kind, _recipe(family, size, shape, changes))
+
+
+def _recipe(
+    family: str, size: str, shape: tuple[int, int], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    tokens, rows = shape
+    model = {
+        "model_type": family,
+        "vocab_size": 4000,
+        "max_position_embeddings": max(tokens, 1024),
+        **(_GPT2 if family == "gpt2" else _LLAMA)[size],
+    }
+    values: dict[str, Any] = {
+        "run": {"device": "cpu"},
+        "data": {"dir": "-", "seq_len": tokens},
+        "model": model,
+        "batch": {"micro_batch_size": rows, "gradient_accumulation_steps": 1},
+        "optimizer": {"name": "adamw"},
+        "efficiency": {
+            "precision": "fp32",
+            "attention": "sdpa",
+            "compile": False,
+            "loss_chunk_tokens": 0,
+        },
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if name:
+            values[section] = {**values.get(section, {}), name: value}
+        else:
+            values[section] = value
+    return values
+
+
+def bench_memory(
+    cases: list[Case],
+    on_case: Callable[[dict[str, Any]], None],
+    advance: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Predict and run every case.
+
+    Args:
+        cases: which.
+        on_case: called with each result: "name", "kind", "predicted_bytes", "peak_bytes",
+            "resident_bytes", "phase", "seconds" of the prediction, "error" as a share of the peak
+            (negative: too little was predicted), and "reason" where it failed.
+        advance: called with the name of each before it begins.
+
+    Returns:
+        The results.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["firstlight.bench.planner_memory_once", "torch._dynamo"])
+    results = []
+    # A process for each: what one leaves in memory would be another's.
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        for case in cases:
+            advance(case.name)
+            request = {"kind": case.kind, "recipe": case.recipe, "generation": case.generation}
+            result: dict[str, Any] = {"name": case.name, "kind": case.kind, "reason": ""}
+            try:
+                found = pool.apply_async(memory_once, (request,)).get(_SECONDS)
+                error = found["predicted_bytes"] / found["peak_bytes"] - 1
+                result |= found | {"error": error}
+            except multiprocessing.TimeoutError:
+                result["reason"] = f"took more than {_SECONDS} s"
+            except Exception as error:  # noqa: BLE001  (whatever a process ran into is a result)
+                result["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            results.append(result)
+            on_case(result)
+    return results
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the errors come to.
+
+    Returns:
+        "count"; "error_95", the error that 95 of 100 are within; "worst_shortage", by how much too
+        little was predicted at the most; "median_error"; "prediction_seconds_95"; "failed".
+    """
+    good = [one for one in results if not one["reason"]]
+    if not good:
+        return {"count": 0, "failed": len(results)}
+    return {
+        "count": len(good),
+        "failed": len(results) - len(good),
+        "error_95": percentile([abs(one["error"]) for one in good], 0.95),
+        "median_error": statistics.median(abs(one["error"]) for one in good),
+        "worst_shortage": max(0.0, *(-one["error"] for one in good)),
+        "prediction_seconds_95": percentile([one["seconds"] for one in good], 0.95),
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The least value that so large a share of all is no larger than."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * share // 1).__int__() - 1)]

@@ -1,0 +1,119 @@
+"""Predict the speed of one recipe's step, train it for some, and predict once more: in a process of
+its own.
+
+    python -m firstlight.bench.planner_speed_once REQUEST
+
+REQUEST is a JSON object:
+
+    recipe        a recipe's values, with its model and data.seq_len
+    data          a file of `methods_data.write_tokens`
+    calibration   a folder for what was measured of operators
+    warmup_steps  steps that are not timed
+    steps         steps that are
+    threads       for torch
+    seconds       of measuring operators, before each prediction
+
+or, to fill the calibration: calibrate (seconds), calibration, threads.
+
+The one line on stdout is a JSON object:
+
+    plan_seconds     tracing, measuring and predicting before the steps
+    prediction       `SpeedPrediction.to_json` of before
+    prediction_after the same of after the steps, with what was measured until then
+    step_seconds     of each timed step
+    thread_seconds   of those, what the thread that starts the operators worked: what is missing
+                     went to other programs, or was waited for
+    or {"error": {"type", "message"}} where firstlight refuses the recipe
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.bench.fresh_process import answer
+from firstlight.bench.methods_data import Tokens
+from firstlight.hardware import find_hardware
+from firstlight.models import empty_model
+from firstlight.planner.calibration_grid import calibrate
+from firstlight.planner.calibration_store import (
+    load_calibration,
+    measure_operators,
+    save_calibration,
+)
+from firstlight.planner.prediction import MemoryPrediction
+from firstlight.planner.speed_recipes import count_operators, predict_recipe_speed
+from firstlight.planner.throughput import SpeedPrediction
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.program import TrainingProgram
+
+
+def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Predict, train and predict as the module's head says.
+
+    Args:
+        request: see there.
+
+    Raises:
+        FirstlightError: the recipe is refused.
+    """
+    torch.set_num_threads(request["threads"])
+    if "calibrate" in request:
+        calibrate(request["calibrate"], Path(request["calibration"]))
+        return {}
+    recipe = parse_recipe(request["recipe"])
+    folder, seconds = Path(request["calibration"]), request["seconds"]
+    importlib.import_module("torch._dynamo")  # which torch's optimizers import at their first step
+    start = time.perf_counter()
+    prediction = count_operators(recipe)
+    before = _predict(recipe, prediction, folder, seconds)
+    plan_seconds = time.perf_counter() - start
+    walls, threads = _train(recipe, request)
+    after = _predict(recipe, prediction, folder, seconds)
+    return {
+        "plan_seconds": plan_seconds,
+        "prediction": before.to_json(),
+        "prediction_after": after.to_json(),
+        "step_seconds": walls,
+        "thread_seconds": threads,
+    }
+
+
+def _predict(
+    recipe: Recipe, prediction: MemoryPrediction, folder: Path, seconds: float
+) -> SpeedPrediction:
+    calibration = load_calibration(folder)
+    measure_operators(calibration, prediction.operators, seconds)
+    save_calibration(calibration, folder)
+    return predict_recipe_speed(recipe, calibration, prediction)
+
+
+def _train(recipe: Recipe, request: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Seconds of each timed step, and what of them this thread worked."""
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
+    torch.manual_seed(recipe.run.seed)
+    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+    program = TrainingProgram(recipe, model, find_hardware("cpu"))
+    rows = recipe.batch.rows
+    passes = recipe.batch.accumulation(recipe.data.seq_len)
+    walls, threads = [], []
+    for step in range(request["warmup_steps"] + request["steps"]):
+        batches = [tokens.batch((step * passes + i) * rows, rows, False) for i in range(passes)]
+        wall, thread = time.perf_counter(), time.thread_time()
+        program.step(batches, share_of_peak=1.0)
+        walls.append(time.perf_counter() - wall)
+        threads.append(time.thread_time() - thread)
+    first = request["warmup_steps"]
+    return walls[first:], threads[first:]
+
+
+if __name__ == "__main__":
+    answer(planner_speed_once, sys.argv[1])

@@ -1,0 +1,148 @@
+"""`firstlight bench planner`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from firstlight.cli.output import say_table, with_json
+from firstlight.console import say
+
+_WORST = 5
+
+
+@click.command("planner")
+@click.option(
+    "--only", type=click.Choice(["memory", "speed"]), help="One half; else both, memory first."
+)
+@click.option("--quick", is_flag=True, help="Every eighth configuration of memory, fewer of speed.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write planner.json and pictures here."
+)
+@with_json
+def planner_command(
+    only: str | None, quick: bool, out: Path | None, as_json: bool
+) -> dict[str, Any]:
+    """Set what the planner predicts beside what real training steps take, on this machine's CPU:
+    peak memory over some 80 configurations, and speed over 20.
+
+    Takes most of an hour. What was measured is kept when it is interrupted.
+    """
+    result: dict[str, Any] = {}
+    try:
+        if only != "speed":
+            _memory(result, quick)
+        if only != "memory":
+            _speed(result, quick)
+    finally:
+        # Also when it was interrupted.
+        if result.get("memory"):
+            _say_memory(result)
+        if result.get("speed"):
+            _say_speed(result["speed"])
+        if out is not None and result:
+            _write(out, result)
+    return result
+
+
+def _memory(result: dict[str, Any], quick: bool) -> None:
+    from firstlight.bench.planner_memory import bench_memory, memory_grid, summary
+    from firstlight.console import progress_bar
+
+    cases = memory_grid(quick=quick)
+    found: list[dict[str, Any]] = result.setdefault("memory", [])
+    with progress_bar() as bar:
+        task = bar.add_task("memory", total=len(cases))
+
+        def keep(one: dict[str, Any]) -> None:
+            found.append(one)
+            result["memory_summary"] = summary(found)
+            bar.advance(task)
+
+        bench_memory(cases, keep, lambda name: bar.update(task, description=f"memory: {name}"))
+
+
+def _speed(result: dict[str, Any], quick: bool) -> None:
+    from firstlight.bench.planner_speed import bench_speed, speed_grid
+
+    grid = speed_grid()
+    bench_speed(
+        grid[::5] if quick else grid,
+        calibrate_seconds=15.0 if quick else 60.0,
+        on_row=lambda so_far: result.update(speed=so_far),
+    )
+
+
+def _say_memory(result: dict[str, Any]) -> None:
+    good = [one for one in result["memory"] if not one["reason"]]
+    worst = sorted(good, key=lambda one: abs(one["error"]), reverse=True)[:_WORST]
+    say_table(
+        [
+            ("worst in memory", "predicted", "measured", "error"),
+            *(
+                (
+                    one["name"],
+                    f"{one['predicted_bytes'] / 2**20:,.0f} MiB",
+                    f"{one['peak_bytes'] / 2**20:,.0f} MiB",
+                    f"{one['error']:+.2%}",
+                )
+                for one in worst
+            ),
+        ]
+    )
+    for one in result["memory"]:
+        if one["reason"]:
+            say(f"{one['name']}: failed: {one['reason']}")
+    found = result["memory_summary"]
+    if found["count"]:
+        say(
+            f"memory, {found['count']} configurations: 95 of 100 within {found['error_95']:.2%}, "
+            f"half within {found['median_error']:.2%}; at most {found['worst_shortage']:.2%} too "
+            f"little; a prediction takes {found['prediction_seconds_95']:.1f} s"
+        )
+
+
+def _say_speed(found: dict[str, Any]) -> None:
+    rows = [row for row in found["rows"] if not row["problem"]]
+    say_table(
+        [
+            ("speed", "predicted s", "measured s", "error"),
+            *(
+                (
+                    row["name"],
+                    f"{row['predicted']:.3f}",
+                    f"{row['measured']:.3f}",
+                    f"{row['error']:+.1%}",
+                )
+                for row in sorted(rows, key=lambda row: -abs(row["error"]))
+            ),
+        ]
+    )
+    for row in found["rows"]:
+        if row["problem"]:
+            say(f"{row['name']}: failed: {row['problem']}")
+    if rows:
+        say(
+            f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
+            f"half within {found['median']['error']:.1%}; the machine kept steps waiting for "
+            f"{found['waited']:.0%} of the time"
+        )
+
+
+def _write(out: Path, result: dict[str, Any]) -> None:
+    from firstlight.bench.planner_draw import draw_memory
+    from firstlight.files import write_file, write_json
+
+    write_json(out / "planner.json", result)
+    names = ["planner.json"]
+    if any(not one["reason"] for one in result.get("memory", ())):
+        write_file(out / "planner-memory.png", draw_memory(result["memory"]))
+        names.append("planner-memory.png")
+    if result.get("speed"):
+        from firstlight.bench.planner_speed import draw_speed
+
+        write_file(out / "planner-speed.png", draw_speed(result["speed"]))
+        names.append("planner-speed.png")
+    say(f"written: {', '.join(str(out / name) for name in names)}")

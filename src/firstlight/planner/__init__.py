@@ -1,0 +1,1 @@
+"""What a training step, an evaluation or a generation takes, before anything is allocated."""

@@ -1,0 +1,230 @@
+"""The planner at work in `firstlight train`: forecasts, advice, and `--plan auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
+from firstlight.planner.machine import Machine, find_machine
+from firstlight.planner.methods import methods
+from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.search import (
+    BUSY_TOKENS,
+    best_way,
+    micro_batches,
+    nearest_ways,
+    rows_a_step,
+)
+from firstlight.planner.settling import settle
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.fit import Trial, try_rows
+from firstlight.training.forecast import Forecast
+
+#: What is tried for advice, in this order: each saves activations or what is like them.
+_ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
+
+_GIB = 2**30
+
+
+class RunForecaster:
+    """Predicts the runs of this machine; see `training.forecast.Forecaster`."""
+
+    def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+        """See `Forecaster`."""
+        if recipe.efficiency.compile is True:
+            # What is compiled to be looked at is kept by torch, and no code to train with.
+            return _forecast_elsewhere(recipe, hardware, processes)
+        with torch.random.fork_rng():
+            return _forecast(recipe, hardware, processes)
+
+    def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
+        """See `Forecaster`."""
+        machine = _this_machine(hardware, 1)
+        if machine is None or recipe.efficiency.compile is True:
+            return None
+        with torch.random.fork_rng():
+            return _advice(recipe, machine)
+
+
+def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+    machine = _this_machine(hardware, processes)
+    if machine is None:
+        return None
+    found = outcome_of(recipe, machine, evaluates=False, measures=False)
+    if found.training is None:
+        return None
+    rate = found.tokens_per_second
+    return Forecast(
+        found.training.peak_bytes,
+        found.training.phase,
+        found.training.parts,
+        None if rate is None else (rate.slow, rate.expected, rate.fast),
+    )
+
+
+def _forecast_elsewhere(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+    """In a process of its own."""
+    request = {
+        "recipe": recipe.model_dump(mode="json"),
+        "device": str(hardware.device),
+        "processes": processes,
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "firstlight.planner.automatic"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    if found is None:
+        return None
+    rates = found["tokens_per_second"]
+    return Forecast(**{**found, "tokens_per_second": tuple(rates) if rates else None})
+
+
+def main() -> int:
+    """Read a request from stdin; write the forecast to stdout as JSON."""
+    request = json.loads(sys.stdin.read())
+    recipe, hardware = parse_recipe(request["recipe"]), find_hardware(request["device"])
+    found = _forecast(recipe, hardware, request["processes"])
+    text = json.dumps(None if found is None else dataclasses.asdict(found))
+    os.write(1, f"{text}\n".encode())
+    return 0
+
+
+def _advice(recipe: Recipe, machine: Machine) -> str | None:
+    first = outcome_of(recipe, machine, evaluates=False, measures=False)
+    if first.training is None:
+        return None
+    peak, own = first.training, first.tokens_per_second
+    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
+    text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
+    known = dict(methods(recipe, machine))
+    tried = [
+        outcome_of(recipe, machine, name, known[name], evaluates=False, measures=False)
+        for name in _ADVICE
+        if name in known
+    ]
+    good = [one for one in tried if one.training is not None]
+    if not good:
+        return text
+    fitting = [one for one in good if one.fits]
+    best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
+    (option,) = (f"{key} {value}" for key, value in best.changes.items())
+    assert best.training is not None
+    change = f"with {option} it would be {best.training.peak_bytes / _GIB:.1f} GiB"
+    if own is not None and best.tokens_per_second is not None:
+        change += f", at {best.tokens_per_second.expected / own.expected:.2f} of the speed"
+    return f"{text}; {change}"
+
+
+def _rate(one: Outcome) -> float:
+    return 0.0 if one.tokens_per_second is None else one.tokens_per_second.expected
+
+
+def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
+    machine = find_machine()
+    if machine.target.kind != hardware.device.type:
+        return None
+    # Processes on a CPU share it: nothing is known of their speed.
+    if processes > 1 and machine.target.kind == "cpu":
+        return None
+    return dataclasses.replace(machine, count=processes)
+
+
+def planned_recipe(
+    recipe: Recipe,
+    hardware: Hardware,
+    tell: Callable[[str], None],
+    init_from: str | None = None,
+) -> Recipe:
+    """The recipe with the settings of the best plan for this machine, tried for two steps.
+
+    Args:
+        recipe: as it was written.
+        hardware: to run on.
+        tell: called with what was found.
+        init_from: the folder of a model to start from.
+
+    Raises:
+        ConfigError: nothing fits; names the nearest that would.
+    """
+    machine = _this_machine(hardware, 1)
+    if machine is None:
+        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
+    settled = settle(recipe, machine, init_from)
+    best = best_way(settled, machine)
+    if best is None:
+        names = [one.name for one in nearest_ways(settled, machine)]
+        nearest = f"; what would: {', '.join(names)}" if names else ""
+        raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
+    assert best.recipe is not None
+    found = _corrected(best, machine, hardware, tell)
+    # A model to start from brings its own.
+    return found if init_from is None else found.model_copy(update={"model": recipe.model})
+
+
+def _corrected(
+    best: Outcome, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
+) -> Recipe:
+    """With the micro-batch that two steps of it say is right."""
+    assert best.recipe is not None
+    assert best.training is not None
+    recipe = best.recipe
+    cuts = list(micro_batches(recipe, machine))
+    if recipe.batch.rows not in cuts:
+        cuts = [recipe.batch.rows, *(rows for rows in cuts if rows < recipe.batch.rows)]
+    place = cuts.index(recipe.batch.rows)
+    trial = _try(recipe, machine, hardware, cuts[place])
+    while trial is None and place + 1 < len(cuts):
+        tell(f"plan: a micro-batch of {cuts[place]} rows does not fit after all: fewer")
+        place += 1
+        trial = _try(recipe, machine, hardware, cuts[place])
+    if trial is None:
+        raise ConfigError("--plan auto: not even a micro-batch of one row fits: lower data.seq_len")
+    busy = cuts[place] * (recipe.data.seq_len or 1) >= BUSY_TOKENS[machine.target.kind]
+    if place > 0 and cuts[place] == recipe.batch.rows and not busy:
+        # Less than was predicted may leave room for more.
+        share = trial.peak_bytes / max(best.training.peak_bytes, 1)
+        larger = cuts[place - 1] / cuts[place] * share * best.needed_bytes
+        if larger <= 0.95 * free_memory_bytes(hardware.device):
+            more = _try(recipe, machine, hardware, cuts[place - 1])
+            if more is not None and more.step_seconds < trial.step_seconds:
+                trial, place = more, place - 1
+    predicted = best.training.peak_bytes / _GIB
+    tell(
+        f"plan: {best.name}, micro-batch of {cuts[place]} rows; peak memory predicted "
+        f"{predicted:.2f} GiB, measured {trial.peak_bytes / _GIB:.2f} GiB"
+    )
+    return _cut(recipe, machine, cuts[place])
+
+
+def _try(recipe: Recipe, machine: Machine, hardware: Hardware, rows: int) -> Trial | None:
+    """Two steps with as many rows a step as the recipe has, however they are cut."""
+    try:
+        return try_rows(_cut(recipe, machine, rows), hardware, rows)
+    except FirstlightError as error:
+        raise ConfigError(f"--plan auto: {error}") from error
+
+
+def _cut(recipe: Recipe, machine: Machine, rows: int) -> Recipe:
+    batch = {"micro_batch_size": rows}
+    if recipe.batch.global_batch_tokens is None:
+        batch["gradient_accumulation_steps"] = rows_a_step(recipe, machine) // rows
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update=batch)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

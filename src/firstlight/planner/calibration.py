@@ -1,0 +1,308 @@
+"""What this machine's operators take: measured, kept in a file, and drawn on for others.
+
+The store is a JSON file in the cache's calibration/ (see `data.remote.cache_folder`), one for each
+kind of machine: its name is the hash of the processor, the number of threads, torch's version and
+the settings of its threads and its allocator, all of which stand in it. It holds, for each operator
+that was timed, the last few times, each divided by what a reference operator took then; a time
+is predicted by multiplying their median by what the reference takes now, since machines in data
+centres are not equally fast at all times.
+
+An operator that was not measured is estimated from those that are most like it (`_interpolated`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from firstlight.data.remote import cache_folder
+from firstlight.hardware import find_hardware
+from firstlight.planner.reference import Reference
+from firstlight.planner.roofline import attention_flops
+from firstlight.planner.speed_kinds import (
+    base_name,
+    is_attention,
+    is_free,
+    kind_of,
+    product_of,
+    smaller,
+    streamed_bytes,
+)
+from firstlight.planner.trace import Layout, Operator
+
+#: Of the file; others are ignored.
+FORMAT = 1
+#: Times of one operator that are kept.
+_KEPT_TIMES = 7
+#: Operators further apart than this factor in a size say little about each other.
+_NEAR = 2.0
+#: Of one operator's measurements, at a time.
+_OPERATOR_SECONDS = 0.25
+#: Of the rate of fp32 products, what attention is taken to run at before it is measured.
+_FUSED_SHARE = 0.2
+#: What of the environment changes how fast torch's operators are on a CPU.
+_SETTINGS = (
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "KMP_BLOCKTIME",
+    "THP_MEM_ALLOC_ENABLE",
+    "LD_PRELOAD",
+    "MALLOC_CONF",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+)
+
+Source = Literal["measured", "interpolated", "guessed"]
+
+
+def machine_fingerprint() -> dict[str, Any]:
+    """What has to be the same for times to be comparable."""
+    hardware = find_hardware("cpu")
+    return {
+        "cpu": hardware.name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def store_path(fingerprint: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """The file of a machine.
+
+    Args:
+        folder: None is calibration/ in the cache.
+    """
+    text = json.dumps(fingerprint, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return (folder or cache_folder() / "calibration") / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an operator's time depends on.
+
+    Attributes:
+        key: of exactly this operator.
+        group: of the operators whose rates are comparable.
+        sizes: base-2 logarithms, by which the likeness within the group is measured.
+        work: FLOPs or bytes.
+        reference: the reference operator that speeds up and slows down as this one does.
+    """
+
+    key: str
+    group: str
+    sizes: tuple[float, ...]
+    work: float
+    reference: str
+
+
+def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Features:
+    """What an operator's time depends on.
+
+    Args:
+        transposed: whether a product's factors lie so, see `transposed_factors`.
+    """
+    name = base_name(operator)
+    shown = " ".join(map(_layout_text, operator.inputs[:6]))
+    results = " ".join(map(_layout_text, operator.outputs[:3]))
+    key = f"{name} {shown} -> {results} {operator.options}"
+    if kind_of(operator) == "matrix_products":
+        product = product_of(operator, transposed)
+        dtype = _dtype_text(product.dtype)
+        sizes = tuple(map(_log2, (product.batch, product.m, product.n, product.k)))
+        group = f"product {dtype} {product.layout}"
+        return Features(f"{product.layout} {key}", group, sizes, product.flops, dtype)
+    if is_attention(operator):
+        shape, kept = next(layout for layout in operator.inputs if len(layout[0]) == 4)
+        batch, heads, tokens, size = shape
+        masked = "causal" if "True" in operator.options else "masked"
+        group = f"{name} {_dtype_text(kept)} {masked} {size}"
+        work = attention_flops(operator)
+        return Features(key, group, (_log2(tokens), _log2(batch * heads)), work, "float32")
+    moved = streamed_bytes(operator)
+    if len(operator.inputs) > 6:
+        key += f" {len(operator.inputs)} {moved}"
+    dtypes = ",".join(
+        dict.fromkeys(_dtype_text(d) for _, d in (*operator.inputs[:2], *operator.outputs[:1]))
+    )
+    return Features(key, f"{name} {dtypes}", (_log2(moved),), moved, "stream")
+
+
+def _layout_text(layout: Layout) -> str:
+    return f"{_dtype_text(layout[1])}{list(layout[0])}".replace(" ", "")
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _log2(value: float) -> float:
+    return math.log2(max(value, 1.0))
+
+
+@dataclass
+class Entry:
+    """An operator that was timed.
+
+    Attributes:
+        group, sizes, work: see `Features`.
+        ratios: of its time to the reference's, the last few.
+        reference: see `Features`.
+    """
+
+    group: str
+    sizes: tuple[float, ...]
+    work: float
+    reference: str
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An operator's time.
+
+    Attributes:
+        seconds: of one call.
+        source: where it is from: this operator, others like it, or others that are less so.
+    """
+
+    seconds: float
+    source: Source
+
+
+class Calibration:
+    """The times of this machine's operators.
+
+    Args:
+        fingerprint: of the machine.
+        reference: what the reference operators take now.
+        entries: by `Features.key`.
+        notes: about the store, for people.
+    """
+
+    def __init__(
+        self,
+        fingerprint: Mapping[str, Any],
+        reference: Reference,
+        entries: Mapping[str, Entry] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.fingerprint, self.reference = dict(fingerprint), reference
+        self.entries = dict(entries or {})
+        self.notes = list(notes)
+        self._groups: dict[str, list[Entry]] = {}
+        for entry in self.entries.values():
+            self._groups.setdefault(entry.group, []).append(entry)
+
+    def seconds(
+        self, operator: Operator, transposed: tuple[bool, bool] = (False, False)
+    ) -> Estimate:
+        """Of one call of an operator.
+
+        Args:
+            transposed: whether a product's factors lie so.
+        """
+        if is_free(operator):
+            return Estimate(0.0, "measured")
+        features = features_of(operator, transposed)
+        # What is too large to be timed is timed in part.
+        part: Operator | None = operator
+        while part is not None:
+            of_part = features_of(part, transposed)
+            if of_part.key in self.entries and of_part.work:
+                found = self.estimate(of_part)
+                return Estimate(found.seconds * features.work / of_part.work, found.source)
+            part = smaller(part)
+        return self.estimate(features)
+
+    def estimate(self, features: Features) -> Estimate:
+        """Of an operator of these features."""
+        known = self.entries.get(features.key)
+        if known is not None and known.ratios:
+            return Estimate(known.ratio * self._now(known.reference), "measured")
+        near = self._groups.get(features.group, [])
+        if near:
+            return self._interpolated(features, near)
+        alike = self._alike(features)
+        if alike:
+            found = self._interpolated(features, alike)
+            is_product = features.group.startswith("product")
+            return found if is_product else Estimate(found.seconds, "guessed")
+        return Estimate(self._guess(features), "guessed")
+
+    def _guess(self, features: Features) -> float:
+        """Seconds by the rate of the reference operator, which fused kernels don't come near."""
+        rate = self.reference.rates[features.reference]
+        return features.work / (rate if len(features.sizes) != 2 else _FUSED_SHARE * rate)
+
+    def _alike(self, features: Features) -> list[Entry]:
+        """Of other groups: products of the dtype in any layout; streams of any kind."""
+        first = features.group.split()[:2]
+        if first[0] == "product":
+            return [e for e in self.entries.values() if e.group.split()[:2] == first]
+        if features.reference != "stream":
+            return []
+        return [e for e in self.entries.values() if e.reference == "stream" and e.work]
+
+    def _interpolated(self, features: Features, near: list[Entry]) -> Estimate:
+        """From the rates of the four nearest, by the inverse square of their distance in the
+        logarithms of sizes (Shepard 1968): exact at known points."""
+        ranked = sorted(
+            (math.dist(entry.sizes, features.sizes), entry.ratio, entry.work, i)
+            for i, entry in enumerate(near)
+            if entry.ratios
+        )
+        if not ranked:
+            return Estimate(self._guess(features), "guessed")
+        total = weight = 0.0
+        for distance, _, work, i in ranked[:4]:
+            entry = near[i]
+            share = 1.0 / (distance * distance + 1e-9)
+            total += share * math.log(entry.ratio * self._now(entry.reference) / max(work, 1.0))
+            weight += share
+        seconds = features.work * math.exp(total / weight)
+        return Estimate(seconds, "interpolated" if ranked[0][0] <= _NEAR else "guessed")
+
+    def _now(self, reference: str) -> float:
+        return self.reference.seconds[reference]
+
+    def add(self, features: Features, seconds: float) -> None:
+        """A measurement, made now."""
+        entry = self.entries.get(features.key)
+        if entry is None:
+            entry = Entry(features.group, features.sizes, features.work, features.reference)
+            self.entries[features.key] = entry
+            self._groups.setdefault(entry.group, []).append(entry)
+        entry.ratios = [*entry.ratios, seconds / self._now(features.reference)][-_KEPT_TIMES:]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the store holds."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "entries": {
+                key: {
+                    "group": entry.group,
+                    "sizes": list(entry.sizes),
+                    "work": entry.work,
+                    "reference": entry.reference,
+                    "ratios": entry.ratios,
+                }
+                for key, entry in self.entries.items()
+            },
+        }

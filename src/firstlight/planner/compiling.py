@@ -1,0 +1,80 @@
+"""torch.compile on tensors without memory: all of its pipeline, but no kernel is built or run.
+
+What inductor generates is Python code that allocates buffers, calls kernels and libraries, and
+gives buffers up; that code, with kernels that do nothing, is run on fake tensors, so that the
+lifetime of every buffer is the real one. What it costs is the pipeline's own time, some two
+seconds a layer: so whole models are planned from their first few layers, see `layers.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.optim.eight_bit import quiet_import
+
+
+@contextlib.contextmanager
+def stubbed_compiler() -> Iterator[None]:
+    """Inside, what torch.compile makes for a CPU has kernels that do nothing, and allocates
+    through torch's operators. Functions compiled before are forgotten, and those compiled inside
+    after it."""
+    with quiet_import():
+        import torch._functorch.config as functorch_config
+        import torch._inductor.async_compile as async_compile
+        import torch._inductor.compile_fx
+        import torch._inductor.cpu_vec_isa as vector_units
+        from torch._inductor import config
+        from torch._inductor.codecache import PyCodeCache
+
+    guards = torch._C._dynamo.guards
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
+    options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
+    with (
+        replaced(guards, "_empty_strided_cpu", _empty_strided),
+        replaced(guards, "_reinterpret_tensor", _reinterpret),
+        replaced(async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
+        # Without a look at the machine's vector units, for which it would start the C++ compiler.
+        replaced(vector_units, "valid_vec_isa_list", list),
+        config.patch(options),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+            PyCodeCache.cache_clear()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Inside, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpret(
+    tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _no_kernel(*_: object, **__: object) -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """Does nothing."""

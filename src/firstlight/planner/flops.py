@@ -1,0 +1,41 @@
+"""FLOPs of operators, by torch's own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten: Any = torch.ops.aten
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
+    counted: Any = sdpa_flop_count
+    return int(counted(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> int:
+    counted: Any = sdpa_backward_flop_count
+    return int(counted(grad.shape, query.shape, key.shape, value.shape))
+
+
+#: Of operators that torch's counter leaves out; whole rows, as torch counts those on GPUs.
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _cpu_attention(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
+        _cpu_attention_backward(g, q, k, v)
+    ),
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Of one call of an operator's matrix products and attention; 0 for others."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _MORE_FLOPS:
+        return _MORE_FLOPS[packet](*args)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0

@@ -1,0 +1,183 @@
+"""How a target's kernels and allocator differ from what a trace on fake CPU tensors shows.
+
+Each difference is a function of its own with a test of its own. Two kinds:
+
+- what a kernel allocates inside (`workspace_bytes`), by the operator's name;
+- which kernels a GPU takes where a CPU takes others (`cuda_kernels`), so that autograd keeps other
+  things for the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from firstlight.planner.trace import Operator, bytes_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a prediction is for.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        name: of the device.
+        context_bytes: what a process takes of the device before its first tensor.
+        library_bytes: what libraries allocate once through torch's allocator: cuBLAS' workspace.
+        capability: of CUDA's.
+        threads: torch's, on a CPU; some kernels have a buffer for each.
+        torch_version: whose kernels; for comparison with what was published before.
+    """
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    name: str = "CPU"
+    context_bytes: int = 0
+    library_bytes: int = 0
+    capability: tuple[int, int] = (8, 0)
+    threads: int = 1
+    torch_version: tuple[int, int] = (2, 13)
+
+
+def this_cpu() -> Target:
+    """This machine's CPU."""
+    return Target(threads=torch.get_num_threads())
+
+
+def cuda_target(
+    name: str,
+    capability: tuple[int, int],
+    context_bytes: int | None = None,
+    torch_version: tuple[int, int] = (2, 13),
+) -> Target:
+    """A CUDA GPU.
+
+    Args:
+        context_bytes: None is what torch 2's kernels and CUDA 12 were seen to take, about 500 MiB.
+        torch_version: see `Target`.
+    """
+    context = 500 * 2**20 if context_bytes is None else context_bytes
+    # torch's CUDABlas: 32 MiB from Hopper on, else 8.1 MiB, for each handle.
+    library = 32 * 2**20 if capability >= (9, 0) else 4096 * 2 * 1024 + 16 * 8 * 1024
+    return Target("cuda", name, context, library, capability, torch_version=torch_version)
+
+
+def workspace_bytes(operator: Operator, target: Target) -> int:
+    """What an operator's kernel allocates inside, through torch's allocator, at its peak."""
+    if target.kind == "cuda":
+        return 0
+    name = operator.name.split(".")[1] if "." in operator.name else operator.name
+    kernel = _CPU_KERNELS.get(name)
+    if kernel is not None:
+        return kernel(operator, target)
+    return promoted_operand_bytes(operator) if name in _ELEMENTWISE else 0
+
+
+# CPU kernels
+
+
+def attention_bytes(operator: Operator, target: Target) -> int:
+    """torch's flash attention for CPUs: a block of scores, its sums and its result for each
+    thread, in fp32; of the scores in half precision, too."""
+    (shape, dtype), (keys, _) = operator.inputs[0], operator.inputs[1]
+    queries, head = _query_block(shape[2]), shape[3]
+    block = queries * min(keys[2], _KEY_BLOCK)
+    size = 4 * (block + 2 * queries + queries * head)
+    if dtype.itemsize < 4:
+        size += dtype.itemsize * block
+    return target.threads * size
+
+
+def attention_backward_bytes(operator: Operator, target: Target) -> int:
+    """Its backward pass: a block of scores and one of their gradients for each thread; the
+    gradient that comes in, where it has to be laid out anew; in half precision those blocks
+    rounded, too, and what oneDNN lays out (about)."""
+    (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
+    queries = _query_block(shape[2])
+    block = queries * min(keys[2], _KEY_BLOCK)
+    size = target.threads * 8 * block + 4 * queries
+    if operator.options:
+        size += bytes_of(operator.inputs[0])
+    if dtype.itemsize < 4:
+        size += target.threads * 2 * dtype.itemsize * block
+        size += (1 if dtype == torch.bfloat16 else 2) * 1024 * min(keys[2], _KEY_BLOCK)
+    return size
+
+
+#: Blocks of keys, and of queries by the row's length, in torch's FlashAttentionKernel.cpp.
+_KEY_BLOCK = 512
+
+
+_MIB = 2**20
+
+
+def _query_block(length: int) -> int:
+    block = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(block, length)
+
+
+def product_bytes(operator: Operator, target: Target) -> int:
+    """oneDNN's products in half precision lay blocks of their factors out anew: some 200 KiB for
+    each thread (bf16), about a megabyte where the first factor is transposed, and in fp16 one and
+    a half. An upper bound."""
+    # `out` comes last, as the factors' names do before it.
+    first = 1 if "addmm" in operator.name else 0
+    ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
+    if dtype.itemsize >= 4:
+        return 0
+    factors = dtype.itemsize * min(inner, 1024) * (rows + columns) + target.threads * 64 * 1024
+    if dtype == torch.float16:
+        return min(factors, target.threads * _MIB) * 3 // 2
+    return min(factors, target.threads * (_MIB if operator.options else 200 * 1024))
+
+
+def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
+    """`_safe_softmax` looks for rows of which nothing is seen: a byte a score."""
+    return math.prod(operator.inputs[0][0])
+
+
+def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
+    """bitsandbytes' 8-bit update for CPUs: both moments unpacked, the scaled gradient, and the
+    denominator in two steps, all in fp32."""
+    return 20 * math.prod(operator.inputs[0][0])
+
+
+def small_update_bytes(operator: Operator, _: Target) -> int:
+    """bitsandbytes' 32-bit update for CPUs: scaled gradient and denominator."""
+    return 12 * math.prod(operator.inputs[0][0])
+
+
+def counted_booleans_bytes(operator: Operator, _: Target) -> int:
+    """A sum of booleans makes them int64 first."""
+    shape, dtype = operator.inputs[0]
+    return 8 * math.prod(shape) if dtype == torch.bool else 0
+
+
+def promoted_operand_bytes(operator: Operator) -> int:
+    """Element by element, CPU kernels take operands of one dtype: those of another, unless they are
+    single numbers, are converted into temporaries, all at once."""
+    tensors = [layout for layout in operator.inputs if layout[0]]
+    if len({dtype for _, dtype in tensors}) < 2:
+        return 0
+    wide = tensors[0][1]
+    for _, dtype in tensors[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return sum(wide.itemsize * math.prod(shape) for shape, dtype in tensors if dtype != wide)
+
+
+_ELEMENTWISE = ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "addcmul", "lerp")
+
+_CPU_KERNELS: dict[str, Callable[[Operator, Target], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": attention_bytes,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_bytes,
+    "_safe_softmax": softmax_with_masked_rows_bytes,
+    "mm": product_bytes,
+    "addmm": product_bytes,
+    "bmm": product_bytes,
+    "sum": counted_booleans_bytes,
+    "optimizer_update_8bit_blockwise": eight_bit_update_bytes,
+    "optimizer_update_32bit": small_update_bytes,
+}

@@ -1,0 +1,131 @@
+"""What is planned for: this machine, or GPUs that are somewhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.gpus import GPU, find_gpu
+from firstlight.hardware import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
+from firstlight.planner.kernels import Target, cuda_target, this_cpu
+
+#: Of a GPU's memory that a plan may use: screens, other programs and what libraries load late.
+_GPU_SHARE = 0.98
+
+#: Of a CPU's free memory: its programs share it.
+_CPU_SHARE = 0.9
+
+_UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One or several equal devices.
+
+    Attributes:
+        name: of the device.
+        count: how many.
+        memory_bytes: of each.
+        usable_bytes: of that, what a run may take.
+        target: whose kernels memory is predicted for.
+        gpu: its rates; None for a CPU, and for a GPU of which only the memory is known.
+        precision: what "auto" takes there: "bf16", "fp16" or "fp32".
+        is_here: whether it is the machine that this runs on.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+    usable_bytes: int
+    target: Target
+    gpu: GPU | None
+    precision: str
+    is_here: bool
+
+    @property
+    def hardware(self) -> Hardware:
+        """As the rest of firstlight describes a device."""
+        device = torch.device(self.target.kind)
+        return Hardware(device, self.name, self.memory_bytes, self.precision == "bf16")
+
+
+def find_machine(
+    gpu: str | None = None, memory_bytes: int | None = None, count: int = 1
+) -> Machine:
+    """The machine that is meant.
+
+    Args:
+        gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
+        memory_bytes: of each GPU, in place of what the table says; without `gpu`, of some GPU whose
+            rates are not known.
+        count: how many GPUs.
+
+    Raises:
+        ConfigError: there is no such GPU (names the nearest), or the numbers make no sense.
+    """
+    if count < 1:
+        raise ConfigError(f"--gpus is {count}: at least 1 is needed")
+    if memory_bytes is not None and memory_bytes < 2**20:
+        raise ConfigError(f"--gpu-memory is {memory_bytes} bytes: say for instance 24GiB")
+    if gpu is not None:
+        return _known(find_gpu(gpu, memory_bytes), memory_bytes, count)
+    if memory_bytes is not None:
+        target = cuda_target("a GPU", (8, 0))
+        name = f"a GPU with {memory_bytes / 2**30:.3g} GiB"
+        return _gpu_machine(name, count, memory_bytes, target, None, "bf16")
+    found = find_hardware()
+    if found.device.type == "cuda":
+        return _this_gpu(found, count)
+    if count > 1:
+        raise ConfigError(f"--gpus {count} of which kind? Add --gpu NAME, such as 'RTX 4090'")
+    usable = int(_CPU_SHARE * free_memory_bytes(found.device))
+    precision = "bf16" if found.bf16 and bf16_is_faster(found.device) else "fp32"
+    return Machine(
+        found.name, 1, found.memory_bytes, usable, this_cpu(), None, precision, is_here=True
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """ "24GiB", "24 GB", "24000 MiB" -> bytes.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = match[2].lower() if match else None
+    if match is None or unit not in _UNITS:
+        raise ConfigError(f"'{text}' is no size of memory: write for instance 24GiB or 24GB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
+    if gpu.capability == (0, 0):
+        target = cuda_target(gpu.name, (8, 0))
+    else:
+        target = cuda_target(gpu.name, gpu.capability)
+    precision = "bf16" if gpu.bf16 else "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
+    memory = memory_bytes or gpu.memory_bytes
+    return _gpu_machine(gpu.name, count, memory, target, gpu, precision)
+
+
+def _this_gpu(found: Hardware, count: int) -> Machine:
+    gpu: GPU | None = None
+    with contextlib.suppress(ConfigError):
+        gpu = find_gpu(found.name, found.memory_bytes)
+    capability = torch.cuda.get_device_capability(found.device)
+    target = cuda_target(found.name, capability)
+    precision = "bf16" if found.bf16 else "fp16" if capability >= (7, 0) else "fp32"
+    machine = _gpu_machine(found.name, count, found.memory_bytes, target, gpu, precision)
+    return Machine(**{**vars(machine), "is_here": True})
+
+
+def _gpu_machine(
+    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: str
+) -> Machine:
+    usable = int(_GPU_SHARE * memory)
+    return Machine(name, count, memory, usable, target, gpu, precision, is_here=False)

@@ -1,0 +1,65 @@
+"""What each method alone would save and cost: the table that guides print for one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from firstlight.planner.machine import Machine
+from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.search import rows_a_step
+from firstlight.training.config import Recipe
+
+
+def method_table(
+    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+) -> list[Outcome]:
+    """Each method that the recipe does not have, alone beside it.
+
+    Args:
+        recipe: settled.
+        machine: to run on.
+        tell: called with what is being tried.
+    """
+    found = []
+    for name, changes in methods(recipe, machine):
+        tell(name)
+        found.append(outcome_of(recipe, machine, name, changes, evaluates=False))
+    return found
+
+
+def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, keys of the recipe) of each method that would change something."""
+    config, rows = recipe.efficiency, recipe.batch.rows
+    if rows > 1:
+        changes: dict[str, Any] = {"batch.micro_batch_size": 1}
+        if recipe.batch.global_batch_tokens is None:
+            changes["batch.gradient_accumulation_steps"] = rows_a_step(recipe, machine)
+        yield f"gradient accumulation, 1 x {rows_a_step(recipe, machine)}", changes
+    for kind in ("selective", "full"):
+        if config.activation_checkpointing != kind:
+            yield (
+                f"activation checkpointing, {kind}",
+                {"efficiency.activation_checkpointing": kind},
+            )
+    if not config.loss_chunk_tokens:
+        yield "chunked loss", {"efficiency.loss_chunk_tokens": 1024}
+    if config.precision != machine.precision:
+        yield f"precision {machine.precision}", {"efficiency.precision": machine.precision}
+    if config.precision != "fp32":
+        yield "precision fp32", {"efficiency.precision": "fp32"}
+    if config.precision == "bf16":
+        yield "bf16 weights, fp32 masters", {"efficiency.precision": "bf16_params"}
+    if config.compile is not True:
+        yield "torch.compile", {"efficiency.compile": True}
+    else:
+        yield "no torch.compile", {"efficiency.compile": False}
+    if config.attention != "plain":
+        yield "attention without a fused kernel", {"efficiency.attention": "plain"}
+    for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):
+        if recipe.optimizer.name != name:
+            yield title, {"optimizer.name": name}
+    if machine.target.kind == "cuda" and not config.activation_offload:
+        yield "activations in the CPU's memory", {"efficiency.activation_offload": True}
+    if recipe.lora is None:
+        yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}}

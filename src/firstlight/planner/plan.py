@@ -1,0 +1,243 @@
+"""`firstlight plan`: what a recipe takes on a machine, which settings are best there, and what to
+train with a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from firstlight.errors import ConfigError
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.planner.compute_optimal import Suggestion, suggest
+from firstlight.planner.machine import Machine
+from firstlight.planner.methods import method_table
+from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.reasons import reasons_for
+from firstlight.planner.search import best_way, nearest_ways
+from firstlight.planner.settling import prepared_vocabulary, settle, with_changes
+from firstlight.training.config import Recipe
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What there is to train with: time or tokens.
+
+    Attributes:
+        seconds, tokens: one of them.
+        price_per_hour: of one device, in any currency.
+    """
+
+    seconds: float | None = None
+    tokens: float | None = None
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "tokens", "price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it has to be more than 0")
+        if self.seconds is not None and self.tokens is not None:
+            raise ConfigError("give either --budget, a time, or --tokens")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one."""
+        return self.seconds is not None or self.tokens is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out.
+
+    Attributes:
+        machine: that was planned for.
+        recipe: settled for it.
+        parameters: of its model.
+        as_it_stands: what that takes.
+        best: the fastest way that fits; None where none does, or none was looked for.
+        reasons: for each key of `best` that was decided, why.
+        methods: what each method alone would change.
+        nearest: where nothing fits: what would.
+        budget: of time or tokens.
+        suggestion: what to train with it.
+        suggested: what that takes.
+    """
+
+    machine: Machine
+    recipe: Recipe
+    parameters: int
+    as_it_stands: Outcome
+    best: Outcome | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    methods: list[Outcome] = field(default_factory=list)
+    nearest: list[Outcome] = field(default_factory=list)
+    budget: Budget = Budget()
+    suggestion: Suggestion | None = None
+    suggested: Outcome | None = None
+
+    @property
+    def chosen(self) -> Recipe | None:
+        """The recipe to train: the suggestion's, else the best way's."""
+        found = self.suggested or self.best
+        return None if found is None else found.recipe
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        machine = {
+            "name": self.machine.name,
+            "count": self.machine.count,
+            "memory_bytes": self.machine.memory_bytes,
+            "usable_bytes": self.machine.usable_bytes,
+        }
+        suggestion: dict[str, Any] | None = None
+        if self.suggestion is not None:
+            suggestion = dataclasses.asdict(self.suggestion)
+            suggestion["config"] = self.suggestion.config.model_dump(mode="json")
+            suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
+        return {
+            "machine": machine,
+            "parameters": self.parameters,
+            "as_it_stands": self.as_it_stands.to_json(),
+            "best": None if self.best is None else self.best.to_json(),
+            "reasons": self.reasons,
+            "methods": [one.to_json() for one in self.methods],
+            "nearest": [one.to_json() for one in self.nearest],
+            "suggestion": suggestion,
+            "suggested": None if self.suggested is None else self.suggested.to_json(),
+            "recipe": None if self.chosen is None else self.chosen.model_dump(mode="json"),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    init_from: str | None = None,
+    budget: Budget | None = None,
+    searches: bool = True,
+    tell: Tell = lambda _: None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        recipe: as it was written.
+        machine: to run on.
+        init_from: the folder of a model to start from.
+        budget: to say what to train with; None is no question.
+        searches: for the best settings and for what each method would change; else the recipe as it
+            stands is all.
+        tell: called with what is being tried.
+
+    Raises:
+        ConfigError: the recipe can't be trained anywhere: says why.
+        ModelError: `init_from` is no model's folder.
+    """
+    settled = settle(recipe, machine, init_from)
+    assert settled.model is not None
+    tell("as it stands")
+    first = outcome_of(settled, machine, "as it stands")
+    if first.problem:
+        raise ConfigError(first.problem)
+    plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first)
+    if searches:
+        best = best_way(_cut_freely(recipe, settled), machine, tell)
+        reasons = {} if best is None else reasons_for(recipe, best, first, machine)
+        nearest = [] if best is not None else nearest_ways(settled, machine, tell)
+        methods = method_table(settled, machine, tell)
+        plan = dataclasses.replace(
+            plan, best=best, reasons=reasons, nearest=nearest, methods=methods
+        )
+    if budget is not None and budget.is_given:
+        plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, tell))
+    return plan
+
+
+def _cut_freely(recipe: Recipe, settled: Recipe) -> Recipe:
+    """With the batch of a step kept, and its cut into micro-batches open.
+
+    A step of which nothing is said is the micro-batch of the recipe.
+    """
+    if settled.batch.global_batch_tokens is None:
+        return settled
+    batch = settled.batch.model_copy(update={"gradient_accumulation_steps": None})
+    return settled.model_copy(update={"batch": batch})
+
+
+#: How often a smaller model is tried where the suggested one turns out not to fit.
+_TRIES = 6
+
+#: Bytes that a parameter takes in training, with fp32 AdamW.
+_STATE_BYTES = 16
+
+
+def _for_budget(plan: Plan, budget: Budget, tell: Tell) -> dict[str, Any]:
+    """The suggestion and what it takes: at the share of the peak rate that the recipe's own model
+    was predicted to reach."""
+    best = plan.best or plan.as_it_stands
+    if best.speed is None:
+        raise ConfigError(
+            "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
+        )
+    recipe, machine = plan.recipe, plan.machine
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    seq_len, vocab_size = recipe.data.seq_len, recipe.model.vocab_size
+    assert best.tokens_per_second is not None
+    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
+    most_parameters = machine.usable_bytes / _STATE_BYTES
+    for _ in range(_TRIES):
+
+        def rate(config: ModelConfig, most: float = most_parameters) -> float | None:
+            if count_parameters(meta_model(config)).total > most:
+                return None
+            return flops / _flops_per_token(config, seq_len)
+
+        found = suggest(
+            rate,
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            seconds=budget.seconds,
+            tokens=budget.tokens,
+            unique_tokens=None if prepared is None else float(prepared[1]),
+        )
+        tell(f"{found.parameters / 1e6:,.0f}M parameters")
+        way = best_way(_suggested_recipe(recipe, found), machine, tell)
+        if way is not None:
+            return {"suggestion": _timed(found, way), "suggested": way}
+        most_parameters = 0.8 * found.parameters
+    raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+
+
+def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    return train_flops_per_token(meta_model(config), seq_len)
+
+
+def _suggested_recipe(recipe: Recipe, found: Suggestion) -> Recipe:
+    return with_changes(
+        recipe.model_copy(update={"model": found.config}),
+        {
+            "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
+            "schedule.max_steps": found.max_steps,
+            "optimizer.learning_rate": found.learning_rate,
+        },
+    )
+
+
+def _timed(found: Suggestion, way: Outcome) -> Suggestion:
+    """With the time that its own predicted speed gives."""
+    if way.tokens_per_second is None:
+        return found
+    return dataclasses.replace(found, seconds=found.tokens / way.tokens_per_second.expected)
+
+
+def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
+    """What so long a run costs on all devices; None without a price."""
+    if budget.price_per_hour is None:
+        return None
+    return seconds / 3600 * budget.price_per_hour * machine.count

@@ -1,0 +1,170 @@
+"""A plan as lines and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from firstlight.planner.outcome import Outcome
+from firstlight.planner.plan import Plan, cost
+from firstlight.planner.prediction import PARTS
+from firstlight.planner.roofline import Range
+
+_GIB = 2**30
+
+#: A table: rows of cells, the first its head.
+Table = list[Sequence[str]]
+
+
+def blocks(plan: Plan) -> Iterator[str | Table]:
+    """Lines and tables, in the order in which they are said."""
+    machine, recipe = plan.machine, plan.recipe
+    assert recipe.model is not None
+    count = f"{machine.count} x " if machine.count > 1 else ""
+    yield (
+        f"{recipe.model.model_type}, {plan.parameters:,} parameters, rows of "
+        f"{recipe.data.seq_len:,} tokens, {recipe.batch.rows} a micro-batch; {count}"
+        f"{machine.name}, {gib(machine.usable_bytes)} usable"
+    )
+    yield f"as it stands: {in_words(plan.as_it_stands)}"
+    yield memory_table(plan.as_it_stands)
+    for note in plan.as_it_stands.training.notes if plan.as_it_stands.training else ():
+        yield f"note: {note}"
+    if plan.methods:
+        yield "what each method alone would change:"
+        yield method_rows(plan)
+    if plan.best is not None:
+        yield f"best: {in_words(plan.best)}"
+        yield from _settings(plan.best, plan.reasons)
+    elif plan.nearest:
+        yield "nothing fits as it is meant; what would:"
+        for one in plan.nearest:
+            yield f"  {one.name}: {in_words(one)}"
+            yield from _settings(one, {})
+    elif plan.methods:
+        yield "nothing fits, with any method or with up to 64 such devices: take a smaller model"
+    if plan.suggestion is not None and plan.suggested is not None:
+        yield from _suggestion(plan)
+
+
+def in_words(one: Outcome) -> str:
+    """Memory, and speed where it is known."""
+    if one.problem:
+        return one.problem
+    fits = "fits" if one.fits else "DOES NOT FIT"
+    phase = "" if one.training is None else f", at its peak in the {one.training.phase}"
+    text = f"{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
+    if one.speed is None:
+        return text
+    return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
+
+
+def memory_table(one: Outcome) -> Table:
+    """By part, for training and evaluation."""
+    columns = [
+        (name, p)
+        for name, p in (("training", one.training), ("evaluation", one.evaluation))
+        if p is not None
+    ]
+    rows: Table = [("memory", *(name for name, _ in columns))]
+    for part in PARTS:
+        values = [p.parts.get(part, 0) for _, p in columns]
+        if any(values):
+            rows.append((part.replace("_", " "), *map(gib, values)))
+    unused = [p.reserved_bytes - p.peak_bytes for _, p in columns]
+    if any(unused):
+        rows.append(("allocator: rounding and gaps", *map(gib, unused)))
+    if any(p.overhead_bytes for _, p in columns):
+        rows.append(("beside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
+    rows.append(("together", *(gib(p.total_bytes) for _, p in columns)))
+    return rows
+
+
+def method_rows(plan: Plan) -> Table:
+    """Memory and speed of each method beside those of the recipe as it stands."""
+    rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
+    first = plan.as_it_stands
+    assert first.training is not None
+    base, rate = first.training.total_bytes, first.tokens_per_second
+    rows.append(("as it stands", gib(base), "", _rate(rate), ""))
+    for one in plan.methods:
+        if one.training is None:
+            continue
+        needed, own = one.training.total_bytes, one.tokens_per_second
+        ratio = f"{own.expected / rate.expected:.2f}x" if own and rate else ""
+        rows.append((one.name, gib(needed), f"{1 - needed / base:.0%}", _rate(own), ratio))
+    return rows
+
+
+def _settings(one: Outcome, reasons: dict[str, str]) -> Iterator[str]:
+    assert one.recipe is not None
+    keys = list(dict.fromkeys((*reasons, *one.changes)))
+    options = [(key, _option(key, _value(one, key))) for key in keys]
+    width = max((len(text) for _, text in options), default=0)
+    for key, text in options:
+        yield f"    {text:<{width}}  {reasons.get(key, '')}".rstrip()
+
+
+def _value(one: Outcome, key: str) -> Any:
+    section, _, name = key.partition(".")
+    assert one.recipe is not None
+    found = getattr(one.recipe, section)
+    return getattr(found, name) if name else one.changes[key]
+
+
+def _option(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"--{key}.{name} {part}" for name, part in value.items())
+    return f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _suggestion(plan: Plan) -> Iterator[str]:
+    found, way = plan.suggestion, plan.suggested
+    assert found is not None
+    assert way is not None
+    assert way.recipe is not None
+    config = found.config
+    yield (
+        f"to train with this budget: {found.parameters / 1e6:,.0f}M parameters "
+        f"(hidden_size {config.hidden_size}, {config.num_hidden_layers} layers), "
+        f"{found.tokens / 1e9:,.3g}B tokens, {found.tokens / found.parameters:.0f} a parameter"
+    )
+    low, high = found.loss
+    yield (
+        f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
+        f"{way.recipe.batch.rows} rows, learning rate {found.learning_rate:g}"
+    )
+    yield f"    {in_words(way)}"
+    yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
+    yield (
+        f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a vocabulary of "
+        "32,000; other text has another"
+    )
+    if found.epochs is not None:
+        yield f"    the prepared text is read {found.epochs:.2g} times"
+
+
+def _price(plan: Plan, seconds: float) -> str:
+    price = cost(seconds, plan.budget, plan.machine)
+    return "" if price is None else f", costs {price:,.2f}"
+
+
+def gib(size: float) -> str:
+    """Bytes as "1.23 GiB"."""
+    return f"{size / _GIB:,.2f} GiB"
+
+
+def speed(rate: Range) -> str:
+    """Tokens a second with the range."""
+    return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
+
+
+def _rate(rate: Range | None) -> str:
+    return "" if rate is None else f"{rate.expected:,.0f}"
+
+
+def hours(seconds: float) -> str:
+    """ "90 min", "5.2 h", "3.1 days"."""
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"

@@ -1,0 +1,245 @@
+"""The memory of a recipe's training step and evaluation, and of generation with a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.efficiency import same_bits
+from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import DTYPES
+from firstlight.generation.int8 import quantize_int8
+from firstlight.models import Model, ModelConfig, build_model
+from firstlight.planner.compiling import replaced, stubbed_compiler
+from firstlight.planner.cuda_kernels import CudaKernels
+from firstlight.planner.equivalents import PLANNED, Equivalent, equivalent
+from firstlight.planner.kernels import Target, this_cpu
+from firstlight.planner.layers import from_fewer_layers, merged
+from firstlight.planner.prediction import MemoryPrediction, predict
+from firstlight.planner.trace import Trace, Tracer
+from firstlight.planner.watching import (
+    allow_casts,
+    fake_tensors,
+    host_activations,
+    mark_weights,
+    marked_loss,
+    optimizer_phases,
+    watch_program,
+)
+from firstlight.training.adapters import attach
+from firstlight.training.config import Recipe
+from firstlight.training.program import TrainingProgram
+
+#: Up to so many layers, all are traced: those of compiled models take two seconds each.
+_FULLY_TRACED, _FULLY_COMPILED = 8, 3
+
+
+def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+    """What the training step of a recipe takes.
+
+    Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
+    second has up to two micro-batches: with the second of those, the gradients of the first are
+    there.
+
+    A deep model is planned from the same with few layers, which is as exact: see `layers.py`.
+
+    Args:
+        recipe: with model, row length and micro-batch size decided.
+        target: that it will run on; None is this machine's CPU.
+
+    Raises:
+        ConfigError: something is undecided, or the recipe's methods can't work together.
+        MissingDependencyError: a library that the recipe needs is not installed.
+    """
+    target = target or this_cpu()
+    planned = equivalent(recipe, target)
+    assert planned.recipe.model is not None
+    whole = _FULLY_COMPILED if planned.recipe.efficiency.compile is True else _FULLY_TRACED
+    if planned.recipe.model.num_hidden_layers > whole:
+        return from_fewer_layers(planned.recipe, lambda part: _train(planned.with_(part), target))
+    return merged(_train(planned, target))
+
+
+def predict_evaluation(
+    recipe: Recipe, target: Target | None = None, *, in_run: bool = True
+) -> MemoryPrediction:
+    """What evaluating one batch takes, of the recipe's micro-batch size and row length.
+
+    Args:
+        recipe, target: as for `trace_memory`.
+        in_run: between training steps, with the optimizer's state in memory; else of the model
+            alone.
+
+    Raises:
+        ConfigError, MissingDependencyError: see `trace_memory`.
+    """
+    target = target or this_cpu()
+    plain = recipe.efficiency.model_copy(update={"compile": False})
+    planned = equivalent(recipe.model_copy(update={"efficiency": plain}), target)
+    with _traced(planned, target) as (tracer, program, batch):
+        if in_run:
+            watch_program(program, tracer)
+            program.step([batch], share_of_peak=1.0)
+            program.optimizer.zero_grad()
+        first = tracer.tick + 1
+        program.model.eval()
+        with torch.inference_mode(), tracer.phase("evaluation"):
+            program.evaluation_loss(batch.input_ids, batch.labels, batch.document_ids)
+        trace = _finished(tracer, planned)
+    return predict(trace, target, first, phases=("evaluation",))
+
+
+def predict_generation(
+    config: ModelConfig,
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    sequences: int = 1,
+    dtype: str = "float32",
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """What generation takes: the cache of keys and values, the prompts one after the other, and a
+    step of all sequences at their full length.
+
+    Args:
+        config: the model's.
+        prompt_tokens, max_new_tokens: of each sequence.
+        sequences: decoded together.
+        dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
+        target: that it will run on; None is this machine's CPU.
+
+    Raises:
+        ConfigError: the dtype is unknown, or the prompt fills the context.
+    """
+    weights = DTYPES.get(dtype)
+    if weights is None:
+        known = ", ".join(name for name in DTYPES if name != "auto")
+        raise ConfigError(f"dtype '{dtype}' can't be planned (known: {known})")
+    target = target or this_cpu()
+    tracer = Tracer()
+    longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
+    with fake_tensors(), _few_rows(target), tracer, _kernels(target):
+        model = build_model(config)
+        allow_casts(model)
+        model.to(weights)
+        model.eval()
+        if dtype == "int8":
+            quantize_int8(model)
+        few_rows.use_few_rows(model)
+        mark_weights(model, tracer)
+        decoder = BatchDecoder(model, sequences, longest)
+        mark_weights(model, tracer)
+        tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+        with tracer.phase("prefill"):
+            for _ in range(sequences):
+                decoder.add([0] * prompt_tokens)
+        decoder._lengths = [longest - 1] * sequences
+        first = tracer.tick + 1
+        with tracer.phase("decode"):
+            decoder.step([0] * sequences)
+        trace = tracer.finish()
+    return predict(trace, target, first, phases=("prefill", "decode"))
+
+
+def _train(planned: Equivalent, target: Target) -> MemoryPrediction:
+    compiles = planned.recipe.efficiency.compile is True
+    with (
+        stubbed_compiler() if compiles else contextlib.nullcontext(),
+        _traced(planned, target) as (tracer, program, batch),
+    ):
+        count = min(2, planned.recipe.batch.accumulation(batch.input_ids.shape[1]))
+        if compiles:
+            with tracer.paused():
+                _compile(program, batch)
+        watch_program(program, tracer)
+        program.step([batch], share_of_peak=1.0)
+        second = tracer.tick + 1
+        program.step([batch] * count, share_of_peak=1.0)
+        trace = _finished(tracer, planned)
+    return predict(trace, target, second, splits_backward=True)
+
+
+@contextlib.contextmanager
+def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
+    """A traced world with a recipe's program in it, and a batch for it."""
+    recipe, tracer = planned.recipe, Tracer()
+    with fake_tensors(), tracer, optimizer_phases(tracer), _kernels(target, planned.kernel):
+        model = _model(recipe)
+        mark_weights(model, tracer)
+        if recipe.lora is not None:
+            attach(model, recipe, PLANNED)
+        program = TrainingProgram(recipe, model, PLANNED)
+        mark_weights(program.model, tracer)
+        batch = _batch(recipe)
+        tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
+        if recipe.efficiency.compile is not True:
+            # What is compiled has no place to look on from.
+            model.head_loss = marked_loss(model.head_loss, tracer)
+        if planned.offloads:
+            program.loss_sum = host_activations(program.loss_sum, model, tracer, target)
+        yield tracer, program, batch
+
+
+def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
+    trace = tracer.finish()
+    trace.notes += planned.notes
+    return trace
+
+
+def _model(recipe: Recipe) -> Model:
+    assert recipe.model is not None
+    model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
+    allow_casts(model)
+    return model
+
+
+def _kernels(
+    target: Target, kernel: str | None = None
+) -> contextlib.AbstractContextManager[object]:
+    return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _few_rows(target: Target) -> Iterator[None]:
+    """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(few_rows, "_few_rows_linear", _few_rows_product))
+        if target.kind == "cuda":
+            stack.enter_context(replaced(few_rows, "_has_kernels", lambda: False))
+        yield
+
+
+def _few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """What that kernel allocates."""
+    rows = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+    del rows
+    return out
+
+
+def _compile(program: TrainingProgram, batch: Batch) -> None:
+    """Have forward and backward pass compiled, which is no part of a step's memory."""
+    program.model.train()
+    with same_bits(program.recipe.efficiency, program.hardware):
+        loss = program.loss_sum(batch.input_ids, batch.labels, batch.document_ids)
+        (loss / 1.0).backward()  # type: ignore[no-untyped-call]
+    for parameter in program.model.parameters():
+        parameter.grad = None
+
+
+def _batch(recipe: Recipe) -> Batch:
+    assert recipe.data.seq_len is not None
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    ids = torch.empty(shape, dtype=torch.int64)
+    documents = torch.empty(shape, dtype=torch.int32) if recipe.data.document_masking else None
+    return Batch(ids, torch.empty_like(ids), ids.numel(), documents)

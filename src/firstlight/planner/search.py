@@ -1,0 +1,199 @@
+"""The fastest way to train that fits; and where none does, the nearest that would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from firstlight.planner.machine import Machine
+from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.training.config import Recipe
+
+#: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
+_SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("as it stands", {}),
+    ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
+    (
+        "selective checkpointing",
+        {
+            "efficiency.activation_checkpointing": "selective",
+            "efficiency.loss_chunk_tokens": 1024,
+        },
+    ),
+    (
+        "full checkpointing",
+        {"efficiency.activation_checkpointing": "full", "efficiency.loss_chunk_tokens": 1024},
+    ),
+    (
+        "full checkpointing, 8-bit AdamW",
+        {
+            "efficiency.activation_checkpointing": "full",
+            "efficiency.loss_chunk_tokens": 1024,
+            "optimizer.name": "adamw8bit",
+        },
+    ),
+)
+
+#: Tokens of a micro-batch from which on a device is busy: more gain little.
+BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+#: Where all weights don't fit.
+_LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
+_LEAST: dict[str, Any] = {
+    "batch.micro_batch_size": 1,
+    "efficiency.activation_checkpointing": "full",
+}
+
+
+def best_way(
+    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+) -> Outcome | None:
+    """The settings with the most tokens a second among those that fit; None if none does.
+
+    What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
+    micro-batches; memory is bought with the methods that cost the least, and no more than it takes
+    to keep the device busy.
+
+    Args:
+        recipe: settled.
+        machine: to run on.
+        tell: called with what is being tried.
+    """
+    found: list[Outcome] = []
+    for name, changes in _SAVINGS:
+        wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
+        if changes and not wanted:
+            continue
+        tell(name)
+        one = largest_that_fits(recipe, machine, name, wanted)
+        if one is None:
+            continue
+        found.append(one)
+        if _is_busy(one, machine):
+            break
+    return max(found, key=_rate, default=None)
+
+
+def largest_that_fits(
+    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any]
+) -> Outcome | None:
+    """With the largest micro-batch that fits and cuts the step evenly; None if no row does.
+
+    Memory grows with the rows: that of one and of two tells about where to look, and what is found
+    there is looked at itself.
+    """
+    cuts = list(micro_batches(recipe, machine))
+    first = _with_rows(recipe, machine, name, changes, cuts[-1])
+    if not first.fits:
+        return None
+    if len(cuts) == 1:
+        return first
+    second = _with_rows(recipe, machine, name, changes, cuts[-2])
+    if not second.fits:
+        return first
+    slope = (second.needed_bytes - first.needed_bytes) / (cuts[-2] - cuts[-1])
+    busy = BUSY_TOKENS[machine.target.kind]
+    seq_len = recipe.data.seq_len or 1
+    for rows in cuts[:-2]:
+        expected = first.needed_bytes + slope * (rows - cuts[-1])
+        # Twice what keeps the device busy gains nothing.
+        if expected > machine.usable_bytes or rows * seq_len > 2 * busy:
+            continue
+        one = _with_rows(recipe, machine, name, changes, rows)
+        if one.fits:
+            return one
+    return second
+
+
+def micro_batches(recipe: Recipe, machine: Machine) -> Iterator[int]:
+    """Rows of a micro-batch that cut a device's part of the step evenly, each at most half of the
+    one before."""
+    assert recipe.data.seq_len is not None
+    total = rows_a_step(recipe, machine)
+    before = 2 * total
+    for rows in range(total, 0, -1):
+        if total % rows == 0 and 2 * rows <= before:
+            before = rows
+            yield rows
+
+
+def rows_a_step(recipe: Recipe, machine: Machine) -> int:
+    """Of each device."""
+    assert recipe.data.seq_len is not None
+    tokens = recipe.batch.global_batch_tokens
+    if tokens is not None:
+        return max(tokens // recipe.data.seq_len // machine.count, 1)
+    return recipe.batch.rows * (recipe.batch.gradient_accumulation_steps or 1)
+
+
+def _with_rows(
+    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
+) -> Outcome:
+    total = rows_a_step(recipe, machine)
+    more: dict[str, Any] = dict(changes)
+    if rows != recipe.batch.rows:
+        more["batch.micro_batch_size"] = rows
+        if recipe.batch.global_batch_tokens is None:
+            more["batch.gradient_accumulation_steps"] = total // rows
+    return outcome_of(recipe, machine, name, more)
+
+
+def _has(recipe: Recipe, key: str, value: object) -> bool:
+    section, _, name = key.partition(".")
+    found = getattr(getattr(recipe, section), name)
+    # A loss that is cut up already is cut up.
+    return bool(found == value or (name == "loss_chunk_tokens" and found))
+
+
+def _is_busy(one: Outcome, machine: Machine) -> bool:
+    assert one.recipe is not None
+    whole = one.recipe.batch.rows == rows_a_step(one.recipe, machine)
+    tokens = one.recipe.batch.rows * (one.recipe.data.seq_len or 1)
+    return whole or tokens >= BUSY_TOKENS[machine.target.kind]
+
+
+def _rate(one: Outcome) -> float:
+    """Without rates, the larger micro-batch, and of equal ones the earlier."""
+    if one.tokens_per_second is not None:
+        return one.tokens_per_second.expected
+    assert one.recipe is not None
+    return float(one.recipe.batch.rows)
+
+
+def nearest_ways(
+    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+) -> list[Outcome]:
+    """Where nothing fits as it is meant: what would, each with the largest saving of its kind.
+
+    LoRA, the same in four bits, offloading to the CPU, more devices.
+
+    Args:
+        recipe: settled.
+        machine: to run on.
+        tell: called with what is being tried.
+    """
+    found = []
+    for name, changes, where in _ways_out(recipe, machine):
+        tell(name)
+        total = rows_a_step(recipe, where)
+        least = dict(_LEAST)
+        if recipe.batch.global_batch_tokens is None:
+            least["batch.gradient_accumulation_steps"] = total
+        one = outcome_of(recipe, where, name, {**least, **changes})
+        if one.fits:
+            found.append(one)
+    return found
+
+
+def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any], Machine]]:
+    if recipe.lora is None:
+        yield "LoRA, rank 16", {"lora": _LORA}, machine
+        yield "LoRA, rank 16, base in 4 bits", {"lora": {**_LORA, "quantize": "nf4"}}, machine
+    if machine.target.kind == "cuda" and recipe.lora is None:
+        offload = {"distributed.engine": "deepspeed", "distributed.offload": "cpu"}
+        yield "offloading moments to the CPU (DeepSpeed)", offload, machine
+        for count in (2, 4, 8, 16, 32, 64):
+            if count > machine.count:
+                more = dataclasses.replace(machine, count=count)
+                yield f"{count} devices with fsdp", {"distributed.engine": "fsdp"}, more

@@ -1,0 +1,125 @@
+"""A recipe's open questions, answered for the machine that is planned for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.data.shards import MANIFEST_NAME
+from firstlight.efficiency import can_compile
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.huggingface import read_config
+from firstlight.planner.machine import Machine
+from firstlight.training.config import DEFAULT_ROWS, Recipe, parse_recipe
+
+#: A vocabulary from which the logits are worth cutting up, and by how many tokens.
+_LARGE_VOCABULARY, _CHUNK_TOKENS = 16384, 1024
+
+
+def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with some keys (`section.key`) set; a section's name alone stands for all of it.
+
+    Raises:
+        ConfigError: a value can't be.
+    """
+    if not changes:
+        return recipe
+    values = recipe.model_dump(mode="json")
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        if not key:
+            values[section] = value
+        else:
+            values[section] = {**(values[section] or {}), key: value}
+    return parse_recipe(values)
+
+
+def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Recipe:
+    """The recipe with model, row length, precision, attention, compiling, chunks of the loss and
+    micro-batch decided: what stands in it stays; what it leaves open is what a run would take.
+
+    Args:
+        init_from: the folder of a model to start from.
+
+    Raises:
+        ConfigError: there is no model, or its vocabulary isn't known.
+        ModelError: `init_from` is no model's folder.
+    """
+    recipe = _with_model(recipe, init_from)
+    assert recipe.model is not None
+    limit = recipe.model.max_position_embeddings
+    seq_len = recipe.data.seq_len or limit
+    if seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
+            "lower the one or raise the other"
+        )
+    config = recipe.efficiency
+    on_cpu = machine.target.kind == "cpu"
+    changes: dict[str, Any] = {"data.seq_len": seq_len}
+    precision = config.precision if config.precision != "auto" else machine.precision
+    changes["efficiency.precision"] = precision
+    if config.compile == "auto":
+        # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
+        wanted = not on_cpu or (machine.precision == "bf16" and can_compile(torch.device("cpu")))
+        group = recipe.distributed.tensor_parallel * recipe.distributed.pipeline
+        changes["efficiency.compile"] = (
+            wanted and group == 1 and recipe.distributed.engine != "deepspeed"
+        )
+    compiles = changes.get("efficiency.compile", config.compile) is True
+    if config.attention == "auto":
+        blockwise = on_cpu and compiles and precision == "bf16" and seq_len <= _CHUNK_TOKENS
+        flex = not on_cpu and recipe.data.document_masking
+        changes["efficiency.attention"] = "blockwise" if blockwise else "flex" if flex else "sdpa"
+    if config.loss_chunk_tokens is None:
+        large = recipe.model.vocab_size >= _LARGE_VOCABULARY and recipe.lora is None
+        changes["efficiency.loss_chunk_tokens"] = (
+            512 if on_cpu and precision == "fp32" and large else 0
+        )
+    if recipe.batch.micro_batch_size in (None, "auto"):
+        changes["batch.micro_batch_size"] = _usual_rows(recipe, seq_len, machine)
+    return with_changes(recipe, changes)
+
+
+def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
+    if init_from is not None:
+        return recipe.model_copy(update={"model": read_config(Path(init_from))})
+    if recipe.model is None:
+        raise ConfigError(
+            "the recipe has no model: add a `model:` section, or give the folder of the weights "
+            "to start from with --init-from"
+        )
+    if recipe.model.vocab_size:
+        return recipe
+    folder = recipe.data.mix[0].dir if recipe.data.mix else str(recipe.data.dir)
+    found = prepared_vocabulary(folder)
+    if found is None:
+        raise ConfigError(
+            f"the model's vocabulary is that of the data's tokenizer, and {folder} is not prepared "
+            "here: prepare it, or say --model.vocab_size 50257"
+        )
+    model = recipe.model.model_copy(update={"vocab_size": found[0]})
+    return recipe.model_copy(update={"model": model})
+
+
+def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
+    """(size of the vocabulary, tokens of the training split) of a prepared folder; None if it is
+    not one, or not here."""
+    try:
+        manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
+    except (OSError, ValueError, KeyError, TypeError, FirstlightError):
+        return None
+
+
+def _usual_rows(recipe: Recipe, seq_len: int, machine: Machine) -> int:
+    """Rows of a micro-batch where nothing is said: as many as cut the step evenly, up to 8."""
+    tokens = recipe.batch.global_batch_tokens
+    if tokens is None:
+        return DEFAULT_ROWS
+    total = max(tokens // seq_len // machine.count, 1)
+    return next(rows for rows in range(min(total, DEFAULT_ROWS), 0, -1) if total % rows == 0)

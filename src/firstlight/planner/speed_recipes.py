@@ -1,0 +1,128 @@
+"""A recipe's speed: what `throughput.py` needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from firstlight.efficiency import resolve_attention, resolve_precision
+from firstlight.gpus import GPU
+from firstlight.hardware import Hardware, find_hardware
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.planner.calibration import Calibration
+from firstlight.planner.exchange import Exchange
+from firstlight.planner.kernels import Target
+from firstlight.planner.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.recipes import trace_memory
+from firstlight.planner.throughput import SpeedPrediction, Workload, predict_speed
+from firstlight.training.config import Recipe
+
+
+def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
+    """What speed is predicted of, beside the operators.
+
+    Args:
+        recipe: with model, row length, precision and micro-batch size decided.
+        exchange: of several processes; None is one.
+    """
+    model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
+    assert model is not None
+    assert seq_len is not None
+    exchange = exchange or Exchange()
+    return Workload(
+        tokens_a_step=batch.rows * seq_len * batch.accumulation(seq_len) * exchange.processes,
+        flops_per_token=train_flops_per_token(
+            meta_model(model), seq_len, frozen=recipe.lora is not None
+        ),
+        precision=recipe.efficiency.precision,
+        compiled=recipe.efficiency.compile is True,
+        cuda_graphs=recipe.efficiency.compile_mode == "reduce-overhead",
+        exchange=exchange,
+    )
+
+
+def uncompiled(recipe: Recipe, hardware: Hardware) -> Recipe:
+    """The same step, operator by operator: what torch.compile starts from.
+
+    What it computes again within a memory budget is its own choice; nothing is taken for that.
+
+    Args:
+        recipe: with model and row length decided.
+        hardware: that it will run on.
+    """
+    if recipe.efficiency.compile is not True:
+        return recipe
+    config, seq_len = recipe.efficiency, recipe.data.seq_len
+    assert recipe.model is not None
+    assert seq_len is not None
+    changes: dict[str, Any] = {"compile": False, "compile_mode": "default"}
+    if hardware.device.type == "cpu":
+        dtype = resolve_precision(config, hardware)
+        changes["attention"] = resolve_attention(
+            config, hardware, dtype, recipe.model, seq_len, recipe.data.document_masking
+        )
+    if config.activation_checkpointing == "budget":
+        changes["activation_checkpointing"] = "none"
+    return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
+
+
+#: Micro-batches that `trace_memory` traces of a step at most.
+_TRACED_MICRO_BATCHES = 2
+#: Phases that each micro-batch has.
+_EACH_MICRO_BATCH = ("forward", "loss", "backward of loss", "backward")
+
+
+def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPrediction:
+    """A prediction with the operators of all micro-batches of a step, from that of a trace.
+
+    Args:
+        prediction: of a step of `count` micro-batches, of which two at most were traced.
+        count: micro-batches.
+    """
+    if count <= _TRACED_MICRO_BATCHES:
+        return prediction
+    operators = tuple(
+        OperatorCount(entry.operator, round(entry.count * count / _TRACED_MICRO_BATCHES))
+        if entry.operator.phase in _EACH_MICRO_BATCH
+        else entry
+        for entry in prediction.operators
+    )
+    return replace(prediction, operators=operators)
+
+
+def count_operators(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+    """The operators of a recipe's step, as `predict_speed` takes them: not compiled, of all layers
+    and micro-batches. The memory in it is not a compiled run's.
+
+    Args:
+        recipe: with model, row length, precision and micro-batch size decided.
+        target: that it will run on; None is this machine's CPU.
+
+    Raises:
+        ConfigError: the recipe's methods can't work together.
+    """
+    hardware = find_hardware("cpu")
+    if target is not None and target.kind != "cpu":
+        hardware = Hardware(torch.device(target.kind), target.name, 0, bf16=True)
+    assert recipe.data.seq_len is not None
+    prediction = trace_memory(uncompiled(recipe, hardware), target)
+    return all_micro_batches(prediction, recipe.batch.accumulation(recipe.data.seq_len))
+
+
+def predict_recipe_speed(
+    recipe: Recipe,
+    machine: Calibration | GPU,
+    counted: MemoryPrediction,
+    exchange: Exchange | None = None,
+) -> SpeedPrediction:
+    """How fast a recipe's training goes.
+
+    Args:
+        recipe: with model, row length, precision and micro-batch size decided.
+        machine: the calibrated machine, or a GPU of the table.
+        counted: of `count_operators`.
+        exchange: what several processes send each other; None is one process.
+    """
+    return predict_speed(counted, workload_of(recipe, exchange), machine)

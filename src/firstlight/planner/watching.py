@@ -1,0 +1,193 @@
+"""What a tracer is told while a step runs: phases, and which tensors are weights, gradients and
+states."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from firstlight.efficiency import LossFunction
+from firstlight.planner.kernels import Target
+from firstlight.planner.trace import Tracer
+from firstlight.training.program import TrainingProgram
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have no memory. What libraries keep of them for later is put back."""
+    library = sys.modules.get("bitsandbytes.functional")
+    kept = None if library is None else dict(library.name2qmap)
+    # Tables that a library made before are real, and may be used.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+    library = sys.modules.get("bitsandbytes.functional")
+    if library is not None:
+        library.name2qmap.clear()
+        library.name2qmap.update(kept or {})
+
+
+def mark_weights(model: nn.Module, tracer: Tracer) -> None:
+    """Parameters and buffers, as they are now."""
+    tracer.mark((*model.parameters(), *model.buffers()), "weights")
+
+
+@contextlib.contextmanager
+def optimizer_phases(tracer: Tracer) -> Iterator[None]:
+    """Inside, every torch optimizer's step is the phase "optimizer", and its gradients and states
+    are marked."""
+    before = ["setup"]
+
+    def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        before.append(tracer.phase_name)
+        tracer.mark((p.grad for p in parameters_of(optimizer)), "gradients")
+        tracer.enter_phase("optimizer")
+
+    def leave(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        tracer.enter_phase(before.pop())
+        tracer.mark(_states_of(optimizer), "optimizer_states")
+
+    handles = (
+        register_optimizer_step_pre_hook(enter),
+        register_optimizer_step_post_hook(leave),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All of an optimizer's parameters."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for parameter in parameters_of(optimizer):
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
+    """A head's loss whose forward and backward pass are phases of their own."""
+
+    def loss(x: Tensor, *args: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            with tracer.making("logits_and_loss"):
+                return head_loss(x, *args)
+        if x.requires_grad:
+            x.register_hook(_enter_backward)  # type: ignore[no-untyped-call]
+        with tracer.phase("loss"):
+            result = head_loss(x, *args)
+        result.register_hook(_enter_backward_of_loss)  # type: ignore[no-untyped-call]
+        return result
+
+    def _enter_backward(_: Tensor) -> None:
+        tracer.enter_phase("backward")
+
+    def _enter_backward_of_loss(_: Tensor) -> None:
+        tracer.enter_phase("backward of loss")
+
+    return loss
+
+
+def allow_casts(model: nn.Module) -> None:
+    """Let `model.to` work on fake parameters, which torch would swap for others, and can't."""
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+        return model
+
+    model.to = to  # type: ignore[method-assign]
+
+
+def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
+    """Mark what a program has, and the phases of its steps."""
+    optimizer, loss_sum = program.optimizer, program.loss_sum
+    own = {id(p) for p in program.model.parameters()}
+    masters = [m for m in optimizer._masters.updated.values() if id(m) not in own]
+    tracer.mark(masters, "optimizer_states")
+    accumulate, clip = optimizer.accumulate, optimizer.clip_gradients
+
+    def marked_loss_sum(*args: Any, **kwargs: Any) -> Tensor:
+        with tracer.forward_pass():
+            loss = loss_sum(*args, **kwargs)
+        tracer.enter_phase("backward")
+        return loss
+
+    def marked_accumulate() -> None:
+        tracer.mark((p.grad for p in program.model.parameters()), "gradients")
+        accumulate()
+        tracer.mark((m.grad for m in masters), "gradients")
+
+    def marked_clip(*args: Any) -> Tensor:
+        with tracer.phase("clipping"):
+            return clip(*args)
+
+    program.loss_sum = marked_loss_sum
+    optimizer.accumulate = marked_accumulate  # type: ignore[method-assign]
+    optimizer.clip_gradients = marked_clip  # type: ignore
+
+
+#: As in `efficiency.memory`: smaller tensors stay where they are.
+_OFFLOADED_ELEMENTS = 1024
+
+
+def host_activations(
+    loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
+) -> LossFunction:
+    """`efficiency.memory.offloaded_activations` on fake tensors: beside a GPU, what the forward
+    pass keeps is counted in the host's memory; on a CPU, it is a copy in the same."""
+    weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+    kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
+
+    def pack(tensor: Tensor) -> Any:
+        if id(tensor.untyped_storage()) in weights or tensor.numel() < _OFFLOADED_ELEMENTS:
+            return tensor
+        if target.kind == "cpu":
+            return _Offloaded(torch.empty_like(tensor))
+        tracer.move_to_host(tensor.numel() * tensor.element_size())
+        return _Offloaded(None, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.copy is not None:
+            copy: Tensor = packed.copy
+            return copy
+        made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype)
+        tracer.move_to_host(-made.numel() * made.element_size())
+        return made
+
+    def offloaded(*args: Any, **kwargs: Any) -> Tensor:
+        assert kept
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return loss_sum(*args, **kwargs)
+
+    return offloaded
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """A tensor in the host's memory, or its copy on a CPU."""
+
+    copy: Tensor | None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32

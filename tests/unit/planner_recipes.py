@@ -1,0 +1,65 @@
+"""Tiny recipes to plan, and their real steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.hardware import Hardware
+from firstlight.models import empty_model
+from firstlight.training.adapters import attach
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.program import TrainingProgram
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+
+
+def recipe(model: dict[str, Any] = GPT2, **sections: Any) -> Recipe:
+    """A tiny recipe; sections change its own."""
+    efficiency = {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0}
+    return parse_recipe(
+        {
+            "model": model,
+            "data": {"dir": "nowhere", "seq_len": 128} | sections.pop("data", {}),
+            "batch": {"micro_batch_size": 2} | sections.pop("batch", {}),
+            "efficiency": efficiency | sections.pop("efficiency", {}),
+            **sections,
+        }
+    )
+
+
+def real_steps(recipe: Recipe) -> None:
+    """What `trace_memory` traces, on real tensors."""
+    hardware = Hardware(torch.device("cpu"), "CPU", 2**40, bf16=True)
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    model = empty_model(recipe.model)
+    model.init_weights(torch.Generator().manual_seed(0))
+    if recipe.lora is not None:
+        attach(model, recipe, hardware)
+    program = TrainingProgram(recipe, model, hardware)
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    ids = torch.randint(512, shape)
+    documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
+    batch = Batch(ids, ids.clone(), ids.numel(), documents)
+    for _ in range(2):
+        program.step([batch] * recipe.batch.accumulation(shape[1]), share_of_peak=1.0)

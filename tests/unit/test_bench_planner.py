@@ -1,0 +1,87 @@
+"""`firstlight bench planner`: the grid of memory, what is made of it, and real configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from firstlight.bench.planner_draw import draw_memory
+from firstlight.bench.planner_memory import Case, bench_memory, memory_grid, percentile, summary
+from firstlight.training.config import parse_recipe
+
+
+def test_the_grid_covers_what_was_promised() -> None:
+    cases = memory_grid()
+    assert len(cases) >= 60
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.kind for case in cases} == {"training", "evaluation", "generation"}
+    recipes = [parse_recipe(case.recipe) for case in cases]
+    assert {r.data.seq_len for r in recipes} >= {256, 512, 1024, 2048, 4096, 8192}
+    assert {r.batch.rows for r in recipes} >= {1, 2, 4, 8, 32}
+    assert {r.efficiency.precision for r in recipes} == {"fp32", "bf16", "bf16_params", "fp16"}
+    assert {r.efficiency.activation_checkpointing for r in recipes} == {"none", "full", "selective"}
+    assert {r.optimizer.name for r in recipes} >= {"adamw", "adamw8bit", "adafactor", "muon", "sgd"}
+    assert {r.efficiency.compile for r in recipes} == {True, False}
+    assert any(r.lora for r in recipes)
+    assert len(memory_grid(quick=True)) < len(cases) / 7
+
+
+@pytest.mark.parametrize("values, share, found", [([3.0, 1.0, 2.0], 0.5, 2.0), ([5.0], 0.95, 5.0)])
+def test_percentiles_are_values_that_there_are(
+    values: list[float], share: float, found: float
+) -> None:
+    assert percentile(values, share) == found
+    assert percentile([float(n) for n in range(1, 101)], 0.95) == 95
+
+
+def result(error: float, **more: Any) -> dict[str, Any]:
+    peak = 1_000_000
+    return {
+        "name": "x",
+        "reason": "",
+        "error": error,
+        "peak_bytes": peak,
+        "predicted_bytes": int(peak * (1 + error)),
+        "seconds": 1.0,
+        **more,
+    }
+
+
+def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
+    results = [result(0.04), result(-0.01), result(0.0), {"name": "y", "reason": "it broke"}]
+    found = summary(results)
+    assert found["count"] == 3
+    assert found["failed"] == 1
+    assert found["error_95"] == 0.04
+    assert found["worst_shortage"] == 0.01
+    assert draw_memory(results).startswith(b"\x89PNG")
+    assert summary([{"name": "y", "reason": "it broke"}]) == {"count": 0, "failed": 1}
+
+
+def _some(*names: str) -> list[Case]:
+    cases = [case for case in memory_grid() if any(name in case.name for name in names)]
+    assert len(cases) == len(names)
+    return cases
+
+
+def test_predictions_are_what_real_steps_take() -> None:
+    """In processes of their own; exact but for what kernels take inside."""
+    cases = _some(
+        "gpt2 small, 1 x 256, plain",
+        "llama small, 1 x 256, accumulation",
+        "gpt2 medium, 8 x 1024, evaluation",
+        "llama medium, generation, int8",
+    )
+    kept: list[dict[str, Any]] = []
+    results = bench_memory(cases, kept.append)
+    assert kept == results
+    for one in results:
+        assert not one["reason"], one
+        assert -0.02 < one["error"] < 0.05, one
+
+
+def test_what_fails_is_a_result() -> None:
+    wrong = {**memory_grid()[0].recipe, "efficiency": {"optimizer_in_backward": True}}
+    (found,) = bench_memory([Case("wrong", "training", wrong)], lambda _: None)
+    assert found["reason"].startswith("ConfigError: ")

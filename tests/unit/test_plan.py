@@ -1,0 +1,309 @@
+"""`firstlight plan`: the machine that is meant, what is open in a recipe, the search, the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.cli.main import main
+from firstlight.cli.plan import parse_count, parse_time
+from firstlight.errors import ConfigError
+from firstlight.planner import search
+from firstlight.planner.machine import find_machine, parse_bytes
+from firstlight.planner.methods import methods
+from firstlight.planner.outcome import Outcome
+from firstlight.planner.plan import Budget, make_plan
+from firstlight.planner.prediction import MemoryPrediction
+from firstlight.planner.settling import settle, with_changes
+from firstlight.training.config import Recipe, load_recipe, parse_recipe
+
+_MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def recipe(**sections: Any) -> Recipe:
+    return parse_recipe({"data": {"dir": "/nowhere"}, "model": _MODEL, **sections})
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("512 mib", 2**29), ("1.5TiB", 3 * 2**39)],
+)
+def test_sizes_of_memory_have_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size of memory: write for instance 24GiB"):
+        parse_bytes(text)
+
+
+def test_times_and_counts() -> None:
+    assert [parse_time(t) for t in ("24h", "90min", "3d", "1.5 h")] == [86400, 5400, 259200, 5400]
+    assert [parse_count(t) for t in ("10B", "300M", "2e9", "12")] == [1e10, 3e8, 2e9, 12]
+    for wrong in ("24", "h", "1.2.3h", "3 years"):
+        with pytest.raises(ConfigError, match="is no time"):
+            parse_time(wrong)
+    with pytest.raises(ConfigError, match="is no number of tokens"):
+        parse_count("ten")
+
+
+def test_a_gpu_is_named_or_only_its_memory_is() -> None:
+    known = find_machine("rtx 4090", count=2)
+    assert (known.name, known.count, known.precision) == ("RTX 4090", 2, "bf16")
+    assert known.memory_bytes == 24564 * 2**20
+    assert known.usable_bytes == int(0.98 * known.memory_bytes)
+    assert find_machine("T4").precision == "fp16"
+    assert find_machine("P100").precision == "fp32"
+    unknown = find_machine(memory_bytes=12 * 2**30)
+    assert unknown.gpu is None
+    assert unknown.memory_bytes == 12 * 2**30
+    assert find_machine("RTX 3090", 20 * 2**30).memory_bytes == 20 * 2**30
+
+
+def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="nearest are 'RTX 4090'"):
+        find_machine("RTX 4091")
+    with pytest.raises(ConfigError, match="--gpus is 0"):
+        find_machine("RTX 4090", count=0)
+    with pytest.raises(ConfigError, match="--gpus 2 of which kind"):
+        find_machine(count=2)
+    with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
+        find_machine(memory_bytes=24)
+
+
+def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
+    gpu = find_machine("RTX 4090")
+    settled = settle(recipe(), gpu)
+    assert settled.data.seq_len == 64
+    assert settled.efficiency.precision == "bf16"
+    assert settled.efficiency.compile is True
+    assert settled.efficiency.attention == "sdpa"
+    assert settled.batch.rows == 8
+    fixed = recipe(
+        data={"dir": "/nowhere", "seq_len": 32, "document_masking": True},
+        batch={"micro_batch_size": 3},
+        efficiency={"precision": "fp32", "compile": False},
+    )
+    settled = settle(fixed, gpu)
+    assert settled.efficiency.precision == "fp32"
+    assert settled.efficiency.compile is False
+    assert settled.efficiency.attention == "flex"
+    assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
+    assert settle(recipe(), find_machine("V100 16GB")).efficiency.precision == "fp16"
+
+
+def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
+    tmp_path: Path,
+) -> None:
+    gpu = find_machine("RTX 4090")
+    without = {**_MODEL, "vocab_size": 0}
+    with pytest.raises(ConfigError, match=r"is not prepared here: .* --model.vocab_size 50257"):
+        settle(recipe(model=without), gpu)
+    manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    found = settle(recipe(model=without, data={"dir": str(tmp_path)}), gpu)
+    assert found.model is not None
+    assert found.model.vocab_size == 999
+    with pytest.raises(ConfigError, match="the recipe has no model"):
+        settle(parse_recipe({"data": {"dir": "/nowhere"}}), gpu)
+
+
+def fake_outcomes(
+    monkeypatch: pytest.MonkeyPatch, bytes_a_row: dict[str, int], fixed: int
+) -> list[dict[str, Any]]:
+    """Have a step take so much for each row, by what activations are kept; what was looked at."""
+    asked: list[dict[str, Any]] = []
+
+    def outcome(
+        plain: Recipe, machine: Any, name: str = "", changes: Any = None, **_: Any
+    ) -> Outcome:
+        changed = with_changes(plain, changes or {})
+        asked.append({**(changes or {}), "rows": changed.batch.rows, "count": machine.count})
+        kept = bytes_a_row[changed.efficiency.activation_checkpointing]
+        state = fixed // (8 if changed.lora else machine.count)
+        size = state + changed.batch.rows * kept
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        return Outcome(name, changes or {}, changed, memory, None, None, machine.usable_bytes)
+
+    monkeypatch.setattr(search, "outcome_of", outcome)
+    return asked
+
+
+_GIB = 2**30
+
+
+def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    plain = settle(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
+    assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
+    # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
+    best = search.best_way(plain, machine)
+    assert best is not None
+    assert best.recipe is not None
+    assert best.recipe.batch.rows == 12
+    assert best.recipe.efficiency.activation_checkpointing == "full"
+    assert best.fits
+    # A global batch that fits as it stands needs nothing.
+    small = settle(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
+    best = search.best_way(small, machine)
+    assert best is not None
+    assert dict(best.changes) == {}
+    assert small.batch.rows == 6
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
+    machine = find_machine("RTX 4090")
+    plain = settle(recipe(), machine)
+    assert search.best_way(plain, machine) is None
+    names = [one.name for one in search.nearest_ways(plain, machine)]
+    assert names[:2] == ["LoRA, rank 16", "LoRA, rank 16, base in 4 bits"]
+    # 80 / 4 + 1 = 21 of 23.5 GiB.
+    assert "4 devices with fsdp" in names
+    assert "2 devices with fsdp" not in names
+    assert all(one["rows"] == 1 for one in asked[-5:])
+
+
+def test_methods_are_those_that_the_recipe_does_not_have() -> None:
+    machine = find_machine("RTX 4090")
+    plain = settle(recipe(batch={"micro_batch_size": 8}), machine)
+    names = dict(methods(plain, machine))
+    assert names["gradient accumulation, 1 x 8"] == {
+        "batch.micro_batch_size": 1,
+        "batch.gradient_accumulation_steps": 8,
+    }
+    assert "no torch.compile" in names
+    assert "precision fp32" in names
+    assert "precision bf16" not in names
+    changed = {
+        "efficiency.activation_checkpointing": "full",
+        "optimizer.name": "muon",
+        "batch.micro_batch_size": 1,
+        "lora": {"rank": 4},
+    }
+    names = dict(methods(with_changes(plain, changed), machine))
+    assert not set(names) & {"activation checkpointing, full", "Muon", "LoRA, rank 16"}
+    assert not any(name.startswith("gradient accumulation") for name in names)
+    # Each can be meant, alone beside the recipe.
+    for changes in dict(methods(plain, machine)).values():
+        with_changes(plain, changes)
+
+
+@pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
+def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="has to be more than 0"):
+        Budget(**budget)
+
+
+def test_a_recipe_that_can_not_be_trained_says_why() -> None:
+    wrong = recipe(
+        efficiency={"optimizer_in_backward": True, "compile": False},
+        batch={"micro_batch_size": 1, "gradient_accumulation_steps": 4},
+        optimizer={"max_grad_norm": 0.0},
+    )
+    with pytest.raises(ConfigError, match="optimizer_in_backward"):
+        make_plan(wrong, find_machine("RTX 4090"), searches=False)
+
+
+def write(path: Path, values: dict[str, Any]) -> str:
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_plans_for_a_gpu_that_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "data": {"dir": "/nowhere"},
+        "model": _MODEL,
+        "batch": {"global_batch_tokens": 1024},
+        "efficiency": {"compile": False},
+    }
+    path, out = write(tmp_path / "tiny.yaml", values), tmp_path / "found.yaml"
+    code = main(
+        [
+            *("plan", path, "--gpu", "RTX 4090", "--budget", "1h", "--price-per-hour", "0.5"),
+            *("--write", str(out), "--json"),
+        ]
+    )
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    found = json.loads(said.out)
+    assert found["machine"]["name"] == "RTX 4090"
+    first = found["as_it_stands"]
+    assert first["fits"]
+    parts = first["training"]["parts"]
+    assert parts["weights"] == 4 * found["parameters"]
+    assert first["training"]["peak_bytes"] == sum(parts.values())
+    speed = first["speed"]["tokens_per_second"]
+    assert 0 < speed["low"] <= speed["expected"] <= speed["high"]
+    assert {one["name"] for one in found["methods"]} >= {"chunked loss", "8-bit AdamW"}
+    assert not [one for one in found["methods"] if one["problem"]]
+    suggestion = found["suggestion"]
+    assert suggestion["cost"] == pytest.approx(0.5 * suggestion["seconds"] / 3600)
+    assert found["suggested"]["fits"]
+    for words in ("as it stands: ", "what each method alone", "best: ", "to train with this"):
+        assert words in said.err
+    # What is written is a recipe, and the one that was found.
+    written = load_recipe(out)
+    assert written.model is not None
+    assert written.model.hidden_size == suggestion["config"]["hidden_size"]
+    assert written.schedule.max_steps == suggestion["max_steps"]
+    assert main(["plan", path, "--gpu", "RTX 4090", "--write", str(out)]) == 2
+    assert "exists: --write makes a new file" in capfd.readouterr().err
+
+
+def test_the_command_plans_for_this_machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    values = {
+        "data": {"dir": "/nowhere"},
+        "model": _MODEL,
+        "efficiency": {"precision": "fp32", "compile": False},
+    }
+    path = write(tmp_path / "tiny.yaml", values)
+    assert main(["plan", path, "--no-search", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["best"] is None
+    assert found["as_it_stands"]["fits"]
+    assert found["as_it_stands"]["speed"]["tokens_per_second"]["expected"] > 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
+        (["--gpu-memory", "lots"], "is no size of memory"),
+        (["--gpu", "T4", "--budget", "soon"], "is no time"),
+        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
+        (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    values = {"data": {"dir": "/nowhere"}, "model": _MODEL, "efficiency": {"compile": False}}
+    assert main(["plan", write(tmp_path / "tiny.yaml", values), *options]) == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert said.count("firstlight: error: ") == 1

@@ -1,0 +1,226 @@
+"""Deep models from shallow ones, compiled code without kernels, and generation: against the full
+trace and against real runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner_recipes import GPT2, LLAMA, real_steps, recipe
+from torch import Tensor
+
+from firstlight.bench.planner_measure import measure_step
+from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
+from firstlight.generation.batch import BatchDecoder
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
+from firstlight.planner.compiling import stubbed_compiler
+from firstlight.planner.kernels import Target, cuda_target
+from firstlight.planner.layers import from_fewer_layers
+from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
+from firstlight.planner.recipes import predict_generation, trace_memory
+from firstlight.planner.trace import Storage, Trace
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"efficiency": {"activation_checkpointing": "full"}},
+        {"batch": {"gradient_accumulation_steps": 2, "micro_batch_size": 1}},
+    ],
+)
+def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **settings)
+    whole, found = trace_memory(deep), from_fewer_layers(deep, trace_memory)
+    assert found.peak_bytes == whole.peak_bytes
+    assert found.parts == whole.parts
+    assert found.phase == whole.phase
+    flops = [sum(e.count * e.operator.flops for e in p.operators) for p in (whole, found)]
+    assert flops[0] == flops[1]
+
+
+def _made_up(layers: int) -> MemoryPrediction:
+    """Early in the backward pass 100 + 10 a layer, late 80 + 12 a layer."""
+    early, late = 100 + 10 * layers, 80 + 12 * layers
+    phases = {
+        "backward": PhasePeak(early, {"activations": early}),
+        LATE_BACKWARD: PhasePeak(late, {"gradients": late}),
+    }
+    return MemoryPrediction(early, "backward", phases["backward"].parts, phases, early, 0, 0, ())
+
+
+def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 50})
+
+    def shallow(part: Any) -> MemoryPrediction:
+        return _made_up(part.model.num_hidden_layers)
+
+    found = from_fewer_layers(deep, shallow)
+    assert (found.peak_bytes, found.phase) == (80 + 12 * 50, "backward")
+    assert found.parts == {"gradients": 680}
+    assert list(found.phases) == ["backward"]
+
+
+def test_layers_that_differ_are_all_traced() -> None:
+    model = LLAMA | {
+        "model_type": "qwen2",
+        "num_hidden_layers": 8,
+        "sliding_window": 32,
+        "max_window_layers": 4,
+    }
+    asked: list[int] = []
+
+    def trace(part: Any) -> MemoryPrediction:
+        asked.append(part.model.num_hidden_layers)
+        return replace(_made_up(1))
+
+    from_fewer_layers(recipe(model=model), trace)
+    assert asked == [8]
+
+
+def test_the_second_half_of_each_backward_pass_can_be_a_phase() -> None:
+    trace = Trace(phase_names=["forward", "backward"])
+    # Two steps: forward, then four operators backward, the third of which has most.
+    for _ in range(2):
+        trace.phases.extend([0, 1, 1, 1, 1])
+        trace.calls.extend([0] * 5)
+    trace.storages = [Storage(5, 2, "backward", death=2), Storage(9, 8, "backward", death=8)]
+    trace.operators = []
+    found = predict_of(trace)
+    assert found.phases["backward"].bytes == 5
+    assert found.phases[LATE_BACKWARD].bytes == 9
+
+
+def predict_of(trace: Trace) -> MemoryPrediction:
+    from firstlight.planner.trace import Operator
+
+    trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
+    return predict(trace, Target(), len(trace.calls), splits_backward=True)
+
+
+# Compiled
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}}],
+)
+def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, Any]) -> None:
+    efficiency = {"compile": True} | settings.get("efficiency", {})
+    deep = recipe(
+        model=GPT2 | {"num_hidden_layers": 5, "hidden_size": 128},
+        efficiency=efficiency,
+    )
+    predicted = trace_memory(deep).peak_bytes
+    measured = measure_step(lambda: real_steps(deep)).peak_bytes
+    assert measured * 0.98 <= predicted <= measured * 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_compiled_without_kernels_is_forgotten() -> None:
+    def double(x: Tensor) -> Tensor:
+        return torch.sin(x) * 2
+
+    from firstlight.planner.watching import fake_tensors
+
+    with stubbed_compiler(), fake_tensors():
+        assert torch.compile(double)(torch.empty(8)).shape == (8,)
+    x = torch.linspace(0, 1, 8)
+    assert torch.allclose(torch.compile(double)(x), torch.sin(x) * 2)
+
+
+# Generation
+
+_CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config.model_validate(GPT2),
+    "llama": LlamaConfig.model_validate(LLAMA),
+}
+
+
+def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> None:
+    """What `predict_generation` traces, on real tensors, with prompts of 40 and 20 new tokens."""
+    with torch.device("meta"):
+        model = build_model(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.finish_loading()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.eval()
+    few_rows.use_few_rows(model)
+    decoder = BatchDecoder(model, sequences, 60)
+    for _ in range(sequences):
+        decoder.add([0] * 40)
+    decoder._lengths = [59] * sequences
+    decoder.step([0] * sequences)
+
+
+@pytest.mark.parametrize("family", _CONFIGS)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> None:
+    config = _CONFIGS[family]
+    found = predict_generation(
+        config, prompt_tokens=40, max_new_tokens=20, sequences=sequences, target=Target(threads=2)
+    )
+    measured = measure_step(lambda: real_generation(config, torch.float32, sequences))
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+    head = config.num_key_value_heads * config.head_dim
+    cache = 2 * 4 * config.num_hidden_layers * head * 60 * sequences
+    assert found.parts["activations"] == pytest.approx(cache, rel=0.1)
+
+
+def test_weights_in_8_bits_take_a_quarter() -> None:
+    config = _CONFIGS["llama"]
+    settings: dict[str, Any] = {"prompt_tokens": 4, "max_new_tokens": 4}
+    wide = predict_generation(config, **settings).parts["weights"]
+    narrow = predict_generation(config, dtype="int8", **settings).parts["weights"]
+    assert narrow < wide / 2
+
+
+def test_a_dtype_that_only_a_file_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'auto' can't be planned"):
+        predict_generation(_CONFIGS["gpt2"], prompt_tokens=4, max_new_tokens=4, dtype="auto")
+
+
+# Recipes for a GPU
+
+
+def test_a_gpus_recipe_is_planned_without_the_gpu() -> None:
+    target = cuda_target("A100", (8, 0))
+    flash = recipe(efficiency={"attention": "flash", "precision": "bf16"})
+    plain = recipe(efficiency={"attention": "math", "precision": "bf16"})
+    found = trace_memory(flash, target)
+    assert found.reserved_bytes >= found.peak_bytes
+    assert found.overhead_bytes == target.context_bytes > 0
+    assert found.parts["framework"] == target.library_bytes
+    scores = 2 * 2 * 2 * 128 * 128
+    assert trace_memory(plain, target).parts["activations"] > found.parts["activations"] + scores
+
+
+def test_offloaded_activations_are_counted_in_the_hosts_memory() -> None:
+    target = cuda_target("A100", (8, 0))
+    stays = trace_memory(recipe(), target)
+    goes = trace_memory(recipe(efficiency={"activation_offload": True}), target)
+    assert stays.host_bytes == 0
+    assert goes.host_bytes > 0
+    assert goes.parts.get("activations", 0) < stays.parts["activations"] / 4
+    assert goes.peak_bytes < stays.peak_bytes
+
+
+def test_documents_keep_no_mask_of_the_scores_size_where_flex_is_taken() -> None:
+    target = cuda_target("A100", (8, 0))
+    documents = {"document_masking": True}
+    flex = trace_memory(recipe(data=documents, efficiency={"attention": "flex"}), target)
+    masked = trace_memory(recipe(data=documents, efficiency={"attention": "efficient"}), target)
+    assert flex.peak_bytes < masked.peak_bytes
+
+
+def test_what_a_gpu_can_but_cannot_be_traced_is_said() -> None:
+    target = cuda_target("H100", (9, 0))
+    fp8 = recipe(model=LLAMA, efficiency={"precision": "fp8"})
+    assert any("fp8" in note for note in trace_memory(fp8, target).notes)
