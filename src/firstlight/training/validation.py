@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from firstlight.data.packing import num_rows
+from firstlight.data.examples import rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
@@ -40,7 +40,7 @@ def validation_loss(
         DivergedError: the loss is not finite.
     """
     recipe = program.recipe
-    rows = num_rows(dataset.num_tokens, seq_len)
+    rows = rows_in(dataset, seq_len)
     found = evaluate_split(
         program.evaluation_loss,
         dataset,
