@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 
@@ -9,7 +10,7 @@ from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer.chat_template import find_template
 from firstlight.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["require_end", "with_chat_template"]
+__all__ = ["require_end", "turn_end_ids", "with_chat_template"]
 
 #: What is written like this is a control token in all templates known, but for models that were
 #: trained on its characters: their tokenizers come with the template.
@@ -76,6 +77,38 @@ def _try_out(tokenizer: Tokenizer) -> str:
         return tokenizer.apply_chat_template(_CONVERSATION)
     except InputError:
         return ""
+
+
+def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens that end an assistant's turn under the tokenizer's chat template: the
+    first one that the template writes after what the assistant says. Empty where there is no
+    template, or where turns end in plain text.
+
+    Such a token need not be among the model's end tokens: `<|im_end|>` of a template that was
+    added later is none, and an answer would go on into turns of its own.
+    """
+    if tokenizer.chat_template is None:
+        return ()
+    question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
+    for more in ([], [again]):  # some templates end a turn only where another one begins
+        try:
+            # Two answers without a character in common: what both texts end with comes after.
+            one, other = (
+                tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
+                for text in ("3", "4")
+            )
+        except (InputError, TokenizerError):
+            continue
+        if one == other:  # a template that leaves the last answer out
+            continue
+        pairs = zip(reversed(one), reversed(other), strict=False)
+        same = [token_id for token_id, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
+        after = same[::-1]
+        for place, token_id in enumerate(after):
+            if token_id in tokenizer.special_token_ids:
+                # A turn that ends in text, as "USER:", is not ended by what follows that.
+                return () if tokenizer.decode(after[:place]).strip() else (token_id,)
+    return ()
 
 
 def require_end(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> str | None:
