@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven import differences, drive, run_of, write_recipe
+import yaml
+from driven import MEASURED, differences, drive, newest, run_of, write_recipe
 
 from firstlight.data.chat import prepare_chat
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.metrics import read_json_lines
 
+_TEMPLATE = (
+    "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content ~ eos_token -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+)
 _SETTINGS: dict[str, Any] = {
-    "model": {"max_position_embeddings": 128},
+    "model": {"max_position_embeddings": 64},
     "schedule": {"max_steps": 20},
     "batch": {"micro_batch_size": 2},
 }
@@ -27,17 +33,23 @@ def chats(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pat
     """30 conversations, some longer than a row."""
     folder = tmp_path_factory.mktemp("chats")
     records = [
-        {"instruction": f"the light {n}", "output": " ".join(["dawn", "star", "bird"] * (n % 5 + 1))}
+        {
+            "instruction": f"the light {n}",
+            "output": " ".join(["dawn", "star", "bird"] * (n % 5 + 1)),
+        }
         for n in range(30)
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    prepare_chat([folder / "a.jsonl"], tokenizer, folder / "out", template="alpaca")
+    prepare_chat([folder / "a.jsonl"], tokenizer.extended([], _TEMPLATE), folder / "out")
     return folder / "out"
 
 
 def recipe_of(folder: Path, name: str, chats: Path) -> Path:
-    data = {"seq_len": 128, "long": "cut"}
-    return write_recipe(folder, name, chats, **_SETTINGS, data=data)
+    path = write_recipe(folder, name, chats, **_SETTINGS)
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    recipe["data"] |= {"seq_len": 48, "long": "cut"}
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
 
 
 def test_a_run_that_is_stopped_ends_as_one_that_was_not(tmp_path: Path, chats: Path) -> None:
@@ -54,20 +66,30 @@ def test_a_run_that_is_stopped_ends_as_one_that_was_not(tmp_path: Path, chats: P
         assert differences(run_of(recipe), run_of(whole)) == []
 
 
+def end_of(run: Path) -> dict[str, Any]:
+    folder = newest(run)
+    return {
+        "weights": (folder / "model.safetensors").read_bytes(),
+        "moments": (folder / "optimizer.safetensors").read_bytes(),
+        "metrics": [
+            {key: value for key, value in line.items() if key not in MEASURED}
+            for line in read_json_lines(run / "metrics.jsonl")
+        ],
+    }
+
+
 def test_a_run_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, chats: Path) -> None:
-    whole, killed = (recipe_of(tmp_path, name, chats) for name in ("whole", "killed"))
-    drive([[(whole, {})]])
-    driver = Path(__file__).with_name("kill_driver.py")
+    recipe = recipe_of(tmp_path, "run", chats)
     done = subprocess.run(
-        [sys.executable, str(driver)],
-        input=json.dumps({"recipes": [str(killed)], "kills": 3, "seed": 9}),
+        [sys.executable, str(Path(__file__).with_name("kill_driver.py"))],
+        input=json.dumps({"recipes": [str(recipe)], "kills": 4, "seed": 9}),
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert sum(len(run["kills"]) for run in found) == 3
-    for run in found:
-        assert differences(Path(run["folder"]), run_of(whole)) == ["draws"]
+    whole, *killed = [end_of(Path(run["folder"])) for run in json.loads(done.stdout)]
+    assert killed
+    for found in killed:
+        assert [key for key in found if found[key] != whole[key]] == []
