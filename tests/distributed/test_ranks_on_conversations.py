@@ -51,7 +51,7 @@ def test_losses_on_conversations_are_those_of_one_process(
         },
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 256},
         "schedule": {"max_steps": 8},
-        "evaluation": {"every_steps": 4, "sample_prompts": []},
+        "evaluation": {"every_steps": 4, "sample_prompts": ["the light 3"]},
         "efficiency": {"precision": "fp32", "compile": False},
     }
     found = []

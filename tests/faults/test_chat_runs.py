@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from driven import MEASURED, differences, drive, newest, run_of, write_recipe
+from driven import MEASURED, Chain, differences, drive, newest, run_of, write_recipe
 
 from firstlight.data.chat import prepare_chat
 from firstlight.tokenizer import Tokenizer
@@ -56,7 +56,8 @@ def test_a_run_that_is_stopped_ends_as_one_that_was_not(tmp_path: Path, chats: P
     whole = recipe_of(tmp_path, "whole", chats)
     places = [("update", 5, 1), ("check", 10, 2), ("record", 13, 1)]
     recipes = [recipe_of(tmp_path, f"stopped-{place}", chats) for place, _, _ in places]
-    plan = [[(whole, {})]] + [
+    plan: list[Chain] = [[(whole, {})]]
+    plan += [
         [(recipe, {"signal": ["SIGTERM", *place]}), (recipe, {})]
         for recipe, place in zip(recipes, places, strict=True)
     ]

@@ -17,6 +17,9 @@ from firstlight.data.chat import prepare_chat
 from firstlight.data.examples import ExampleDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.generation.chat import ChatSession
+from firstlight.generation.engine import load
+from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import load_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import parse_recipe
@@ -104,7 +107,8 @@ def test_the_validation_loss_is_that_of_the_assistants_tokens(chat: dict[str, An
     assert result.evaluation.tokens == tokens == dataset.num_learned
     assert result.evaluation.loss == pytest.approx(total / tokens, rel=1e-5)
     again = evaluate(folder_of(chat))
-    assert (again.tokens, again.loss) == (tokens, pytest.approx(total / tokens, rel=1e-5))
+    assert again.tokens == tokens
+    assert again.loss == pytest.approx(total / tokens, rel=1e-5)
     assert again.document_masking
     bits = again.loss / 0.6931471805599453 * dataset.num_learned / dataset.text_bytes
     assert again.bits_per_byte == pytest.approx(bits, rel=1e-12)
@@ -124,6 +128,19 @@ def test_a_checkpoint_speaks_through_the_template_that_training_used(
     record = draw_records(1)[0]
     messages = say(record["instruction"], record["output"])
     assert dataset.example(0)[0].tolist() == saved.encode_chat(messages)
+
+
+def test_sample_prompts_are_messages_that_are_answered(chat: dict[str, Any]) -> None:
+    chat["evaluation"] |= {"sample_prompts": ["the light", ""], "sample_tokens": 6}
+    chat["evaluation"]["temperature"] = 0
+    result = train(chat)
+    samples = read_json_lines(folder_of(chat) / "samples.jsonl")
+    session = ChatSession(load(result.checkpoint), settings=SamplingConfig(6, 0))
+    assert samples[-2]["text"] == "".join(session.answer("the light"))
+    assert [sample["prompt"] for sample in samples[-2:]] == ["the light", ""]
+    chat["evaluation"]["sample_prompts"] = ["the light " * 60]
+    with pytest.raises(ConfigError, match=r"sample_prompts: .* tokens, and the model's context"):
+        train(chat, resume=True)
 
 
 # Starting from a base model

@@ -169,7 +169,8 @@ class ChatEncoder:
     ) -> tuple[int, int]:
         """Where one answer and its end token lie, without blocks."""
         prompt = self._beginning(text, messages[:place], add_generation_prompt=True)
-        whole = self._beginning(text, messages[: place + 1])
+        last = place + 1 == len(messages)
+        whole = len(text) if last else self._beginning(text, messages[: place + 1])
         if prompt is None or whole is None:
             inner = self._marked_content(messages, text, place, marks)
             start = inner[0] if prompt is None else prompt

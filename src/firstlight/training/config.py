@@ -267,7 +267,8 @@ class EvaluationConfig(_Section):
 
     every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
     max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
-    sample_prompts: texts to be continued at each evaluation.
+    sample_prompts: texts to be continued at each evaluation; with conversations, messages to be
+        answered.
     sample_tokens: tokens a sample.
     temperature: how the samples are drawn; 0 is greedy.
     tasks: what the model is scored in, as with `firstlight eval --tasks`, each one text:

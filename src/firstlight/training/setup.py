@@ -185,7 +185,7 @@ def _job(
     recipe = _filled_in(recipe, model.config, dataset, validation)
     for line in describe_examples(dataset, validation, _seq_len(recipe)):
         tell(line)
-    _require_fitting_prompts(recipe, tokenizer)
+    _require_fitting_prompts(recipe, tokenizer, answered=has_examples(dataset))
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
@@ -448,16 +448,21 @@ def _filled_in(
     return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
 
 
-def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer) -> None:
+def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer, *, answered: bool) -> None:
     """Refuse sample prompts that would end the run at its first evaluation."""
     assert recipe.model is not None
-    limit = recipe.model.max_position_embeddings
+    context = recipe.model.max_position_embeddings
     for prompt in recipe.evaluation.sample_prompts:
-        count = len(tokenizer.encode_prompt(prompt))
+        count, limit = len(tokenizer.encode_prompt(prompt)), context
+        if answered and prompt.strip():
+            message = {"role": "user", "content": prompt}
+            count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
+            # What a conversation leaves free for the answer: see `ChatSession.answer_room`.
+            limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
                 f"evaluation.sample_prompts: {prompt[:20]!r}... has {count} tokens, and the "
-                f"model's context is {limit}: shorten it"
+                f"model's context is {context}: shorten it"
             )
 
 
