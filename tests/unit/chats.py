@@ -20,7 +20,11 @@ THINKING = """\
     {%- if message.role == 'assistant' and loop.last -%}
         {{- '<think>\\n\\n</think>\\n\\n' -}}
     {%- endif -%}
-    {{- message.content | trim ~ '<|im_end|>\\n' -}}
+    {%- set content = message.content -%}
+    {%- if message.role == 'assistant' and not loop.last -%}
+        {%- set content = content.split('</think>')[-1] -%}
+    {%- endif -%}
+    {{- content | trim ~ '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}

@@ -103,10 +103,17 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
     tokenizer: Tokenizer,
 ) -> None:
     ours = with_chatml_like(tokenizer, THINKING)
-    assert learned_text(ours, say("a", " one ", "b", "two")) == [
-        "one<|im_end|>",
-        "<think>\n\n</think>\n\ntwo<|im_end|>",
-    ]
+    for first in (" one ", "<think>hm</think>\none"):  # the thought is left out
+        assert learned_text(ours, say("a", first, "b", "two")) == [
+            "one<|im_end|>",
+            "<think>\n\n</think>\n\ntwo<|im_end|>",
+        ]
+    # Its beginning is looked for, too, where the generation prompt is not that of the whole.
+    thinking = THINKING.replace("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>think' -}}")
+    ours = with_chatml_like(tokenizer, thinking)
+    assert learned_text(ours, say("a", " one ", "b", "two"))[0] == "one<|im_end|>"
+    with pytest.raises(TokenizerError, match="can't be found"):
+        learned_text(ours, say("a", "<think>hm</think>\none", "b", "two"))
 
 
 @pytest.mark.parametrize(

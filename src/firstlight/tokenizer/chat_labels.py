@@ -172,9 +172,11 @@ class ChatEncoder:
         last = place + 1 == len(messages)
         whole = len(text) if last else self._beginning(text, messages[: place + 1])
         if prompt is None or whole is None:
-            inner = self._marked_content(messages, text, place, marks)
-            start = inner[0] if prompt is None else prompt
-            return start, self._with_end_token(text, inner[1], pattern)
+            # A template may leave out the beginning of an answer, such as its thoughts.
+            marks = ("" if prompt is not None else marks[0], marks[1])
+            start, end = self._marked_content(messages, text, place, marks)
+            end = self._with_end_token(text, end, pattern)
+            return (start if prompt is None else prompt), end
         end = whole
         specials = [m for m in pattern.finditer(text, prompt, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
@@ -198,7 +200,8 @@ class ChatEncoder:
         place: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
-        """Where a message's content lies, without white space at its ends."""
+        """Where a message's content lies, without white space at its ends; the beginning is 0
+        where no mark is for it."""
         before, after = marks
         content = messages[place]["content"]
         core = content.strip()
@@ -207,12 +210,12 @@ class ChatEncoder:
             [*messages[:place], {**messages[place], "content": changed}, *messages[place + 1 :]]
         )
         unmarked = found.replace(before, "").replace(after, "")
-        if unmarked != text or (found.count(before), found.count(after)) != (1, 1):
+        if unmarked != text or any(mark and found.count(mark) != 1 for mark in marks):
             raise TokenizerError(
                 "what the assistant says can't be found in what the chat template makes of the "
                 f"conversation: {_ADVICE}"
             )
-        return found.index(before), found.index(after) - 1
+        return found.index(before), found.index(after) - len(before)
 
     def _with_end_token(self, text: str, end: int, pattern: re.Pattern[str]) -> int:
         """The end of what a turn is ended by: the special token after it, if it is the next."""
