@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from firstlight.conversion.convert import Conversion, convert
+    from firstlight.data.chat import ChatOptions, prepare_chat
     from firstlight.data.prepare import prepare
     from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatOptions",
     "ChatSession",
     "Conversion",
     "Evaluation",
@@ -60,11 +62,13 @@ __all__ = [
     "load",
     "load_recipe",
     "prepare",
+    "prepare_chat",
     "train",
     "train_tokenizer",
 ]
 
 _HOMES = {
+    "ChatOptions": "data.chat",
     "ChatSession": "generation.chat",
     "Conversion": "conversion.convert",
     "Evaluation": "evaluation.perplexity",
@@ -88,6 +92,7 @@ _HOMES = {
     "load": "generation.engine",
     "load_recipe": "training.config",
     "prepare": "data.prepare",
+    "prepare_chat": "data.chat",
     "train": "training.loop",
     "train_tokenizer": "tokenizer",
 }
