@@ -35,6 +35,9 @@ _ORDER = (
 _TRAINING = "firstlight/training/"
 _LOADER = "firstlight/data/loader.py"
 _SHARDS = "firstlight/data/shards.py"
+_EXAMPLES = "firstlight/data/examples.py"
+_PACKED = "tests/unit/test_packed_examples.py::test_"
+_LABELS = "tests/unit/test_chat_labels.py::test_"
 
 MUTANTS = [
     # Loss and gradients
@@ -314,6 +317,41 @@ MUTANTS = [
         "if len(set(names)) != len(names):",
         "if False:",
         (_DATA + "a_shard_that_is_listed_twice_is_seen_twice",),
+    ),
+    Mutant(
+        "prompts are learned",
+        _EXAMPLES,
+        "labels[position:end][learned[1:]] = tokens[1:][learned[1:]]",
+        "labels[position:end] = tokens[1:]",
+        (_PACKED + "rows_hold_whole_examples_as_documents_with_their_labels",),
+    ),
+    Mutant(
+        "examples see each other",
+        _EXAMPLES,
+        "document_ids[position:end] = number",
+        "document_ids[position:end] = 0",
+        (_PACKED + "a_packed_batch_has_the_gradient_of_the_examples_one_by_one",),
+    ),
+    Mutant(
+        "long examples are cut in silence",
+        _EXAMPLES,
+        'if len(long) and self.long == "refuse":',
+        "if False:",
+        (_PACKED + "long_examples_are_refused_with_the_longest_ones_place",),
+    ),
+    Mutant(
+        "ends of turns are not learned",
+        "firstlight/tokenizer/chat_labels.py",
+        "end = specials[-1].end()",
+        "end = specials[-1].start()",
+        (_LABELS + "answers_and_their_end_tokens_are_learned_and_nothing_else",),
+    ),
+    Mutant(
+        "tokens of the prompt are learned",
+        "firstlight/tokenizer/chat_labels.py",
+        "first = bool(own[min(start, len(own) - 1)])",
+        "first = bool(own[max(end - 1, 0)])",
+        (_LABELS + "a_token_that_begins_in_the_prompt_is_not_learned",),
     ),
     Mutant(
         "validation loss is a mean of means",

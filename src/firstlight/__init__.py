@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from firstlight.conversion.convert import Conversion, convert
+    from firstlight.data.chat import ChatOptions, prepare_chat
     from firstlight.data.prepare import prepare
     from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatOptions",
     "ChatSession",
     "Conversion",
     "Evaluation",
@@ -62,11 +64,13 @@ __all__ = [
     "load_recipe",
     "plan_module",
     "prepare",
+    "prepare_chat",
     "train",
     "train_tokenizer",
 ]
 
 _HOMES = {
+    "ChatOptions": "data.chat",
     "ChatSession": "generation.chat",
     "Conversion": "conversion.convert",
     "Evaluation": "evaluation.perplexity",
@@ -91,6 +95,7 @@ _HOMES = {
     "load_recipe": "training.config",
     "plan_module": "planner.module",
     "prepare": "data.prepare",
+    "prepare_chat": "data.chat",
     "train": "training.loop",
     "train_tokenizer": "tokenizer",
 }

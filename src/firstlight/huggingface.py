@@ -29,6 +29,7 @@ from firstlight.lora.layers import merge_lora
 from firstlight.models import FAMILIES, Model, ModelConfig, MoEConfig, build_model
 from firstlight.stored import FileState, stored_tensors
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
+from firstlight.tokenizer.chat_fit import turn_end_ids
 from firstlight.weights import LoadingWay, load_weights
 
 CONFIG_NAME = "config.json"
@@ -257,10 +258,17 @@ def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def generation_config(tokenizer: Tokenizer) -> dict[str, int]:
-    """The `generation_config.json` of a model with this tokenizer."""
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return {name: value for name, value in special.items() if value is not None}
+def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """The `generation_config.json` of a model with this tokenizer. What ends a turn under its chat
+    template ends a text as well, for those who look here for it."""
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
+    content: dict[str, int | list[int]] = {}
+    if tokenizer.bos_token_id is not None:
+        content["bos_token_id"] = tokenizer.bos_token_id
+    if ends:
+        content["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return content
 
 
 def training_notes(folder: Path) -> list[str]:

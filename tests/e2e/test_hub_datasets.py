@@ -145,3 +145,42 @@ def test_a_dataset_that_is_not_there_is_one_line(
     assert done.stderr.startswith(f"firstlight: error: {message}")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+#: Prepares a dataset as a run does; prints the folder and what it told.
+CACHED = """
+import json, sys
+from firstlight.data.chat import ChatOptions
+from firstlight.data.chat_cache import cached_chat
+from firstlight.tokenizer import Tokenizer
+told = []
+tokenizer = Tokenizer.from_pretrained(sys.argv[2])
+options = ChatOptions(val_fraction=0)
+folder = cached_chat([sys.argv[1]], [], tokenizer, "alpaca", options, told.append)
+print(json.dumps([str(folder), told]))
+"""
+
+
+def test_conversations_of_the_hub_are_prepared_once(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    records = [{"instruction": f"stone {n}", "output": "river"} for n in range(5)]
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    command = ["-c", CACHED, "hf:owner/name", str(tmp_path / "tokenizer")]
+    with DatasetHub({"lines.jsonl": content}) as hub:
+        first = run(hub, tmp_path / "home", *command)
+        read = hub.sent["lines.jsonl"]
+        second = run(hub, tmp_path / "home", *command)
+        assert read > 0
+        assert hub.sent["lines.jsonl"] == read
+    assert first.returncode == 0, first.stderr
+    folder, told = json.loads(first.stdout)
+    assert told == ["preparing the conversations of hf:owner/name"]
+    assert json.loads(second.stdout) == [folder, []]
+    places = (Path(folder) / "train-examples.txt").read_text().splitlines()
+    assert places == [f"hf:owner/name record {n}" for n in range(1, 6)]
+    third = run(hub, tmp_path / "home", *command)  # which has gone
+    assert third.returncode == 1
+    assert "dataset hf:owner/name can't be asked for" in third.stderr.splitlines()[-1]

@@ -26,6 +26,14 @@ _OTHERS = {
     "lora.dropout",
     "lora.targets",
 }
+#: Keys of conversations, which have a page of their own.
+_OF_CHATS = {
+    f"data.{key}"
+    for key in (
+        *("kind", "files", "val_files", "val_fraction", "format", "template", "tokenizer"),
+        *("train_on", "on_bad", "long"),
+    )
+}
 _COLUMNS = 6
 
 
@@ -50,7 +58,7 @@ def _methods() -> Iterator[str]:
     }
     for section, kind in sections.items():
         for key, field in kind.model_fields.items():
-            if f"{section}.{key}" not in _OTHERS:
+            if f"{section}.{key}" not in _OTHERS | _OF_CHATS:
                 yield from _named(f"{section}.{key}", field.annotation)
     for key in ("name", "implementation", "eight_bit_library"):
         yield from _named(f"optimizer.{key}", OptimizerConfig.model_fields[key].annotation)
@@ -67,6 +75,13 @@ def _named(key: str, annotation: object) -> Iterator[str]:
 
 def test_every_key_and_value_has_its_row_and_no_other_has() -> None:
     assert sorted(_rows()) == sorted(_methods())
+
+
+def test_keys_of_conversations_stand_on_their_page() -> None:
+    page = PAGE.with_name("finetuning.md").read_text(encoding="utf-8")
+    for name in _OF_CHATS:
+        key = name.removeprefix("data.")
+        assert f"`{key}`" in page or f"\n      {key}: " in page, name
 
 
 @pytest.mark.parametrize("key", _rows())

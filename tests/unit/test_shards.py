@@ -283,7 +283,8 @@ def _shard(manifest: dict[str, Any]) -> Any:
     [
         (lambda m: m.update(format="other"), "is not the manifest of a prepared corpus"),
         (lambda m: m.pop("format"), "is not the manifest of a prepared corpus"),
-        (lambda m: m.update(version=2), "is of version 2; this firstlight reads 1"),
+        (lambda m: m.update(version=3), "is of version 3; this firstlight reads 1 and 2"),
+        (lambda m: m.update(version=2), "holds conversations, not text"),
         (lambda m: m.pop("version"), "is of version None; this firstlight reads 1"),
         (lambda m: m.pop("splits"), r"is damaged \('splits'\)"),
         (lambda m: m.update(splits=[]), r"is damaged \('splits'\)"),

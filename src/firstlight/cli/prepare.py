@@ -11,6 +11,7 @@ import click
 
 from firstlight.cli.output import counted, human_bytes, with_json
 from firstlight.console import say
+from firstlight.errors import ConfigError
 
 
 @click.command("prepare")
@@ -38,6 +39,37 @@ from firstlight.console import say
     help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
 )
 @click.option("--text-key", default="text", show_default=True, help="Field of JSONL, Parquet.")
+@click.option(
+    "--kind",
+    type=click.Choice(["text", "chat"]),
+    default="text",
+    show_default=True,
+    help="chat: conversations, as examples with what of them is learned.",
+)
+@click.option(
+    "--val-input", multiple=True, metavar="INPUT", help="Of chat: what to validate on, instead."
+)
+@click.option(
+    "--template",
+    metavar="NAME",
+    help="Of chat: chatml, llama2, llama3, alpaca or a .jinja file; left out: the tokenizer's.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["auto", "alpaca", "messages", "sharegpt"]),
+    help="Of chat: of the records; auto tells each by its keys.  [default: auto]",
+)
+@click.option(
+    "--train-on",
+    type=click.Choice(["assistant", "all"]),
+    help="Of chat: which tokens are learned.  [default: assistant]",
+)
+@click.option(
+    "--on-bad",
+    type=click.Choice(["refuse", "skip"]),
+    help="Of chat: what happens with records that are no conversations.  [default: refuse]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
 def prepare_command(
@@ -49,6 +81,12 @@ def prepare_command(
     engine: Literal["local", "ray"],
     ray_address: str | None,
     text_key: str,
+    kind: str,
+    val_input: tuple[str, ...],
+    template: str | None,
+    form: str | None,
+    train_on: str | None,
+    on_bad: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> dict[str, Any]:
@@ -57,41 +95,85 @@ def prepare_command(
     INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, the word
     `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as is each line of a JSONL file
     and each row of a table. Documents that can't be read are listed in OUT/rejected.jsonl.
-    """
-    from firstlight.data.prepare import prepare
 
-    manifest = prepare(
-        inputs,
-        tokenizer,
-        out,
-        val_fraction=val_fraction,
-        workers=workers,
-        engine=engine,
-        ray_address=ray_address,
-        text_key=text_key,
-        overwrite=overwrite,
-        progress=True,
-    )
+    With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG], and each
+    record a conversation: {instruction, input, output}, {messages} or {conversations}.
+    """
+    of_chat = {"form": form, "train_on": train_on, "on_bad": on_bad}
+    given = {name: value for name, value in of_chat.items() if value is not None}
+    if kind == "chat":
+        _require_of_text(workers, engine, ray_address, text_key)
+        from firstlight.data.chat import ChatOptions, prepare_chat
+
+        manifest = prepare_chat(
+            inputs,
+            tokenizer,
+            out,
+            val_inputs=val_input,
+            template=template,
+            options=ChatOptions(val_fraction=val_fraction, **given),  # type: ignore[arg-type]
+            overwrite=overwrite,
+            progress=True,
+        )
+    else:
+        if given or val_input or template is not None:
+            raise ConfigError(
+                "--val-input, --template, --format, --train-on and --on-bad are for conversations: "
+                "add --kind chat"
+            )
+        from firstlight.data.prepare import prepare
+
+        manifest = prepare(
+            inputs,
+            tokenizer,
+            out,
+            val_fraction=val_fraction,
+            workers=workers,
+            engine=engine,
+            ray_address=ray_address,
+            text_key=text_key,
+            overwrite=overwrite,
+            progress=True,
+        )
     _say_summary(out, manifest)
     return {"out": str(out), **manifest}
 
 
-def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
-    from firstlight.data.prepare import REJECTED_NAME
-    from firstlight.data.sources import REASONS
+def _require_of_text(
+    workers: int | None, engine: str, ray_address: str | None, text_key: str
+) -> None:
+    if workers is not None or engine != "local" or ray_address is not None or text_key != "text":
+        raise ConfigError(
+            "--workers, --engine, --ray-address and --text-key are for text: leave them out with "
+            "--kind chat"
+        )
 
-    documents = manifest["documents"]
+
+def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
+    from firstlight.data import conversations, sources
+    from firstlight.data.prepare import REJECTED_NAME
+
+    reasons = sources.REASONS | conversations.REASONS
+    documents, chat = manifest["documents"], manifest.get("chat")
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"
+        if chat is not None:
+            say(
+                f"{out}: {split}: {counted(entry['documents'], 'conversation')}, "
+                f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to learn"
+            )
+            continue
         say(
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )
     for reason, count in documents["rejected"].items():
-        say(f"{count:,} of {documents['read']:,} documents rejected: {REASONS[reason]}")
+        say(f"{count:,} of {documents['read']:,} documents rejected: {reasons[reason]}")
     if documents["rejected"]:
         with open(out / REJECTED_NAME, encoding="utf-8") as rejected:
             for entry in map(json.loads, itertools.islice(rejected, 5)):
                 say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
         if sum(documents["rejected"].values()) > 5:
             say(f"  ... all of them in {out / REJECTED_NAME}")
+    if chat is not None and chat.get("warning"):
+        say(f"warning: {chat['warning']}")

@@ -94,7 +94,7 @@ class _ManyTokens(click.Command):
 @tokenizer_group.command("extend", cls=_ManyTokens)
 @click.argument("source", type=click.Path(path_type=Path), required=False, metavar="DIR")
 @click.option("--add", multiple=True, metavar="TOKEN...", help="New special tokens.")
-@click.option("--chat-template", metavar="NAME", help="chatml, llama2, llama3 or a .jinja file.")
+@click.option("--chat-template", metavar="NAME", help="chatml, llama2, llama3, alpaca or a file.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @with_json
 def extend_command(

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from firstlight.data.examples import ExampleDataset, rows_in
 from firstlight.data.mixing import MixedDataset, Turns, datasets_in
-from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
+from firstlight.data.packing import row_span, separate_documents, shuffled_index
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 
@@ -71,7 +72,8 @@ def rows_to_batch(
     """The given rows of a split as one batch.
 
     A short last row is filled up with `fill_id`, its labels with -100; what fills it is a
-    document of its own.
+    document of its own. So are rows of examples, wherever they end, and the labels of what is not
+    learned; they need document masking.
 
     Args:
         dataset: the split.
@@ -93,6 +95,10 @@ def _batch_of(
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
     for i, (dataset, row) in enumerate(rows):
+        if isinstance(dataset, ExampleDataset):
+            assert document_ids is not None
+            dataset.fill_row(row, input_ids[i], labels[i], document_ids[i])
+            continue
         span = row_span(row, seq_len)
         tokens = dataset[span]
         length = len(tokens) - 1
@@ -136,7 +142,8 @@ class TokenLoader:
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
-        DataError: the split, or one of the mix, is shorter than one row.
+        DataError: the split, or one of the mix, is shorter than one row, or has examples that
+            don't fit into one.
     """
 
     def __init__(
@@ -165,7 +172,7 @@ class TokenLoader:
         self.prefetch, self.pin_memory = prefetch, pin_memory
         self._corpora = datasets_in(dataset)
         self._turns = dataset.turns if isinstance(dataset, MixedDataset) else Turns([1])
-        self._corpus_rows = [num_rows(corpus.num_tokens, seq_len) for corpus in self._corpora]
+        self._corpus_rows = [rows_in(corpus, seq_len) for corpus in self._corpora]
         self.rows_per_epoch = sum(self._corpus_rows)
         self.rows_seen = rows_seen
         self._readers = ThreadPoolExecutor(workers, "loader") if workers else None
@@ -219,13 +226,16 @@ class TokenLoader:
 
 
 def require_row(dataset: TokenDataset | MixedDataset, seq_len: int) -> None:
-    """Refuse a split that is shorter than one row.
+    """Refuse a split that is shorter than one row, or whose examples don't fit into rows.
 
     Raises:
-        DataError: it, or one of the mix, has fewer than `seq_len` + 1 tokens.
+        DataError: it, or one of the mix, has fewer than `seq_len` + 1 tokens; or see
+            `ExampleDataset.packing`.
     """
     for corpus in datasets_in(dataset):
-        if corpus.num_tokens < seq_len + 1:
+        if isinstance(corpus, ExampleDataset):
+            corpus.packing(seq_len)
+        elif corpus.num_tokens < seq_len + 1:
             raise DataError(
                 f"the '{corpus.split}' split of {corpus.folder} has {corpus.num_tokens} tokens, "
                 f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "

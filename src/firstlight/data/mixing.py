@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.packing import num_rows
+from firstlight.data.examples import ExampleDataset, rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError, DataError
 
@@ -128,13 +128,14 @@ class MixedDataset:
 
     Attributes:
         turns: which corpus gives which row.
-        folder: of the first corpus, for its tokenizer, which is that of all.
+        folder: of the first corpus of conversations, or else of the first, for its tokenizer,
+            which is that of all.
         manifest: those of all, with their weights.
         num_tokens, num_documents, text_bytes: of all together.
         gzip_bytes: None; gzip compresses each corpus alone.
 
     Raises:
-        DataError: a corpus is in it twice, or the tokenizers differ.
+        DataError: a corpus is in it twice, or tokenizers or chat templates differ.
     """
 
     gzip_bytes: int | None = None
@@ -152,7 +153,10 @@ class MixedDataset:
                     f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
                     "weights"
                 )
-        self.split, self.folder, self.vocab_size = first.split, first.folder, first.vocab_size
+        chats = [one for one in self.datasets if isinstance(one, ExampleDataset)]
+        _require_same_template(chats)
+        self.split, self.vocab_size = first.split, first.vocab_size
+        self.folder = (chats or self.datasets)[0].folder
         self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
         self.num_documents = sum(dataset.num_documents for dataset in self.datasets)
         self.text_bytes = sum(dataset.text_bytes for dataset in self.datasets)
@@ -175,7 +179,7 @@ class MixedDataset:
         """How often each corpus has been seen after the first rows of the order, by its name."""
         rows = self.rows_by_corpus(rows_seen)
         return {
-            corpus.name: rows[corpus.name] / num_rows(corpus.dataset.num_tokens, seq_len)
+            corpus.name: rows[corpus.name] / rows_in(corpus.dataset, seq_len)
             for corpus in self.corpora
         }
 
@@ -187,7 +191,7 @@ def datasets_in(dataset: TokenDataset | MixedDataset) -> tuple[TokenDataset, ...
 
 def rows_per_epoch(dataset: TokenDataset | MixedDataset, seq_len: int) -> int:
     """Rows of `seq_len` predictions that the corpora have together."""
-    return sum(num_rows(one.num_tokens, seq_len) for one in datasets_in(dataset))
+    return sum(rows_in(one, seq_len) for one in datasets_in(dataset))
 
 
 def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
@@ -197,3 +201,13 @@ def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
             f"{other.folder} can't be mixed with {first.folder}: they were prepared with "
             f"different tokenizers; prepare it again with --tokenizer {first.folder}"
         )
+
+
+def _require_same_template(chats: Sequence[ExampleDataset]) -> None:
+    for other in chats[1:]:
+        templates = [one.manifest["chat"]["template_sha256"] for one in (chats[0], other)]
+        if templates[0] != templates[1]:
+            raise DataError(
+                f"{other.folder} can't be mixed with {chats[0].folder}: they were prepared with "
+                "different chat templates; prepare them again with one --template"
+            )

@@ -108,7 +108,7 @@ def prepare(
     sources = find_sources(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
-    _require_replaceable(out, overwrite)
+    require_replaceable(out, overwrite)
     total = sum(source.size for source in sources)
     with ExitStack() as stack:
         if engine == "ray":
@@ -127,7 +127,7 @@ def prepare(
         manifest = _Preparation(tokenizer, folder, val_fraction, shard_tokens, bar, task).run(
             entries, encode
         )
-        _write_tokenizer_and_manifest(folder, tokenizer, manifest)
+        write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
 
 
@@ -140,15 +140,25 @@ def _require_known_engine(engine: str, workers: int | None, ray_address: str | N
         raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
 
 
-def _write_tokenizer_and_manifest(
+def write_tokenizer_and_manifest(
     folder: Path, tokenizer: Tokenizer, manifest: dict[str, Any]
 ) -> None:
+    """Complete a prepared folder.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
     for name, content in tokenizer.files().items():
         write_file(folder / name, content)
     write_json(folder / MANIFEST_NAME, manifest)
 
 
-def _require_replaceable(out: Path, overwrite: bool) -> None:
+def require_replaceable(out: Path, overwrite: bool) -> None:
+    """Refuse to write to a place that is taken.
+
+    Raises:
+        InputError: something is there, and `overwrite` is not set, or it is no prepared folder.
+    """
     if not overwrite:
         require_free(out, "folder", "choose another --out, or add --overwrite")
     elif out.is_dir() and any(out.iterdir()):

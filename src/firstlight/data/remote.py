@@ -127,7 +127,7 @@ def local_folder(
     folder = cache_folder() / "data" / key
     if not _holds(folder / MANIFEST_NAME, content):
         make_folder(folder)
-        with _held(folder, store.url, progress):
+        with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             write_file(folder / MANIFEST_NAME, content)
     try:
         manifest = read_manifest(folder)
@@ -137,7 +137,7 @@ def local_folder(
     wanted = _wanted(store.url, manifest, splits)
     missing = _missing(folder, wanted, verify)
     if missing or not _is_tokenizer(folder, fingerprint):
-        with _held(folder, store.url, progress):
+        with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
             missing = _missing(folder, missing, verify)  # another process may have been here
             _fetch_tokenizer(store, folder, fingerprint)
@@ -379,9 +379,17 @@ def _fetch(store: _Store, folder: Path, file: _Wanted, show: Callable[[int], Non
 
 
 @contextlib.contextmanager
-def _held(folder: Path, url: str, progress: bool) -> Iterator[None]:
-    """Hold a folder of the cache, as soon as nobody else does; the lock goes with the process."""
-    path = folder / _LOCK_NAME
+def held(path: Path, work: str, progress: bool) -> Iterator[None]:
+    """Hold a lock of the cache, as soon as nobody else does; it goes with the process.
+
+    Args:
+        path: the lock's file, which is made.
+        work: what it is held for, as in "which is fetching X".
+        progress: say it where there is somebody to wait for.
+
+    Raises:
+        StorageError: it can't be made or locked.
+    """
     with storage_errors(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = open(os.open(path, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
@@ -390,7 +398,7 @@ def _held(folder: Path, url: str, progress: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if progress:
-                say(f"waiting for another process, which is fetching {url}")
+                say(f"waiting for another process, which is {work}")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise StorageError(f"{path} can't be locked: {describe_os_error(error)}") from error

@@ -21,6 +21,11 @@ A shard is, little-endian:
     ...     0 to 7        zeros, up to a multiple of 8
     ...     (D + 1) * 8   document offsets (uint64): document i is tokens[offsets[i]:offsets[i+1]]
 
+Of conversations (see `examples`) manifest and shards have version 2. A document is one example
+there, and at a shard's end stands
+
+    ...     N             for each token one byte: 1 if it is learned, else 0
+
 uint16 is used while every id of the tokenizer fits in it. A document is its tokens between
 the tokenizer's bos (if it adds one) and eos, and lies in one shard whole.
 """
@@ -46,6 +51,8 @@ from firstlight.files import read_json, sha256_of
 
 MAGIC = b"FLTOKENS"
 VERSION = 1
+#: Of folders and shards that say which tokens are learned.
+LABELLED_VERSION = 2
 HEADER = struct.Struct("<8sIIQQ32x")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
@@ -74,14 +81,23 @@ class ShardWriter:
         split: "train" or "val".
         dtype: from `token_dtype`.
         shard_tokens: a shard is closed once it holds at least this many tokens.
+        labelled: each document comes with which of its tokens are learned; what is said of a
+            shard is held in memory until it is closed.
     """
 
     def __init__(
-        self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int = 100_000_000
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int = 100_000_000,
+        *,
+        labelled: bool = False,
     ) -> None:
         self.shards: list[dict[str, Any]] = []
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_tokens = shard_tokens
+        self._learned: bytearray | None = bytearray() if labelled else None
         self._file: OutputFile | None = None
         self._stack = ExitStack()
         self._offsets: list[int] = [0]
@@ -100,9 +116,13 @@ class ShardWriter:
         else:
             self._stack.__exit__(kind, error, traceback)
 
-    def write(self, tokens: TokenArray) -> None:
-        """Append one document's tokens."""
+    def write(self, tokens: TokenArray, learned: npt.NDArray[np.bool_] | None = None) -> None:
+        """Append one document's tokens, and which of them are learned where that is told."""
         assert tokens.dtype == self._dtype
+        assert (learned is None) is (self._learned is None)
+        if learned is not None and self._learned is not None:
+            assert len(learned) == len(tokens)
+            self._learned += learned.tobytes()
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
             self._file = self._stack.enter_context(OutputFile(self._folder / name))
@@ -119,8 +139,12 @@ class ShardWriter:
         with self._stack:
             file.write(bytes(-file.size % 8))
             file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
+            version = VERSION
+            if self._learned is not None:
+                file.write(bytes(self._learned))
+                version, self._learned = LABELLED_VERSION, bytearray()
             file.write_over_start(
-                HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, tokens, documents)
+                HEADER.pack(MAGIC, version, self._dtype.itemsize, tokens, documents)
             )
         self.shards.append(
             {
@@ -145,12 +169,21 @@ class TokenDataset:
             are checked in any case, and so is each token when it is read.
 
     Raises:
-        DataError: the folder is no prepared corpus, lacks the split, or is damaged.
+        DataError: the folder is no prepared corpus, lacks the split, or is damaged; or it holds
+            conversations, which are read by `examples.ExampleDataset`.
     """
+
+    #: Of the folders that are read.
+    version = VERSION
 
     def __init__(self, folder: str | Path, split: str, *, verify: bool = True) -> None:
         self.folder, self.split = Path(folder).expanduser(), split
         self.manifest = read_manifest(self.folder)
+        if self.manifest["version"] != self.version:
+            kinds = {VERSION: "text", LABELLED_VERSION: "conversations"}
+            raise DataError(
+                f"{folder} holds {kinds[self.manifest['version']]}, not {kinds[self.version]}"
+            )
         entry = self.manifest["splits"].get(split)
         if entry is None:
             known = ", ".join(self.manifest["splits"])
@@ -188,7 +221,7 @@ class TokenDataset:
             raise DataError(
                 f"shard {path} is damaged (its sha256 is not the manifest's): {_ADVICE}"
             )
-        tokens, offsets = read_shard(path)
+        tokens, offsets = read_shard(path, self.version)
         if len(tokens) != shard["tokens"]:
             raise DataError(f"shard {path} does not hold what its manifest says: {_ADVICE}")
         _require_documents(path, offsets, len(tokens))
@@ -280,9 +313,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(str(error)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
         raise DataError(f"{path} is not the manifest of a prepared corpus")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (VERSION, LABELLED_VERSION):
         raise DataError(
-            f"{path} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
+            f"{path} is of version {manifest.get('version')}; this firstlight reads {VERSION} "
+            f"and {LABELLED_VERSION}"
         )
     _require_fields(path, manifest, _FIELDS)
     for split in manifest["splits"].values():
@@ -317,11 +351,13 @@ def _require_documents(path: Path, offsets: npt.NDArray[np.uint64], num_tokens: 
         )
 
 
-def read_shard(path: Path) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
+def read_shard(
+    path: Path, expected_version: int = VERSION
+) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
     """(tokens, document offsets) of a shard, both memory-mapped.
 
     Raises:
-        DataError: the file is not a shard, or is cut short.
+        DataError: the file is not a shard, is of another version, or is cut short.
     """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -330,10 +366,11 @@ def read_shard(path: Path) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
     magic, version, itemsize, num_tokens, num_documents = HEADER.unpack(header)
     if magic != MAGIC:
         raise DataError(f"{path} is not a token shard: it does not begin with {MAGIC.decode()}")
-    if version != VERSION or itemsize not in (2, 4):
+    if version != expected_version or itemsize not in (2, 4):
         raise DataError(f"{path} is a token shard of an unknown version")
     offsets_at = -(-(HEADER.size + num_tokens * itemsize) // 8) * 8
-    if path.stat().st_size != offsets_at + (num_documents + 1) * 8:
+    labels = num_tokens if version == LABELLED_VERSION else 0
+    if path.stat().st_size != offsets_at + (num_documents + 1) * 8 + labels:
         raise DataError(f"{path} is cut short or damaged")
     tokens: TokenArray = np.memmap(
         path, dtype=f"<u{itemsize}", mode="r", offset=HEADER.size, shape=(num_tokens,)

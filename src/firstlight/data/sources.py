@@ -82,12 +82,17 @@ class Source:
         return self.path.stat().st_size if self.path is not None else 0
 
 
-def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
+def find_sources(
+    inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES
+) -> list[Source]:
     """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
 
     An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
     (`**` crosses folders), the word `stdlib` (the source of the running Python's standard
     library without its tests) or `hf:NAME[:CONFIG]`.
+
+    Args:
+        suffixes: of files that are meant; other than the default ones leave `stdlib` out.
 
     Raises:
         InputError: an input does not exist, matches nothing, or is of an unknown kind.
@@ -97,7 +102,7 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
     sources: dict[str, Source] = {}
     for item in inputs:
         try:
-            found = _resolve(str(item))
+            found = _resolve(str(item), suffixes)
         # RuntimeError: the home folder of an unknown user.
         except (OSError, RuntimeError) as error:
             reason = describe_os_error(error) if isinstance(error, OSError) else error
@@ -108,10 +113,10 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
     return list(sources.values())
 
 
-def _resolve(item: str) -> list[Source]:
+def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
     if not item:
         raise InputError("an input is empty: name a file, a folder, a glob, `stdlib` or `hf:NAME`")
-    if item == "stdlib" and not Path(item).exists():
+    if item == "stdlib" and suffixes == SUFFIXES and not Path(item).exists():
         return _standard_library()
     if item.startswith("hf:"):
         if not item[3:]:
@@ -119,14 +124,16 @@ def _resolve(item: str) -> list[Source]:
         return [Source(name=item, dataset=item[3:])]
     path = Path(item).expanduser()
     if path.is_dir():
-        found = sorted(_files_under(path), key=lambda file: file.relative_to(path).as_posix())
+        found = sorted(
+            _files_under(path, suffixes), key=lambda file: file.relative_to(path).as_posix()
+        )
         if not found:
-            raise InputError(f"folder {item} holds no text files ({', '.join(_main_suffixes())})")
+            raise InputError(f"folder {item} holds no {_kinds(suffixes)}")
         return [Source(name=str(file), path=file) for file in found]
     if path.is_file():
-        if not path.name.lower().endswith(SUFFIXES):
+        if not path.name.lower().endswith(suffixes):
             raise InputError(
-                f"{item} is of an unknown kind: known are {', '.join(_main_suffixes())}"
+                f"{item} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
             )
         return [Source(name=item, path=path)]
     if path.exists():
@@ -134,19 +141,26 @@ def _resolve(item: str) -> list[Source]:
     if any(character in item for character in "*?["):
         names = sorted(glob.glob(str(path), recursive=True))
         files = [Path(name) for name in names if os.path.isfile(name)]
-        files = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+        files = [file for file in files if file.name.lower().endswith(suffixes)]
         if not files:
-            raise InputError(f"{item} matches no text files ({', '.join(_main_suffixes())})")
+            raise InputError(f"{item} matches no {_kinds(suffixes)}")
         return [Source(name=str(file), path=file) for file in files]
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
 
 
-def _main_suffixes() -> list[str]:
-    return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", ".parquet"]
+def _main_suffixes(suffixes: tuple[str, ...]) -> list[str]:
+    if suffixes == SUFFIXES:
+        return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", ".parquet"]
+    return [".jsonl[.gz|.zst]", ".json", ".parquet"]
 
 
-def _files_under(folder: Path) -> Iterator[Path]:
+def _kinds(suffixes: tuple[str, ...]) -> str:
+    what = "text files" if suffixes == SUFFIXES else "files of records"
+    return f"{what} ({', '.join(_main_suffixes(suffixes))})"
+
+
+def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise InputError(f"folder {folder} can't be read: {describe_os_error(error)}")
 
@@ -155,7 +169,7 @@ def _files_under(folder: Path) -> Iterator[Path]:
         for name in names:
             file = Path(root) / name
             # Not links to nothing, and not pipes, which would be waited for without end.
-            if name.lower().endswith(SUFFIXES) and not name.startswith(".") and file.is_file():
+            if name.lower().endswith(suffixes) and not name.startswith(".") and file.is_file():
                 yield file
 
 
@@ -192,7 +206,7 @@ def read_documents(
             if source.path.name.lower().endswith(".parquet"):
                 yield from _read_parquet(source.path, source.name, text_key)
                 continue
-            with _open(source.path) as file:
+            with open_compressed(source.path) as file:
                 if source.path.name.lower().endswith(_JSONL_SUFFIXES):
                     yield from _read_jsonl(file, source.name, text_key)
                 else:
@@ -203,7 +217,13 @@ def read_documents(
             raise InputError(f"{source.name} is damaged: {error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
+def open_compressed(path: Path) -> IO[bytes]:
+    """The content of a file, decompressed as its name says.
+
+    Raises:
+        OSError: it can't be opened.
+        MissingDependencyError: the package for .zst is not installed.
+    """
     match path.suffix.lower():
         case ".gz":
             return cast(IO[bytes], gzip.open(path, "rb"))
@@ -349,14 +369,22 @@ def _read_parquet(path: Path, origin: str, text_key: str) -> Iterator[Document |
 
 
 def _read_dataset(source: Source, text_key: str) -> Iterator[Document | Rejected]:
-    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`."""
+    for number, record in enumerate(dataset_rows(source), start=1):
+        yield _from_record(record, source.name, number, text_key)
+
+
+def dataset_rows(source: Source) -> Iterator[object]:
+    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`.
+
+    Raises:
+        InputError: it can't be read.
+        MissingDependencyError: the package for it is not installed.
+    """
     assert source.dataset is not None
     datasets = optional("datasets", f"reading {source.name}")
     name, _, config = source.dataset.partition(":")
     try:
-        rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
-        for number, record in enumerate(rows, start=1):
-            yield _from_record(record, source.name, number, text_key)
+        yield from datasets.load_dataset(name, config or None, split="train", streaming=True)
     # Names, networks, servers and file formats fail here, each library with its own errors.
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder, trained_on
+from firstlight.data.examples import ExampleDataset, open_split, rows_in
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
-from firstlight.data.packing import num_rows
 from firstlight.data.remote import local_folder
 from firstlight.data.shards import TokenDataset
 from firstlight.distributed import gather_objects
@@ -126,7 +126,9 @@ def losses_of_rows(
 
 def _predicts_first(dataset: TokenDataset, first_id: int | None) -> bool:
     """Whether the split's very first token is predicted: a leading bos stands for no text, and
-    there is nothing to predict it from."""
+    there is nothing to predict it from. An example's first one is not learned."""
+    if isinstance(dataset, ExampleDataset):
+        return False
     return first_id is not None and int(dataset[0:1][0]) != first_id
 
 
@@ -174,7 +176,7 @@ def evaluate_split(
     Raises:
         DataError: no token is predicted: with document masking, documents of one token.
     """
-    total = num_rows(dataset.num_tokens, seq_len)
+    total = rows_in(dataset, seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
     own, extra = _own_batches(chosen, batch_size, rank, processes)
     losses = losses_of_rows(
@@ -237,6 +239,8 @@ def bits_a_nat(
     dataset: TokenDataset, *, document_masking: bool, first_id: int | None = None
 ) -> float:
     """Bits per byte of a split's text for each nat per token; see `evaluate_split`."""
+    if isinstance(dataset, ExampleDataset):
+        return dataset.num_learned / dataset.text_bytes / math.log(2)
     predictable = dataset.num_tokens - (not _predicts_first(dataset, first_id))
     if document_masking and dataset.documents_begin_with_bos:
         predictable = dataset.num_tokens - dataset.num_documents
@@ -299,6 +303,7 @@ def evaluate(
             (at most 1,024).
         batch_size: rows at a time.
         document_masking: tokens see only their own document; None is as it was trained.
+            Examples of conversations never see each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
         on_rows: called after each batch with the rows done and to do.
 
@@ -316,16 +321,20 @@ def evaluate(
         loaded = load_for_evaluation(loaded, device)
     loaded.require_unchanged()
     training_data = trained_on(loaded.folder)
-    dataset = TokenDataset(evaluated_folder(loaded, data, split), split)
+    dataset = open_split(
+        evaluated_folder(loaded, data, split), split, long=training_data.get("long") or "cut"
+    )
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
         document_masking = bool(training_data.get("document_masking"))
+    if isinstance(dataset, ExampleDataset):
+        document_masking = True
     if seq_len > limit:
         raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
     require_same_tokenizer(loaded, dataset)
     assert loaded.tokenizer is not None
-    total = num_rows(dataset.num_tokens, seq_len)
+    total = rows_in(dataset, seq_len)
     result = evaluate_split(
         row_losses(loaded.model),
         dataset,

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.errors import ConfigError, InputError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of, tokenizer_of
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
-from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_fit import turn_end_ids
+
+__all__ = [
+    "CHAT_SETTINGS",
+    "AnswerStats",
+    "ChatSession",
+    "ConversationDecoder",
+    "Message",
+    "most_that_fit",
+    "turn_end_ids",
+]
 
 #: How an answer is made where nothing else is asked for.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
@@ -24,38 +33,6 @@ CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 _SMALLEST_DECODER = 1024
 
 Message = dict[str, str]
-
-
-def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens that end an assistant's turn under the tokenizer's chat template: the
-    first one that the template writes after what the assistant says. Empty where there is no
-    template, or where turns end in plain text.
-
-    Such a token need not be among the model's end tokens: `<|im_end|>` of a template that was
-    added later is none, and an answer would go on into turns of its own.
-    """
-    if tokenizer.chat_template is None:
-        return ()
-    question, again = _message("user", "1"), _message("user", "2")
-    for more in ([], [again]):  # some templates end a turn only where another one begins
-        try:
-            # Two answers without a character in common: what both texts end with comes after.
-            one, other = (
-                tokenizer.encode_chat([question, _message("assistant", text), *more])
-                for text in ("3", "4")
-            )
-        except (InputError, TokenizerError):
-            continue
-        if one == other:  # a template that leaves the last answer out
-            continue
-        pairs = zip(reversed(one), reversed(other), strict=False)
-        same = [token_id for token_id, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
-        after = same[::-1]
-        for place, token_id in enumerate(after):
-            if token_id in tokenizer.special_token_ids:
-                # A turn that ends in text, as "USER:", is not ended by what follows that.
-                return () if tokenizer.decode(after[:place]).strip() else (token_id,)
-    return ()
 
 
 def _message(role: str, content: str) -> Message:

@@ -67,6 +67,7 @@ def render(
     variables: Mapping[str, str],
     *,
     add_generation_prompt: bool = False,
+    generation_marks: tuple[str, str] = ("", ""),
 ) -> str:
     """The text of a conversation, the same that transformers' `apply_chat_template` makes.
 
@@ -75,6 +76,7 @@ def render(
         messages: plain JSON data, with `role` and `content` in each.
         variables: further names that the template may use: `bos_token` and the like.
         add_generation_prompt: end with the beginning of the assistant's next turn.
+        generation_marks: written before and after what `{% generation %}` blocks hold.
 
     Raises:
         TokenizerError: the template doesn't compile, fails, reaches for what it may not
@@ -90,6 +92,7 @@ def render(
         "add_generation_prompt": add_generation_prompt,
         **variables,
         _METER: _Meter(),
+        _MARKS: generation_marks,
     }
     pieces: list[str] = []
     length = 0
@@ -135,6 +138,8 @@ def _compiled(template: str) -> jinja2.Template:
 
 #: Where a rendering's meter lies among its variables: no template can spell this name.
 _METER = " meter"
+#: Likewise, the marks of `{% generation %}` blocks.
+_MARKS = " marks"
 
 
 class _RefusalError(TemplateError):
@@ -369,17 +374,20 @@ class _Namespace(Namespace):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` around what the assistant says: rendered as is."""
+    """`{% generation %}...{% endgeneration %}` around what the assistant says: rendered as is,
+    between the marks that `render` was given."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(lineno)
+        call = self.call_method("_marked", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 
-    def _same(self, caller: Macro) -> str:
-        return caller()
+    def _marked(self, context: Context, caller: Macro) -> str:
+        before, after = context[_MARKS]
+        return f"{before}{caller()}{after}"
 
 
 @functools.cache

@@ -9,12 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError
+from firstlight.files import plain_lines, read_file
 from firstlight.tokenizer.chat_sandbox import check_template, render
 
-__all__ = ["CHAT_TEMPLATES", "chat_pieces", "check_template", "render_chat", "required_tokens"]
+__all__ = [
+    "CHAT_TEMPLATES",
+    "chat_pieces",
+    "check_template",
+    "find_template",
+    "free_characters",
+    "plain_messages",
+    "protected",
+    "render_chat",
+    "required_tokens",
+]
 
 #: OpenAI's ChatML: no token before the first turn.
 _CHATML = """\
@@ -63,20 +75,67 @@ _LLAMA3 = """\
 {%- endif -%}
 """
 
+#: tatsu-lab/stanford_alpaca `train.py` (PROMPT_DICT): plain text, and the end of text after each
+#: answer. A system message replaces the first sentences.
+_ALPACA = """\
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}
+    {{- messages[0].content ~ '\\n\\n' -}}
+    {%- set turns = messages[1:] -%}
+{%- else -%}
+    {{- 'Below is an instruction that describes a task. Write a response that appropriately '
+        ~ 'completes the request.\\n\\n' -}}
+    {%- set turns = messages -%}
+{%- endif -%}
+{%- for message in turns -%}
+    {%- if message.role == 'user' -%}
+        {{- '### Instruction:\\n' ~ message.content ~ '\\n\\n### Response:\\n' -}}
+    {%- else -%}
+        {{- message.content -}}{{- eos_token -}}{{- '\\n\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
 #: The templates that come with firstlight, by name.
-CHAT_TEMPLATES: dict[str, str] = {"chatml": _CHATML, "llama2": _LLAMA2, "llama3": _LLAMA3}
+CHAT_TEMPLATES: dict[str, str] = {
+    "chatml": _CHATML,
+    "llama2": _LLAMA2,
+    "llama3": _LLAMA3,
+    "alpaca": _ALPACA,
+}
 
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     # [INST] and <<SYS>> are plain text; the turns end with whatever eos_token is.
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "alpaca": (),
 }
+
+#: Of a template's file.
+_MAX_TEMPLATE_BYTES = 4_000_000
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
     """The special tokens that the built-in template `name` writes, besides bos and eos."""
     return _REQUIRED_TOKENS[name]
+
+
+def find_template(name: str) -> tuple[str, tuple[str, ...]]:
+    """(template, the special tokens it is known to write) of a built-in name or of a file.
+
+    Raises:
+        InputError: it is neither, or can't be read.
+    """
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name], required_tokens(name)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise InputError(f"chat template {name} is neither {', '.join(CHAT_TEMPLATES)} nor a file")
+    try:
+        return plain_lines(read_file(path, _MAX_TEMPLATE_BYTES).decode("utf-8")), ()
+    except UnicodeDecodeError as error:
+        raise InputError(f"chat template {name} is not UTF-8: {error}") from error
 
 
 def render_chat(
@@ -99,7 +158,7 @@ def render_chat(
         InputError: the messages are something else, or the template refuses them.
         TokenizerError: the template doesn't compile, fails or does what it may not.
     """
-    plain = _plain_messages(messages)
+    plain = plain_messages(messages)
     return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
 
 
@@ -120,7 +179,7 @@ def chat_pieces(
     Raises:
         InputError, TokenizerError: as `render_chat`.
     """
-    marked, pattern = _protected(_plain_messages(messages), special_tokens, template)
+    marked, pattern = protected(plain_messages(messages), special_tokens, template)
     text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
     position, pending = 0, ""
     for match in pattern.finditer(text):
@@ -135,7 +194,7 @@ def chat_pieces(
         yield pending + text[position:], False
 
 
-def _plain_messages(messages: object) -> list[dict[str, Any]]:
+def plain_messages(messages: object) -> list[dict[str, Any]]:
     """A copy of `messages` as plain JSON data, entries that are None left out."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(
@@ -167,7 +226,13 @@ def _described(messages: object) -> str:
     return f"a {type(messages).__name__}"
 
 
-def _protected(
+def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Iterator[str]:
+    """Characters for private use that neither messages nor template hold, always the same ones."""
+    used = set(template).union(json.dumps(messages, ensure_ascii=False))
+    return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+
+
+def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
     """Messages in which the names of special tokens are marked as text.
@@ -177,8 +242,7 @@ def _protected(
         finds special tokens that the template wrote (group "special"), marked text (group
         "text"), and marks that a template has torn off their text (neither group).
     """
-    used = set(template).union(json.dumps(messages, ensure_ascii=False))
-    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+    free = free_characters(messages, template)
     before, after = next(free), next(free)
     # Longest first, so that a token wins over those it contains.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"

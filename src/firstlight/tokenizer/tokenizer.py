@@ -249,7 +249,7 @@ class Tokenizer:
         """
         from firstlight.tokenizer.chat_template import render_chat
 
-        template, names = self._required_template(), self._named_tokens
+        template, names = self._required_template(), self.named_tokens
         return render_chat(template, messages, names, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(
@@ -266,7 +266,7 @@ class Tokenizer:
         pieces = chat_pieces(
             self._required_template(),
             messages,
-            self._named_tokens,
+            self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
         )
@@ -284,7 +284,7 @@ class Tokenizer:
         return self.chat_template
 
     @property
-    def _named_tokens(self) -> dict[str, str]:
+    def named_tokens(self) -> dict[str, str]:
         """`bos_token`, `eos_token` and all other tokens that the config names, by name."""
         return named_tokens(self.config, self.bos_token, self.eos_token)
 

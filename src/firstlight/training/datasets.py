@@ -1,16 +1,30 @@
-"""The data of a run: one prepared corpus or a mix of several, here or behind a URL."""
+"""The data of a run: one prepared corpus or a mix of several, here or behind a URL; or files of
+conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.data.mixing import Corpus, MixedDataset, rows_per_epoch, whole_weights
+from firstlight.data.chat import ChatOptions
+from firstlight.data.chat_cache import cached_chat
+from firstlight.data.conversations import REASONS
+from firstlight.data.examples import ExampleDataset, open_split
+from firstlight.data.mixing import (
+    Corpus,
+    MixedDataset,
+    datasets_in,
+    rows_per_epoch,
+    whole_weights,
+)
+from firstlight.data.prepare import REJECTED_NAME
 from firstlight.data.remote import is_url, local_folder
 from firstlight.data.shards import TokenDataset
+from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.mixed import mixed_evaluation
 from firstlight.evaluation.perplexity import Evaluation, bits_a_nat
+from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import DataConfig
 from firstlight.training.program import TrainingProgram
 from firstlight.training.validation import validation_loss
@@ -19,20 +33,30 @@ Dataset = TokenDataset | MixedDataset
 
 
 def open_splits(
-    data: DataConfig, tell: Callable[[str], None], *, progress: bool = False
+    data: DataConfig,
+    tell: Callable[[str], None],
+    *,
+    tokenizer: Callable[[], Path] | None = None,
+    progress: bool = False,
 ) -> tuple[Dataset, Dataset | None]:
     """(training split, validation split) of a recipe's `data` section; without any validation
     split, None.
 
     Args:
         tell: called with each message for people.
-        progress: show a progress bar while something is fetched.
+        tokenizer: gives the folder of the one for `files` where the section names none.
+        progress: show a progress bar while something is fetched or prepared.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not fit the others.
+        ConfigError: `files` without a tokenizer.
+        InputError, TokenizerError: see `prepare_chat`.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
     names, folders = [], []
+    if data.files is not None:
+        names.append("")
+        folders.append(_prepared(data, tell, tokenizer, progress=progress))
     for name, location in _locations(data):
         if is_url(location):
             tell(f"data from {location}: fetching what is not in the cache")
@@ -40,9 +64,12 @@ def open_splits(
         folders.append(
             local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
         )
-    train = [TokenDataset(folder, "train", verify=data.verify) for folder in folders]
+    verify = data.verify and data.files is None  # which were, a moment ago
+    train = [open_split(folder, "train", verify=verify, long=data.long) for folder in folders]
+    if data.kind is not None:
+        _require_kind(data.kind, train)
     held_out = [
-        TokenDataset(one.folder, "val", verify=data.verify)
+        open_split(one.folder, "val", verify=verify, long=data.long)
         if "val" in one.manifest["splits"]
         else None
         for one in train
@@ -65,6 +92,110 @@ def open_splits(
     return MixedDataset(mixed), MixedDataset(evaluated) if evaluated else None
 
 
+def _prepared(
+    data: DataConfig,
+    tell: Callable[[str], None],
+    tokenizer: Callable[[], Path] | None,
+    *,
+    progress: bool,
+) -> Path:
+    """The folder of the cache with the conversations of `files`."""
+    if data.tokenizer is None and tokenizer is None:
+        raise ConfigError(
+            "conversations need a tokenizer: start from a model with --init-from, or name the "
+            "folder of one as data.tokenizer"
+        )
+    place = Path(data.tokenizer).expanduser() if data.tokenizer else None
+    if place is None:
+        assert tokenizer is not None
+        place = tokenizer()
+    return cached_chat(
+        data.files or (),
+        data.val_files or (),
+        Tokenizer.from_pretrained(place),
+        data.template,
+        ChatOptions(
+            data.format, data.train_on, data.on_bad, 0.0 if data.val_files else data.val_fraction
+        ),
+        tell,
+        where=str(place),
+        verify=data.verify,
+        progress=progress,
+    )
+
+
+def _require_kind(kind: str, datasets: Sequence[TokenDataset]) -> None:
+    for one in datasets:
+        found = "chat" if isinstance(one, ExampleDataset) else "text"
+        if found != kind:
+            advice = "prepare it with --kind chat, or name conversations as data.files"
+            raise DataError(
+                f"data.kind is {kind}, and {one.folder} holds {found}: "
+                f"{advice if kind == 'chat' else 'set data.kind chat, or leave it out'}"
+            )
+
+
+def has_examples(dataset: Dataset) -> bool:
+    """Whether there are conversations in it."""
+    return any(isinstance(one, ExampleDataset) for one in datasets_in(dataset))
+
+
+def describe_examples(dataset: Dataset, validation: Dataset | None, seq_len: int) -> Iterator[str]:
+    """What a run sees of conversations, and what of them it does not, for people."""
+    for split in (dataset, validation):
+        for one in datasets_in(split) if split is not None else ():
+            if isinstance(one, ExampleDataset):
+                yield from _describe_examples(one, seq_len)
+
+
+def _describe_examples(dataset: ExampleDataset, seq_len: int) -> Iterator[str]:
+    packing, name = dataset.packing(seq_len), f"data: {dataset.split}"
+    yield (
+        f"{name}: {len(packing.examples):,} conversations in {len(packing):,} rows of {seq_len}, "
+        f"{packing.filled:.1%} filled; {packing.num_learned:,} tokens to learn"
+    )
+    total = dataset.num_documents
+    if packing.dropped:
+        yield f"{name}: {packing.dropped:,} of {total:,} conversations are too long and left out"
+    if packing.cut:
+        yield f"{name}: {packing.cut:,} of {total:,} conversations are too long and cut"
+    if dataset.split != "train":
+        return
+    documents, chat = dataset.manifest["documents"], dataset.manifest["chat"]
+    for reason, count in documents["rejected"].items():
+        yield (
+            f"{name}: {count:,} of {documents['read']:,} records left out: {REASONS[reason]}; "
+            f"listed in {dataset.folder / REJECTED_NAME}"
+        )
+    if chat["torn_answers"]:
+        yield (
+            f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
+            "prompt; that token is not learned"
+        )
+    if chat.get("warning"):
+        yield f"warning: {chat['warning']}"
+
+
+def record_of_examples(
+    dataset: Dataset, validation: Dataset | None, seq_len: int
+) -> list[dict[str, Any]]:
+    """What a run's record has of its conversations: see `Packing.record`."""
+    return [
+        {
+            "dir": str(one.folder),
+            "split": one.split,
+            "long": one.long,
+            **one.packing(seq_len).record(),
+            **({"records": one.manifest["documents"]} if one.split == "train" else {}),
+            **one.manifest["chat"],
+        }
+        for split in (dataset, validation)
+        if split is not None
+        for one in datasets_in(split)
+        if isinstance(one, ExampleDataset)
+    ]
+
+
 def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
     """(name, folder or URL) of each corpus."""
     for entry in data.mix or ():
@@ -75,14 +206,16 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 def origin(data: DataConfig, dataset: Dataset) -> dict[str, Any]:
     """What a run's data identity has beside `state.data_identity`: of a mix the weights and the
-    folders, of a URL the URL."""
+    folders, of a URL the URL, of conversations what happens to long ones."""
+    long = {"long": data.long} if has_examples(dataset) else {}
     if isinstance(dataset, MixedDataset):
         corpora = {
             name: location if is_url(location) else str(Path(location).expanduser().resolve())
             for name, location in _locations(data)
         }
-        return {"dir": None, "mix": dataset.ratio, "corpora": corpora}
-    return {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
+        return {"dir": None, "mix": dataset.ratio, "corpora": corpora, **long}
+    url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
+    return url | long
 
 
 def describe_mix(dataset: MixedDataset, seq_len: int, rows: int) -> str:

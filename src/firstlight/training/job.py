@@ -28,7 +28,13 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.bystanders import PassiveSaver, SilentLogs
 from firstlight.training.config import Recipe
-from firstlight.training.datasets import Dataset, describe_mix, evaluate_validation, origin
+from firstlight.training.datasets import (
+    Dataset,
+    describe_mix,
+    evaluate_validation,
+    has_examples,
+    origin,
+)
 from firstlight.training.guard import DivergedError, Guard
 from firstlight.training.logs import RunLogs
 from firstlight.training.micro_batches import fewer_rows, recut
@@ -343,7 +349,10 @@ class Job:
     def _validate(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
         step, pending = self.state.step, self.state.pending
         assert pending is not None
-        for prompt, text in sample_texts(self.program, self.tokenizer, self.run_folder, check):
+        answered = has_examples(self.dataset)
+        for prompt, text in sample_texts(
+            self.program, self.tokenizer, self.run_folder, check, answered=answered
+        ):
             self._samples.append({"step": step, "prompt": prompt, "text": text})
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
         if self.validation is not None:

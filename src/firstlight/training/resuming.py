@@ -19,7 +19,7 @@ def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
     """
     checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
     saved, identity = checkpoint.trainer_state, job.data_identity
-    for key in ("seq_len", "mix", "manifest_sha256", "tokenizer_sha256"):
+    for key in ("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256"):
         before, is_now = saved.get("data", {}).get(key), identity.get(key)
         if before != is_now:
             raise CheckpointError(

@@ -47,8 +47,19 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.automatic import decide
 from firstlight.training.combinations import ineffective
-from firstlight.training.config import DEFAULT_ROWS, Recipe, load_recipe, parse_recipe
-from firstlight.training.datasets import Dataset, open_splits
+from firstlight.training.config import (
+    DEFAULT_ROWS,
+    NO_MASKING,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+)
+from firstlight.training.datasets import (
+    Dataset,
+    describe_examples,
+    has_examples,
+    open_splits,
+)
 from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.processes import on_main
@@ -133,7 +144,14 @@ def _job(
     # One process of a machine reads all of it, for all of them.
     verify = recipe.data.verify and engine.world.local_rank == 0
     data = recipe.data.model_copy(update={"verify": verify})
-    dataset, validation = open_splits(data, tell, progress=tell is say)
+    found = newest if newest is not None else init_from
+    dataset, validation = open_splits(
+        data,
+        tell,
+        tokenizer=None if found is None else lambda: resolve_model_folder(found),
+        progress=tell is say,
+    )
+    recipe = _masked(recipe, dataset)
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
@@ -164,8 +182,10 @@ def _job(
     else:
         generator = torch.Generator().manual_seed(recipe.run.seed)
         model = engine.new_model(_new_config(recipe, tokenizer, engine), multiple, generator)
-    recipe = _filled_in(recipe, model.config, dataset)
-    _require_fitting_prompts(recipe, tokenizer)
+    recipe = _filled_in(recipe, model.config, dataset, validation)
+    for line in describe_examples(dataset, validation, _seq_len(recipe)):
+        tell(line)
+    _require_fitting_prompts(recipe, tokenizer, answered=has_examples(dataset))
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
@@ -386,7 +406,27 @@ def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     return [f"model.{name}" for name in found if name in given or name == "model_type"]
 
 
-def _filled_in(recipe: Recipe, config: ModelConfig, dataset: Dataset) -> Recipe:
+def _masked(recipe: Recipe, dataset: Dataset) -> Recipe:
+    """The recipe with document masking where there are conversations.
+
+    Raises:
+        ConfigError: it says otherwise.
+    """
+    if not has_examples(dataset) or recipe.data.document_masking:
+        return recipe
+    if "document_masking" in recipe.data.model_fields_set:
+        raise ConfigError(f"data.{NO_MASKING}")
+    return _with(recipe, "data", document_masking=True)
+
+
+def _seq_len(recipe: Recipe) -> int:
+    assert recipe.data.seq_len is not None
+    return recipe.data.seq_len
+
+
+def _filled_in(
+    recipe: Recipe, config: ModelConfig, dataset: Dataset, validation: Dataset | None
+) -> Recipe:
     """The recipe with the model that is trained and the row length worked out."""
     limit = config.max_position_embeddings
     seq_len = recipe.data.seq_len or limit
@@ -395,7 +435,9 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: Dataset) -> Recipe:
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
             "lower the one or raise the other"
         )
-    require_row(dataset, seq_len)
+    for split in (dataset, validation):
+        if split is dataset or (split is not None and has_examples(split)):
+            require_row(split, seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
     # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
     if rows != "auto" and 16 * rows * seq_len > memory:
@@ -406,16 +448,21 @@ def _filled_in(recipe: Recipe, config: ModelConfig, dataset: Dataset) -> Recipe:
     return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
 
 
-def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer) -> None:
+def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer, *, answered: bool) -> None:
     """Refuse sample prompts that would end the run at its first evaluation."""
     assert recipe.model is not None
-    limit = recipe.model.max_position_embeddings
+    context = recipe.model.max_position_embeddings
     for prompt in recipe.evaluation.sample_prompts:
-        count = len(tokenizer.encode_prompt(prompt))
+        count, limit = len(tokenizer.encode_prompt(prompt)), context
+        if answered and prompt.strip():
+            message = {"role": "user", "content": prompt}
+            count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
+            # What a conversation leaves free for the answer: see `ChatSession.answer_room`.
+            limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
                 f"evaluation.sample_prompts: {prompt[:20]!r}... has {count} tokens, and the "
-                f"model's context is {limit}: shorten it"
+                f"model's context is {context}: shorten it"
             )
 
 

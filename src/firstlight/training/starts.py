@@ -14,6 +14,7 @@ import torch
 from firstlight.files import write_file
 from firstlight.hardware import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.training.datasets import record_of_examples
 from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME
 from firstlight.training.metrics import read_json_lines
@@ -30,6 +31,7 @@ def record_start(job: Job) -> None:
     path = Path(job.run_folder) / STARTS_NAME
     lines = read_json_lines(path) if job.state.step else []
     held_out = job.validation
+    conversations = record_of_examples(job.dataset, held_out, job.seq_len)
     gzip_bytes = held_out.gzip_bytes if held_out else None
     lines.append(
         {
@@ -41,6 +43,7 @@ def record_start(job: Job) -> None:
             "gzip_bits_per_byte": (
                 8 * gzip_bytes / held_out.text_bytes if held_out and gzip_bytes else None
             ),
+            **({"conversations": conversations} if conversations else {}),
             "machine": _machine(job.hardware),
         }
     )

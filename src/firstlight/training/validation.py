@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from firstlight.data.packing import num_rows
+from firstlight.data.examples import rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
@@ -15,6 +15,7 @@ from firstlight.errors import ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.results import Task, TaskResult
 from firstlight.evaluation.tasks import ready_tasks
+from firstlight.generation.chat import ChatSession
 from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
@@ -40,7 +41,7 @@ def validation_loss(
         DivergedError: the loss is not finite.
     """
     recipe = program.recipe
-    rows = num_rows(dataset.num_tokens, seq_len)
+    rows = rows_in(dataset, seq_len)
     found = evaluate_split(
         program.evaluation_loss,
         dataset,
@@ -59,13 +60,20 @@ def validation_loss(
 
 
 def sample_texts(
-    program: TrainingProgram, tokenizer: Tokenizer, run_folder: Path, check: Callable[[], None]
+    program: TrainingProgram,
+    tokenizer: Tokenizer,
+    run_folder: Path,
+    check: Callable[[], None],
+    *,
+    answered: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Each prompt of the recipe's `evaluation` section, and what the model makes of it.
 
     Args:
         program: its model is in evaluation mode.
         check: called after each piece of text; may raise.
+        answered: prompts are messages, laid out by the tokenizer's chat template and answered;
+            but blank ones are texts.
 
     Raises:
         DivergedError: the weights are of no use.
@@ -77,7 +85,11 @@ def sample_texts(
         text = ""
         try:
             with autocast(program.hardware.device, program.dtype):
-                for piece in GenerationStream(loaded, prompt, sampling):
+                if answered and prompt.strip():
+                    pieces = ChatSession(loaded, settings=sampling).answer(prompt)
+                else:
+                    pieces = iter(GenerationStream(loaded, prompt, sampling))
+                for piece in pieces:
                     text += piece
                     check()
         except ModelError as error:

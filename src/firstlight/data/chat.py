@@ -1,0 +1,275 @@
+"""Turn conversations into token shards: read, check, render, encode, hold out, write.
+
+The result depends on the records, the tokenizer with its chat template and the options only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.progress import TextColumn
+
+from firstlight.console import progress_bar
+from firstlight.data.conversations import (
+    REASONS,
+    BadRecordError,
+    ChatForm,
+    to_conversation,
+)
+from firstlight.data.examples import PLACES_NAME
+from firstlight.data.prepare import REJECTED_NAME, require_replaceable, write_tokenizer_and_manifest
+from firstlight.data.records import Record, find_records, read_records
+from firstlight.data.shards import (
+    LABELLED_VERSION,
+    MANIFEST_FORMAT,
+    ShardWriter,
+    token_dtype,
+)
+from firstlight.data.sources import Source
+from firstlight.disk import OutputFile
+from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
+from firstlight.files import new_folder, remove_file
+from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_fit import require_end, with_chat_template
+from firstlight.tokenizer.chat_labels import ChatEncoder, LabelledChat
+
+#: Shards of examples are smaller than those of text: their labels are held in memory.
+_SHARD_TOKENS = 10_000_000
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How conversations become examples.
+
+    Attributes:
+        form: of the records; "auto" tells each by its keys.
+        train_on: "assistant" learns what the assistant says with the end of its turns, "all"
+            every token but an example's first.
+        on_bad: what happens with a record that is no conversation: "refuse" all, or "skip" it.
+        val_fraction: share of the examples that is held out for validation, each next one
+            whenever validation has fallen behind its share. Equal examples stay together.
+    """
+
+    form: ChatForm = "auto"
+    train_on: Literal["assistant", "all"] = "assistant"
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    val_fraction: float = 0.1
+
+
+def prepare_chat(
+    inputs: Sequence[str | Path],
+    tokenizer: Tokenizer | str | Path,
+    out: str | Path,
+    *,
+    val_inputs: Sequence[str | Path] = (),
+    template: str | None = None,
+    options: ChatOptions = ChatOptions(),
+    overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Write conversations as token shards into the folder `out`; return their manifest.
+
+    Args:
+        inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG]".
+        tokenizer: a tokenizer, or the folder or file of one.
+        val_inputs: those to validate on; then nothing of `inputs` is held out.
+        template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is the tokenizer's.
+        options: see `ChatOptions`.
+        overwrite: replace `out` if it is a prepared folder.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        InputError: an input is missing or unreadable, or holds no conversation.
+        DataError: a record is no conversation, and `on_bad` is refuse.
+        TokenizerError: tokenizer or template can't be used, or don't fit.
+        ConfigError: an option is out of range.
+        MissingDependencyError: a package that the inputs need is not installed.
+        StorageError: the disk is full or not writable; nothing is left behind.
+    """
+    if not 0 <= options.val_fraction < 1:
+        raise ConfigError(f"val_fraction must be from 0 to below 1, not {options.val_fraction}")
+    out = Path(out).expanduser()
+    sources = {"train": find_records(inputs), "val": find_records(val_inputs) if val_inputs else []}
+    if not isinstance(tokenizer, Tokenizer):
+        name = str(tokenizer)
+        tokenizer = with_chat_template(Tokenizer.from_pretrained(tokenizer), template, name)
+    else:
+        tokenizer = with_chat_template(tokenizer, template)
+    require_replaceable(out, overwrite)
+    with (
+        new_folder(out, replace=overwrite, synced=True) as folder,
+        progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
+    ):
+        task = bar.add_task("rendering", total=None, done="")
+        preparation = _Preparation(tokenizer, options, folder, own_val=bool(val_inputs))
+        for done in preparation.run(sources):
+            bar.update(task, done=f"{done:,} examples")
+        manifest = preparation.manifest()
+        write_tokenizer_and_manifest(folder, tokenizer, manifest)
+    return manifest
+
+
+class _Preparation:
+    """The state of one run of `prepare_chat`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: ChatOptions, folder: Path, *, own_val: bool
+    ) -> None:
+        self._tokenizer, self._options, self._folder = tokenizer, options, folder
+        self._own_val = own_val
+        self._fraction = Fraction(0) if own_val else Fraction(str(options.val_fraction))
+        self._encoder = ChatEncoder(tokenizer)
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._writers: dict[str, ShardWriter] = {}
+        self._counts: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
+        self._rejected: Counter[str] = Counter()
+        self._first_rejected = ""
+        self._splits_of: dict[bytes, str] = {}
+        self._torn = 0
+        self._warning: str | None = None
+
+    def run(self, sources: dict[str, list[Source]]) -> Iterator[int]:
+        """Write everything; after each example, how many there are.
+
+        Raises:
+            DataError, InputError: see `prepare_chat`.
+        """
+        with ExitStack() as stack:
+            log = stack.enter_context(OutputFile(self._folder / REJECTED_NAME))
+            places = {}
+            for split in self._counts:
+                writer = ShardWriter(self._folder, split, self._dtype, _SHARD_TOKENS, labelled=True)
+                self._writers[split] = stack.enter_context(writer)
+                name = PLACES_NAME.format(split=split)
+                places[split] = stack.enter_context(OutputFile(self._folder / name))
+            for given, found in sources.items():
+                records = stack.enter_context(closing(read_records(found)))
+                for record, chat in self._encoded(records, log):
+                    split = given if self._own_val else self._split_of(chat)
+                    self._write(split, chat)
+                    places[split].write((json.dumps(record.place)[1:-1] + "\n").encode())
+                    yield self._counts["train"]["documents"] + self._counts["val"]["documents"]
+        if not self._rejected:
+            remove_file(self._folder / REJECTED_NAME)
+        for split, count in self._counts.items():
+            if not count:
+                remove_file(self._folder / PLACES_NAME.format(split=split))
+        self._require_examples()
+
+    def _encoded(
+        self, records: Iterable[Record], log: OutputFile
+    ) -> Iterator[tuple[Record, LabelledChat]]:
+        for record in records:
+            try:
+                yield record, self._example(record)
+            except BadRecordError as error:
+                if self._options.on_bad == "refuse":
+                    raise DataError(
+                        f"{record.place}: {error} (on_bad skip leaves such records out)"
+                    ) from error
+                self._rejected[error.reason] += 1
+                self._first_rejected = self._first_rejected or f"{record.place}: {error}"
+                entry = {
+                    "file": record.origin,
+                    "line": record.line,
+                    "reason": error.reason,
+                    "detail": str(error),
+                }
+                log.write((json.dumps(entry) + "\n").encode())
+
+    def _example(self, record: Record) -> LabelledChat:
+        if record.error is not None:
+            raise record.error
+        conversation = to_conversation(record.value, self._options.form)
+        try:
+            chat = self._encoder.encode(
+                conversation.messages,
+                left_out=conversation.left_out,
+                everything=self._options.train_on == "all",
+            )
+        except (InputError, TokenizerError) as error:
+            raise BadRecordError("template", str(error)) from error
+        if not any(chat.learned[1:]):
+            raise BadRecordError(
+                "not_learned", "no token of it is the assistant's in what the template makes of it"
+            )
+        return chat
+
+    def _split_of(self, chat: LabelledChat) -> str:
+        """The split of an example: equal ones get the same, so that none is validated on that is
+        learned."""
+        if not self._fraction:
+            return "train"
+        key = hashlib.sha256(np.array(chat.ids, dtype="<u4").tobytes()).digest()[:16]
+        if key not in self._splits_of:
+            held_out = self._counts["val"]["documents"]
+            seen = held_out + self._counts["train"]["documents"]
+            self._splits_of[key] = "val" if held_out < self._fraction * seen else "train"
+        return self._splits_of[key]
+
+    def _write(self, split: str, chat: LabelledChat) -> None:
+        learned = np.array(chat.learned)
+        learned[0] = False  # there is nothing to predict it from
+        self._writers[split].write(np.array(chat.ids, dtype=self._dtype), learned)
+        self._torn += chat.torn
+        if self._warning is None:
+            self._warning = require_end(chat.ids, chat.learned, self._tokenizer) or ""
+        self._counts[split].update(
+            documents=1,
+            tokens=len(chat.ids),
+            learned=int(learned.sum()),
+            # A model's bits per byte are of text; an answer's end alone is none.
+            text_bytes=max(chat.text_bytes, 1),
+        )
+
+    def _require_examples(self) -> None:
+        if not self._counts["train"]["documents"]:
+            reasons = ", ".join(f"{n} {REASONS[r]}" for r, n in self._rejected.items())
+            raise InputError(
+                f"there is no conversation to train on: {reasons}; first: {self._first_rejected}"
+                if reasons
+                else "there is no conversation to train on: the inputs hold no records"
+            )
+        if self._own_val and not self._counts["val"]["documents"]:
+            raise InputError("there is no conversation to validate on: its inputs hold none")
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of what was written."""
+        template = self._tokenizer.chat_template or ""
+        written = sum(counts["documents"] for counts in self._counts.values())
+        return {
+            "format": MANIFEST_FORMAT,
+            "version": LABELLED_VERSION,
+            "dtype": "uint16" if self._dtype.itemsize == 2 else "uint32",
+            "vocab_size": self._tokenizer.vocab_size,
+            "tokenizer_sha256": self._tokenizer.fingerprint,
+            "bos_token_id": self._tokenizer.bos_token_id,
+            "eos_token_id": self._tokenizer.eos_token_id,
+            "documents": {
+                "read": written + self._rejected.total(),
+                "written": written,
+                "rejected": dict(sorted(self._rejected.items())),
+            },
+            "val_fraction": float(self._fraction),
+            "split_by": "files" if self._own_val else "example" if self._fraction else "none",
+            "chat": {
+                "train_on": self._options.train_on,
+                "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+                "torn_answers": self._torn,
+                **({"warning": self._warning} if self._warning else {}),
+            },
+            "splits": {
+                split: {**self._counts[split], "shards": writer.shards}
+                for split, writer in self._writers.items()
+                if writer.shards
+            },
+        }

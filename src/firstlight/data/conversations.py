@@ -1,0 +1,262 @@
+"""Records of instruction and conversation data, checked and brought into one form.
+
+Three forms are known, each record by its own keys:
+
+    alpaca      {"instruction", "output"}, and "input", "system", "history" ([[question, answer],
+                ...] of before) where there are any
+    messages    {"messages": [{"role", "content"}, ...]}, as OpenAI's fine-tuning; content may be
+                a list of {"type": "text", "text"}; weight 0 of an answer: it is not learned
+    sharegpt    {"conversations": [{"from", "value"}, ...]}; `from` is human, gpt or system, or
+                one of their other names
+
+A conversation is a system message or none, and then a question and an answer in turn, the last
+of which is an answer. A blank system message is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from firstlight.errors import FirstlightError
+
+ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
+
+#: Of all texts of a conversation: more than the longest context holds, less than a template's
+#: rendering may have.
+MAX_CONVERSATION_CHARS = 4_000_000
+
+REASONS = {
+    "bad_utf8": "not valid UTF-8",
+    "broken_json": "not valid JSON",
+    "too_long": "more text than any model reads at once",
+    "unknown_form": "of no known form",
+    "wrong_type": "an entry of the wrong type",
+    "unknown_role": "a role that is not known",
+    "empty": "nothing said",
+    "no_assistant": "no answer",
+    "order": "question and answer don't take turns",
+    "template": "the chat template does not take it",
+    "not_learned": "nothing to learn",
+}
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class BadRecordError(FirstlightError):
+    """A record that is no conversation.
+
+    Args:
+        reason: one of `REASONS`.
+        detail: for people.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One example.
+
+    Attributes:
+        messages: objects with `role`, `content` and what else the template may use.
+        left_out: places of answers that are not to be learned.
+    """
+
+    messages: list[dict[str, Any]]
+    left_out: frozenset[int] = frozenset()
+
+
+def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
+    """A record as a conversation.
+
+    Raises:
+        BadRecordError: it is none.
+    """
+    if not isinstance(record, Mapping):
+        raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
+    match _form_of(record) if form == "auto" else form:
+        case "alpaca":
+            messages = _from_alpaca(record)
+        case "messages":
+            messages = _from_list(record, "messages", ("role", "content"), _ROLES)
+        case _:
+            name = "conversation" if "conversation" in record else "conversations"
+            messages = _from_list(record, name, ("from", "value"), _SHAREGPT_ROLES)
+    if messages and messages[0]["role"] == "system" and not messages[0]["content"].strip():
+        messages = messages[1:]
+    _require_turns(messages)
+    return _with_weights(messages)
+
+
+def _form_of(record: Mapping[Any, Any]) -> ChatForm:
+    present = {key for key, value in record.items() if value is not None}
+    if "messages" in present:
+        return "messages"
+    if present & {"conversations", "conversation"}:
+        return "sharegpt"
+    if "instruction" in present:
+        return "alpaca"
+    fields = ", ".join(map(str, list(record)[:8])) or "none"
+    raise BadRecordError(
+        "unknown_form",
+        f"neither `messages` nor `conversations` nor `instruction` and `output` (fields: {fields})",
+    )
+
+
+def _from_alpaca(record: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    texts = {name: _text(record, name) for name in ("instruction", "output")}
+    further = {name: _text(record, name, missing="") for name in ("input", "system")}
+    messages = [_message("system", further["system"])]
+    history = record.get("history")
+    if history is not None and not isinstance(history, list | tuple):
+        raise BadRecordError("wrong_type", f"`history` is {_kind(history)}, not a list")
+    for number, turn in enumerate(history or ()):
+        if not isinstance(turn, list | tuple) or not all(isinstance(text, str) for text in turn):
+            raise BadRecordError("wrong_type", f"`history[{number}]` must be two texts")
+        if len(turn) != 2:
+            raise BadRecordError("wrong_type", f"`history[{number}]` must be two texts")
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    question = texts["instruction"]
+    if further["input"].strip():
+        question = f"{question}\n\n{further['input']}" if question.strip() else further["input"]
+    return [*messages, _message("user", question), _message("assistant", texts["output"])]
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(record: Mapping[Any, Any], name: str, *, missing: str | None = None) -> str:
+    value = record.get(name)
+    if value is None and missing is not None:
+        return missing
+    if not isinstance(value, str):
+        what = "missing" if value is None else f"{_kind(value)}, not a text"
+        raise BadRecordError("wrong_type", f"`{name}` is {what}")
+    return value
+
+
+def _from_list(
+    record: Mapping[Any, Any], name: str, keys: tuple[str, str], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The messages of a list of objects; `role`, `content` are taken in either form."""
+    entries = record.get(name)
+    if not isinstance(entries, list | tuple):
+        what = "missing" if entries is None else f"{_kind(entries)}, not a list"
+        raise BadRecordError("wrong_type", f"`{name}` is {what}")
+    messages = []
+    for number, entry in enumerate(entries):
+        where = f"`{name}[{number}]`"
+        if not isinstance(entry, Mapping):
+            raise BadRecordError("wrong_type", f"{where} is {_kind(entry)}, not an object")
+        role_key, content_key = keys if keys[0] in entry else ("role", "content")
+        role = entry.get(role_key)
+        if not isinstance(role, str):
+            raise BadRecordError("wrong_type", f"{where} has no text `{keys[0]}`")
+        known = roles if role_key == keys[0] else _ROLES
+        if role not in known:
+            raise BadRecordError(
+                "unknown_role", f"{where} has the role '{role[:40]}' (known: {', '.join(known)})"
+            )
+        if entry.get("tool_calls"):
+            raise BadRecordError("unknown_role", f"{where} calls tools, which is not supported")
+        content = _content(entry.get(content_key), f"{where}.{content_key}")
+        rest = {
+            key: value
+            for key, value in entry.items()
+            if key not in (role_key, content_key) and value is not None
+        }
+        messages.append({**rest, "role": known[role], "content": content})
+    return messages
+
+
+def _content(value: object, where: str) -> str:
+    if isinstance(value, list | tuple):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+            for part in value
+        ]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) != len(parts):
+            raise BadRecordError("wrong_type", f"{where} has parts that are not text")
+        return "".join(texts)
+    if not isinstance(value, str):
+        what = "missing" if value is None else f"{_kind(value)}, not a text"
+        raise BadRecordError("wrong_type", f"{where} is {what}")
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+    if value is None:
+        return "null"
+    number = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return names.get(type(value), number)
+
+
+def _require_turns(messages: list[dict[str, Any]]) -> None:
+    """Refuse what is not a question and an answer in turn."""
+    if not messages:
+        raise BadRecordError("empty", "there is no message")
+    if sum(len(message["content"]) for message in messages) > MAX_CONVERSATION_CHARS:
+        raise BadRecordError(
+            "too_long",
+            f"its messages have {sum(len(m['content']) for m in messages):,} characters, more than "
+            f"{MAX_CONVERSATION_CHARS:,}",
+        )
+    try:
+        json.dumps(messages, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecordError("bad_utf8", "a message holds half of a surrogate pair") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRecordError("wrong_type", f"a message is not JSON: {error}") from None
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecordError("no_assistant", "there is no assistant's message to learn")
+    start = int(messages[0]["role"] == "system")
+    for number, message in enumerate(messages[start:]):
+        wanted, role = ("user", "assistant")[number % 2], message["role"]
+        place = f"message {number + start + 1}"
+        if role != wanted:
+            before = f" after the {messages[number + start - 1]['role']}'s" if number else ""
+            raise BadRecordError(
+                "order", f"{place} is the {role}'s{before}: it must be the {wanted}'s"
+            )
+        if not message["content"].strip():
+            raise BadRecordError("empty", f"{place}, the {role}'s, is blank")
+    if messages[-1]["role"] != "assistant":
+        raise BadRecordError("no_assistant", "the last message is the user's and has no answer")
+
+
+def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
+    """Take `weight` out of the messages: 0 is an answer that is not learned."""
+    left_out = set()
+    for place, message in enumerate(messages):
+        weight = message.get("weight", 1)
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise BadRecordError("wrong_type", f"message {place + 1} has a weight beside 0 and 1")
+        if weight == 0 and message["role"] == "assistant":
+            left_out.add(place)
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if len(left_out) == answers:
+        raise BadRecordError("not_learned", "all its answers have weight 0")
+    return Conversation(
+        [{k: v for k, v in message.items() if k != "weight"} for message in messages],
+        frozenset(left_out),
+    )

@@ -1,0 +1,252 @@
+"""Prepared conversations: examples that are never split over rows and never see each other.
+
+An example of n tokens predicts its last n - 1, and takes n - 1 places of a row: all its tokens
+but the last are inputs. Rows of T places are packed by `pack_best_fit`. Within a row each example
+is a document of its own, so that positions restart and attention ends with it; the places that
+are left over are one more document, whose labels are -100, like those of all tokens that are not
+learned. Which examples share a row depends on the lengths and on T; the order of the rows is
+another one in each epoch, as with text (see `loader`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from firstlight.data.packing import num_rows, pack_best_fit
+from firstlight.data.shards import (
+    HEADER,
+    LABELLED_VERSION,
+    TokenDataset,
+    read_manifest,
+    read_shard,
+)
+from firstlight.errors import DataError
+
+LongPolicy = Literal["refuse", "drop", "cut"]
+
+#: Where each example of a split came from, one a line.
+PLACES_NAME = "{split}-examples.txt"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of a split at a row length.
+
+    Attributes:
+        examples: the examples of all rows, one after the other.
+        starts: where in `examples` each row begins, and the last one ends [rows + 1].
+        num_learned: tokens that are learned in an epoch.
+        num_inputs: places of rows that examples take.
+        dropped: examples that are longer than a row, and left out.
+        cut: examples that are longer than a row, of which the end is left out.
+        seq_len: places of a row.
+    """
+
+    examples: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    num_learned: int
+    num_inputs: int
+    dropped: int
+    cut: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, index: int) -> list[int]:
+        """The examples of a row."""
+        return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows' places that examples take."""
+        return self.num_inputs / (len(self) * self.seq_len)
+
+    def record(self) -> dict[str, Any]:
+        """What a run's record has of it."""
+        return {
+            "rows": len(self),
+            "examples": len(self.examples),
+            "dropped": self.dropped,
+            "cut": self.cut,
+            "learned_tokens": self.num_learned,
+            "filled": round(self.filled, 4),
+        }
+
+
+class ExampleDataset(TokenDataset):
+    """One split of prepared conversations.
+
+    Args:
+        folder, split, verify: see `TokenDataset`.
+        long: what happens with an example that is longer than a row: refuse all, drop it, or cut
+            its end off (and drop it where nothing to learn is left).
+
+    Attributes:
+        num_learned: tokens that are learned, of all examples.
+
+    Raises:
+        DataError: see `TokenDataset`; or the folder holds text.
+    """
+
+    version = LABELLED_VERSION
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str,
+        *,
+        verify: bool = True,
+        long: LongPolicy = "refuse",
+    ) -> None:
+        super().__init__(folder, split, verify=verify)
+        self.long = long
+        entry = self.manifest["splits"][split]
+        self._learned = [_read_learned(self.folder / shard["file"]) for shard in entry["shards"]]
+        self.lengths = np.concatenate(
+            [
+                np.diff(starts.astype(np.int64), append=len(shard))
+                for starts, shard in zip(self._document_starts, self._shards, strict=True)
+            ]
+        )
+        self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.num_learned: int = entry.get("learned", -1)
+        self._packings: dict[int, Packing] = {}
+        learned = sum(int(part.sum()) for part in self._learned) if verify else self.num_learned
+        if learned != self.num_learned or int(self.lengths.min()) < 2:
+            raise DataError(
+                f"{folder}: the examples of '{split}' don't fit its manifest: prepare them again"
+            )
+
+    def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """(tokens, which of them are learned) of an example."""
+        start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        own = slice(start - self._starts[shard], stop - self._starts[shard])
+        return self[start:stop], self._learned[shard][own].astype(bool)
+
+    def place(self, index: int) -> str:
+        """Where an example came from, for people."""
+        try:
+            with open(self.folder / PLACES_NAME.format(split=self.split), encoding="utf-8") as file:
+                for number, line in enumerate(file):
+                    if number == index:
+                        return line.rstrip("\n")
+        except (OSError, UnicodeDecodeError):  # of a folder from elsewhere, without this file
+            pass
+        return f"{self.folder}, example {index + 1} of '{self.split}'"
+
+    def packing(self, seq_len: int) -> Packing:
+        """The rows of so many places.
+
+        Raises:
+            DataError: an example is too long and `long` refuses that, or none is left.
+        """
+        if seq_len not in self._packings:
+            self._packings[seq_len] = self._packed(seq_len)
+        return self._packings[seq_len]
+
+    def _packed(self, seq_len: int) -> Packing:
+        places = self.lengths - 1
+        long = np.flatnonzero(places > seq_len)
+        if len(long) and self.long == "refuse":
+            raise DataError(self._refusal(long, seq_len))
+        keep = np.ones(len(places), dtype=bool)
+        lost = 0
+        for index in long.tolist():
+            learned = self.example(index)[1]
+            kept = int(learned[: seq_len + 1].sum()) if self.long == "cut" else 0
+            keep[index] = kept > 0
+            lost += int(learned.sum()) - kept
+        kept_ones = np.flatnonzero(keep)
+        if not len(kept_ones):
+            raise DataError(
+                f"no example of the '{self.split}' split of {self.folder} fits into "
+                f"data.seq_len {seq_len}: raise it"
+            )
+        lengths = np.minimum(places[kept_ones], seq_len)
+        items, starts = pack_best_fit(lengths, seq_len)
+        dropped = len(places) - len(kept_ones)
+        return Packing(
+            kept_ones[items],
+            starts,
+            self.num_learned - lost,
+            int(lengths.sum()),
+            dropped,
+            len(long) - dropped,
+            seq_len,
+        )
+
+    def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
+        longest = int(long[np.argmax(self.lengths[long])])
+        return (
+            f"{len(long):,} of {self.num_documents:,} examples of '{self.split}' are longer than "
+            f"a row of data.seq_len {seq_len}, the longest with {self.lengths[longest]:,} tokens "
+            f"at {self.place(longest)}: raise data.seq_len to {self.lengths[longest] - 1:,}, or "
+            "choose data.long drop (leave them out) or cut (learn their beginnings)"
+        )
+
+    def fill_row(
+        self,
+        row: int,
+        input_ids: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int64],
+        document_ids: npt.NDArray[np.int32],
+    ) -> None:
+        """Write a row.
+
+        Args:
+            row: which.
+            input_ids: of the row [T]; places that are left over stay as they are.
+            labels: likewise; those that are not learned stay as they are.
+            document_ids: likewise; all are written.
+        """
+        seq_len, position = len(input_ids), 0
+        examples = self.packing(seq_len).row(row)
+        for number, index in enumerate(examples):
+            tokens, learned = self.example(index)
+            tokens, learned = tokens[: seq_len + 1], learned[: seq_len + 1]
+            end = position + len(tokens) - 1
+            input_ids[position:end] = tokens[:-1]
+            labels[position:end][learned[1:]] = tokens[1:][learned[1:]]
+            document_ids[position:end] = number
+            position = end
+        document_ids[position:] = len(examples)
+
+
+def rows_in(dataset: TokenDataset, seq_len: int) -> int:
+    """How many rows of `seq_len` predictions a split gives.
+
+    Raises:
+        DataError: of examples, see `ExampleDataset.packing`.
+    """
+    if isinstance(dataset, ExampleDataset):
+        return len(dataset.packing(seq_len))
+    return num_rows(dataset.num_tokens, seq_len)
+
+
+def open_split(
+    folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
+) -> TokenDataset:
+    """A split of a prepared folder, of text or of conversations.
+
+    Raises:
+        DataError: see `TokenDataset`.
+    """
+    if read_manifest(Path(folder).expanduser())["version"] == LABELLED_VERSION:
+        return ExampleDataset(folder, split, verify=verify, long=long)
+    return TokenDataset(folder, split, verify=verify)
+
+
+def _read_learned(path: Path) -> npt.NDArray[np.uint8]:
+    """For each token of a shard whether it is learned, memory-mapped."""
+    tokens, offsets = read_shard(path, LABELLED_VERSION)
+    offsets_at = -(-(HEADER.size + tokens.nbytes) // 8) * 8
+    return np.memmap(
+        path, dtype=np.uint8, mode="r", offset=offsets_at + offsets.nbytes, shape=(len(tokens),)
+    )

@@ -1,0 +1,266 @@
+"""Which tokens of a conversation the assistant says, and fine-tuning learns.
+
+The conversation is encoded as at inference: the template's special tokens by their ids, and
+each text between two of them in one go. What is learned is found in the characters of the
+rendered text first:
+
+    {% generation %} blocks    what stands inside of them, exactly
+    without them               from the end of the prompt that the model would be given
+                               (the messages before, with the generation prompt) to where the
+                               conversation up to this answer ends, without the white space
+                               after its end token. Both are looked for at the beginning of the
+                               whole text. Where a template lays out an answer otherwise once
+                               more follows, the answer itself is looked for, by putting marks
+                               around it.
+
+A token is learned if its first character is. One that begins in the prompt and ends in the
+answer (where a template's last character and the answer's first ones make one token) is not: at
+inference the prompt ends before it, and the model can't write it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import tokenizers
+
+from firstlight.errors import InputError, TokenizerError
+from firstlight.tokenizer.chat_sandbox import render
+from firstlight.tokenizer.chat_template import free_characters, plain_messages, protected
+from firstlight.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["ChatEncoder", "LabelledChat"]
+
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+_ADVICE = (
+    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
+    "or learn all tokens (train_on: all)"
+)
+
+
+@dataclass(frozen=True)
+class LabelledChat:
+    """A conversation as tokens.
+
+    Attributes:
+        ids: the same as `Tokenizer.encode_chat`'s.
+        learned: for each id whether it is one to learn.
+        text_bytes: UTF-8 bytes of the text that is learned, special tokens not counted.
+        torn: answers whose beginning lies inside a token that begins in the prompt.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    text_bytes: int
+    torn: int
+
+
+class ChatEncoder:
+    """Turns conversations into ids and what of them is learned.
+
+    Args:
+        tokenizer: with a chat template.
+
+    Raises:
+        TokenizerError: it has none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.chat_template is None:
+            raise TokenizerError("the tokenizer has no chat template")
+        self._tokenizer, self._template = tokenizer, tokenizer.chat_template
+        self._variables = tokenizer.named_tokens
+        self._special = tokenizer.special_tokens
+        # What comes after the model only trims the offsets: those of " a" would be those of "a".
+        state = json.loads(tokenizer.backend.to_str())
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
+        self._backend.encode_special_tokens = True
+        self._has_blocks = _GENERATION_BLOCK.search(self._template) is not None
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        left_out: frozenset[int] = frozenset(),
+        everything: bool = False,
+    ) -> LabelledChat:
+        """A conversation as tokens.
+
+        Args:
+            messages: objects with `role` and `content`, both texts.
+            left_out: places of assistant's messages that are not learned.
+            everything: learn all tokens but those of the messages left out.
+
+        Raises:
+            InputError: the messages are something else, or the template refuses them.
+            TokenizerError: the template fails, or what the assistant says can't be found in
+                what it makes.
+        """
+        plain = plain_messages(messages)
+        marked, pattern = protected(plain, list(self._special), self._template)
+        text = self._render(marked)
+        answers = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
+        flags = bytearray([everything]) * len(text)
+        if not everything or left_out:
+            spans = self._spans(marked, pattern, text, answers)
+            for place, (start, end) in zip(answers, spans, strict=True):
+                flags[start:end] = bytes([place not in left_out]) * (end - start)
+        return self._encoded(text, flags, pattern)
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return render(self._template, messages, self._variables, **options)
+
+    # What is learned, as characters of the rendered text
+
+    def _spans(
+        self,
+        messages: list[dict[str, Any]],
+        pattern: re.Pattern[str],
+        text: str,
+        answers: list[int],
+    ) -> list[tuple[int, int]]:
+        """The characters that are learned of each answer, in their order."""
+        free = free_characters(messages, self._template)
+        marks = next(free), next(free)
+        if self._has_blocks:
+            spans = self._blocks(messages, text, marks)
+            if len(spans) != len(answers):
+                raise TokenizerError(
+                    f"the chat template makes {len(spans)} {{% generation %}} blocks of "
+                    f"{len(answers)} answers: it must make one of each"
+                )
+            return spans
+        spans = [self._span(messages, pattern, text, i, marks) for i in answers]
+        before = [0, *(end for _, end in spans[:-1])]
+        if any(
+            start < earlier or start >= end
+            for earlier, (start, end) in zip(before, spans, strict=True)
+        ):
+            raise TokenizerError(f"the chat template leaves answers out or mixes them: {_ADVICE}")
+        return spans
+
+    def _blocks(
+        self, messages: list[dict[str, Any]], text: str, marks: tuple[str, str]
+    ) -> list[tuple[int, int]]:
+        """Where the template's `{% generation %}` blocks lie."""
+        parts = re.split(f"([{''.join(marks)}])", self._render(messages, generation_marks=marks))
+        plain, signs = "".join(parts[::2]), parts[1::2]
+        if plain != text or signs != [*marks] * (len(signs) // 2):
+            raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
+        places, position = [], 0
+        for part in parts[:-1:2]:
+            position += len(part)
+            places.append(position)
+        return list(zip(places[::2], places[1::2], strict=True))
+
+    def _span(
+        self,
+        messages: list[dict[str, Any]],
+        pattern: re.Pattern[str],
+        text: str,
+        place: int,
+        marks: tuple[str, str],
+    ) -> tuple[int, int]:
+        """Where one answer and its end token lie, without blocks."""
+        prompt = self._beginning(text, messages[:place], add_generation_prompt=True)
+        last = place + 1 == len(messages)
+        whole = len(text) if last else self._beginning(text, messages[: place + 1])
+        if prompt is None or whole is None:
+            # A template may leave out the beginning of an answer, such as its thoughts.
+            marks = ("" if prompt is not None else marks[0], marks[1])
+            start, end = self._marked_content(messages, text, place, marks)
+            end = self._with_end_token(text, end, pattern)
+            return (start if prompt is None else prompt), end
+        end = whole
+        specials = [m for m in pattern.finditer(text, prompt, whole) if m["special"]]
+        if specials and not text[specials[-1].end() : whole].strip():
+            end = specials[-1].end()
+        elif (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
+            end += len(eos)  # of a template that ends a turn where another one begins
+        return prompt, end
+
+    def _beginning(self, text: str, messages: list[dict[str, Any]], **options: Any) -> int | None:
+        """How long the text of these messages is if the whole begins with it; else None."""
+        try:
+            part = self._render(messages, **options)
+        except (InputError, TokenizerError):  # a template that takes no such part
+            return None
+        return len(part) if text.startswith(part) else None
+
+    def _marked_content(
+        self,
+        messages: list[dict[str, Any]],
+        text: str,
+        place: int,
+        marks: tuple[str, str],
+    ) -> tuple[int, int]:
+        """Where a message's content lies, without white space at its ends; the beginning is 0
+        where no mark is for it."""
+        before, after = marks
+        content = messages[place]["content"]
+        core = content.strip()
+        changed = content.replace(core, f"{before}{core}{after}", 1) if core else ""
+        found = self._render(
+            [*messages[:place], {**messages[place], "content": changed}, *messages[place + 1 :]]
+        )
+        unmarked = found.replace(before, "").replace(after, "")
+        if unmarked != text or any(mark and found.count(mark) != 1 for mark in marks):
+            raise TokenizerError(
+                "what the assistant says can't be found in what the chat template makes of the "
+                f"conversation: {_ADVICE}"
+            )
+        return found.index(before), found.index(after) - len(before)
+
+    def _with_end_token(self, text: str, end: int, pattern: re.Pattern[str]) -> int:
+        """The end of what a turn is ended by: the special token after it, if it is the next."""
+        match = pattern.search(text, end)
+        if match is None or not match["special"] or text[end : match.start()].strip():
+            return end
+        return match.end()
+
+    # As tokens
+
+    def _encoded(self, text: str, flags: bytearray, pattern: re.Pattern[str]) -> LabelledChat:
+        ids: list[int] = []
+        learned: list[bool] = []
+        text_bytes = torn = 0
+        for piece, own, is_special in _pieces(text, flags, pattern):
+            if is_special:
+                ids.append(self._special[piece])
+                learned.append(bool(own[0]))
+                continue
+            encoding = self._backend.encode(piece, add_special_tokens=False)
+            ids += encoding.ids
+            for start, end in encoding.offsets:
+                first = bool(own[min(start, len(own) - 1)])
+                learned.append(first)
+                torn += not first and own.find(1, start, end) >= 0
+            text_bytes += len("".join(compress(piece, own)).encode("utf-8"))
+        return LabelledChat(ids, learned, text_bytes, torn)
+
+
+def _pieces(
+    text: str, flags: bytearray, pattern: re.Pattern[str]
+) -> Iterator[tuple[str, bytearray, bool]]:
+    """(text, the flags of its characters, whether it is a special token): see `chat_pieces`."""
+    position, pending, own = 0, "", bytearray()
+    for match in pattern.finditer(text):
+        pending += text[position : match.start()] + (match["text"] or "")
+        own += flags[position : match.start()]
+        if match["text"]:
+            own += flags[match.start("text") : match.end("text")]
+        position = match.end()
+        if match["special"]:
+            if pending:
+                yield pending, own, False
+            yield match["special"], flags[match.start() : match.end()], True
+            pending, own = "", bytearray()
+    pending += text[position:]
+    if pending:
+        yield pending, own + flags[position:], False
