@@ -170,6 +170,16 @@ def test_sizes_that_are_far_from_all_others_are_guessed() -> None:
     assert filled().seconds(mm(5000, 5000, 5000)).source == "guessed"
 
 
+def test_beyond_all_sizes_of_a_stream_the_last_rate_holds() -> None:
+    found = Calibration(FINGERPRINT, reference())
+    for size, rate in ((10.0, 1.0), (20.0, 100.0)):
+        found.add(Features(f"at {size}", "group", (size,), 1.0, "stream"), 1 / rate)
+    large = found.estimate(Features("large", "group", (30.0,), 5.0, "stream"))
+    assert large.seconds == pytest.approx(5 / 100)
+    middle = found.estimate(Features("middle", "group", (15.0,), 5.0, "stream"))
+    assert middle.seconds == pytest.approx(5 / 10)
+
+
 def test_a_layout_without_times_goes_by_another() -> None:
     found = filled().seconds(mm(128, 128, 128), (False, True))
     assert found.seconds == pytest.approx(2 * 128**3 / 1e9)

@@ -3,6 +3,7 @@ trace and against real runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,14 @@ from firstlight.planner.layers import from_fewer_layers
 from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
 from firstlight.planner.recipes import predict_generation, trace_memory
 from firstlight.planner.trace import Storage, Trace
+from firstlight.training.config import Recipe
+
+
+def each(
+    trace: Callable[[Recipe], MemoryPrediction],
+) -> Callable[[Sequence[Recipe]], list[MemoryPrediction]]:
+    """One after the other."""
+    return lambda recipes: [trace(one) for one in recipes]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +43,7 @@ from firstlight.planner.trace import Storage, Trace
 )
 def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **settings)
-    whole, found = trace_memory(deep), from_fewer_layers(deep, trace_memory)
+    whole, found = trace_memory(deep), from_fewer_layers(deep, each(trace_memory))
     assert found.peak_bytes == whole.peak_bytes
     assert found.parts == whole.parts
     assert found.phase == whole.phase
@@ -58,7 +67,7 @@ def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
     def shallow(part: Any) -> MemoryPrediction:
         return _made_up(part.model.num_hidden_layers)
 
-    found = from_fewer_layers(deep, shallow)
+    found = from_fewer_layers(deep, each(shallow))
     assert (found.peak_bytes, found.phase) == (80 + 12 * 50, "backward")
     assert found.parts == {"gradients": 680}
     assert list(found.phases) == ["backward"]
@@ -77,7 +86,7 @@ def test_layers_that_differ_are_all_traced() -> None:
         asked.append(part.model.num_hidden_layers)
         return replace(_made_up(1))
 
-    from_fewer_layers(recipe(model=model), trace)
+    from_fewer_layers(recipe(model=model), each(trace))
     assert asked == [8]
 
 

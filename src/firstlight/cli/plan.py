@@ -62,38 +62,44 @@ def plan_command(
     path, overrides = split_arguments(arguments)
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists: --write makes a new file")
-    from firstlight.console import progress_bar
-    from firstlight.planner.machine import find_machine, parse_bytes
-    from firstlight.planner.plan import Budget, make_plan
-    from firstlight.planner.plan_text import blocks
-    from firstlight.training.config import load_recipe
+    from firstlight.planner import workers
 
-    recipe = load_recipe(path, overrides)
-    machine = find_machine(gpu, None if gpu_memory is None else parse_bytes(gpu_memory), gpus)
-    given = Budget(
-        None if budget is None else parse_time(budget),
-        None if tokens is None else parse_count(tokens),
-        price_per_hour,
-    )
-    with progress_bar() as bar:
-        task = bar.add_task("plan", total=None)
-        plan = make_plan(
-            recipe,
-            machine,
-            init_from=init_from,
-            budget=given,
-            searches=search,
-            tell=lambda what: bar.update(task, description=f"plan: {what}"),
+    # Before what takes seconds to import: the processes import it at the same time.
+    with workers.started() as processes:
+        from firstlight.console import progress_bar
+        from firstlight.planner.machine import find_machine, parse_bytes
+        from firstlight.planner.outcome import Oracle
+        from firstlight.planner.plan import Budget, make_plan
+        from firstlight.planner.plan_text import blocks
+        from firstlight.training.config import load_recipe
+
+        recipe = load_recipe(path, overrides)
+        machine = find_machine(gpu, None if gpu_memory is None else parse_bytes(gpu_memory), gpus)
+        given = Budget(
+            None if budget is None else parse_time(budget),
+            None if tokens is None else parse_count(tokens),
+            price_per_hour,
         )
-    for block in blocks(plan):
-        if isinstance(block, str):
-            say(block)
-        else:
-            say_table(block)
-    if write is not None:
-        write_recipe(write, plan.chosen or plan.recipe)
-        say(f"written: {write}")
-    return plan.to_json()
+        with progress_bar() as bar:
+            task = bar.add_task("plan", total=None)
+            plan = make_plan(
+                recipe,
+                machine,
+                init_from=init_from,
+                budget=given,
+                searches=search,
+                oracle=Oracle(processes),
+                tell=lambda what: bar.update(task, description=f"plan: {what}"),
+            )
+        for block in blocks(plan):
+            if isinstance(block, str):
+                say(block)
+            else:
+                say_table(block)
+        if write is not None:
+            write_recipe(write, plan.chosen or plan.recipe)
+            say(f"written: {write}")
+        return plan.to_json()
 
 
 def write_recipe(path: Path, recipe: Any) -> None:

@@ -15,7 +15,7 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.machine import Machine, find_machine
 from firstlight.planner.methods import methods
-from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import (
     BUSY_TOKENS,
     best_way,
@@ -58,7 +58,7 @@ def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | 
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    found = outcome_of(recipe, machine, evaluates=False, measures=False)
+    found = Oracle(measures=False).answer(Question(recipe, machine, evaluates=False))
     if found.training is None:
         return None
     rate = found.tokens_per_second
@@ -104,7 +104,8 @@ def main() -> int:
 
 
 def _advice(recipe: Recipe, machine: Machine) -> str | None:
-    first = outcome_of(recipe, machine, evaluates=False, measures=False)
+    oracle = Oracle(measures=False)
+    first = oracle.answer(Question(recipe, machine, evaluates=False))
     if first.training is None:
         return None
     peak, own = first.training, first.tokens_per_second
@@ -112,11 +113,13 @@ def _advice(recipe: Recipe, machine: Machine) -> str | None:
     filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
     text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
     known = dict(methods(recipe, machine))
-    tried = [
-        outcome_of(recipe, machine, name, known[name], evaluates=False, measures=False)
-        for name in _ADVICE
-        if name in known
-    ]
+    tried = oracle.answers(
+        [
+            Question(recipe, machine, name, known[name], evaluates=False)
+            for name in _ADVICE
+            if name in known
+        ]
+    )
     good = [one for one in tried if one.training is not None]
     if not good:
         return text

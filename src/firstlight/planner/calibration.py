@@ -17,7 +17,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -260,23 +260,33 @@ class Calibration:
         return [e for e in self.entries.values() if e.reference == "stream" and e.work]
 
     def _interpolated(self, features: Features, near: list[Entry]) -> Estimate:
-        """From the rates of the four nearest, by the inverse square of their distance in the
-        logarithms of sizes (Shepard 1968): exact at known points."""
-        ranked = sorted(
-            (math.dist(entry.sizes, features.sizes), entry.ratio, entry.work, i)
-            for i, entry in enumerate(near)
-            if entry.ratios
-        )
-        if not ranked:
+        """From the rates of others: exact at known points, between the lowest and the highest.
+
+        Of one size, along the straight line between the logarithms of the two around it; beyond
+        all, the last one's rate. Of several sizes, by the inverse square of the distance of the
+        four nearest in the logarithms of sizes (Shepard 1968).
+        """
+        timed = [entry for entry in near if entry.ratios]
+        if not timed:
             return Estimate(self._guess(features), "guessed")
-        total = weight = 0.0
-        for distance, _, work, i in ranked[:4]:
-            entry = near[i]
-            share = 1.0 / (distance * distance + 1e-9)
-            total += share * math.log(entry.ratio * self._now(entry.reference) / max(work, 1.0))
-            weight += share
-        seconds = features.work * math.exp(total / weight)
-        return Estimate(seconds, "interpolated" if ranked[0][0] <= _NEAR else "guessed")
+        ranked = sorted(timed, key=lambda entry: math.dist(entry.sizes, features.sizes))
+        if len(features.sizes) == 1:
+            weights = _line(ranked, features.sizes[0])
+        else:
+            distances = [math.dist(entry.sizes, features.sizes) for entry in ranked[:4]]
+            weights = [
+                (entry, 1.0 / (distance * distance + 1e-9))
+                for entry, distance in zip(ranked, distances, strict=False)
+            ]
+        total = sum(weight * self._log_pace(entry) for entry, weight in weights)
+        pace = math.exp(total / sum(weight for _, weight in weights))
+        nearest = math.dist(ranked[0].sizes, features.sizes)
+        source: Source = "interpolated" if nearest <= _NEAR else "guessed"
+        return Estimate(features.work * pace, source)
+
+    def _log_pace(self, entry: Entry) -> float:
+        """The logarithm of its seconds for each unit of work."""
+        return math.log(entry.ratio * self._now(entry.reference) / max(entry.work, 1.0))
 
     def _now(self, reference: str) -> float:
         return self.reference.seconds[reference]
@@ -306,3 +316,18 @@ class Calibration:
                 for key, entry in self.entries.items()
             },
         }
+
+
+def _line(ranked: Sequence[Entry], size: float) -> list[tuple[Entry, float]]:
+    """The nearest entry below a size and the nearest above, and how much each counts.
+
+    Args:
+        ranked: of one size each, the nearest first.
+    """
+    below = next((entry for entry in ranked if entry.sizes[0] <= size), None)
+    above = next((entry for entry in ranked if entry.sizes[0] >= size), None)
+    if below is None or above is None:
+        return [(ranked[0], 1.0)]
+    width = above.sizes[0] - below.sizes[0]
+    share = (size - below.sizes[0]) / width if width else 0.0
+    return [(below, 1.0 - share), (above, share)]

@@ -21,19 +21,19 @@ FEW, MORE = 2, 3
 
 
 def from_fewer_layers(
-    recipe: Recipe, trace: Callable[[Recipe], MemoryPrediction]
+    recipe: Recipe, trace: Callable[[Sequence[Recipe]], Sequence[MemoryPrediction]]
 ) -> MemoryPrediction:
     """What a recipe takes, from its model with `FEW` and with `MORE` layers.
 
     Args:
         recipe: where its layers are not alike, all of them are traced.
-        trace: what a recipe takes, traced in full, with `LATE_BACKWARD` as a phase.
+        trace: what recipes take, traced in full, with `LATE_BACKWARD` as a phase.
     """
     assert recipe.model is not None
     depth = recipe.model.num_hidden_layers
     if depth <= MORE or not _are_alike(recipe.model):
-        return merged(trace(recipe))
-    few, more = (trace(_with_layers(recipe, count)) for count in (FEW, MORE))
+        return merged(trace([recipe])[0])
+    few, more = trace([_with_layers(recipe, count) for count in (FEW, MORE)])
     steps = depth - MORE
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     phase = max(phases, key=lambda name: phases[name].bytes)
@@ -45,7 +45,8 @@ def from_fewer_layers(
         phase=phase,
         parts=phases[phase].parts,
         phases=phases,
-        reserved_bytes=peak + max(gaps[1] + (gaps[1] - gaps[0]) * steps, 0),
+        # Of layers that are alike, the next reuses what the last left.
+        reserved_bytes=peak + max(gaps),
         host_bytes=more.host_bytes + (more.host_bytes - few.host_bytes) * steps,
         operators=_more_operators(few.operators, more.operators, steps),
     )

@@ -6,25 +6,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from firstlight.planner.machine import Machine
-from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import rows_a_step
 from firstlight.training.config import Recipe
 
 
 def method_table(
-    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    machine: Machine,
+    oracle: Oracle | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Each method that the recipe does not have, alone beside it.
 
     Args:
         recipe: settled.
         machine: to run on.
-        tell: called with what is being tried.
+        oracle: who is asked.
+        tell: called with what has been tried.
     """
+    questions = [
+        Question(recipe, machine, name, changes, evaluates=False)
+        for name, changes in methods(recipe, machine)
+    ]
     found = []
-    for name, changes in methods(recipe, machine):
-        tell(name)
-        found.append(outcome_of(recipe, machine, name, changes, evaluates=False))
+    for one in (oracle or Oracle()).answers(questions):
+        tell(one.name)
+        found.append(one)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,9 @@ from firstlight.planner.ranks import engine_of, of_one_rank
 from firstlight.planner.recipes import predict_evaluation, trace_memory
 from firstlight.planner.roofline import Range
 from firstlight.planner.settling import with_changes
+from firstlight.planner.speed_recipes import uncompiled
 from firstlight.planner.throughput import SpeedPrediction
+from firstlight.planner.workers import Workers
 from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe
 
@@ -31,6 +34,7 @@ class Outcome:
         speed: None where the device's rates are not known.
         usable_bytes: that there are.
         problem: why it can't be; "" where it can.
+        traced: training in one process, for its speed, until that is known.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Outcome:
     speed: SpeedPrediction | None = None
     usable_bytes: int = 0
     problem: str = ""
+    traced: MemoryPrediction | None = field(default=None, repr=False)
 
     @property
     def needed_bytes(self) -> int:
@@ -72,37 +77,88 @@ class Outcome:
         }
 
 
-def outcome_of(
-    recipe: Recipe,
-    machine: Machine,
-    name: str = "",
-    changes: Mapping[str, Any] | None = None,
-    *,
-    evaluates: bool = True,
-    measures: bool = True,
-) -> Outcome:
-    """Predict what a recipe takes with some keys changed.
+@dataclass(frozen=True)
+class Question:
+    """What an `Outcome` is an answer to.
 
-    Args:
+    Attributes:
         recipe: settled.
         machine: to run on.
         name, changes: see `Outcome`.
         evaluates: whether evaluation's memory is looked at too.
+    """
+
+    recipe: Recipe
+    machine: Machine
+    name: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = True
+
+
+class Oracle:
+    """Answers questions.
+
+    Args:
+        workers: that trace; None does it here.
         measures: see `speed_of`.
     """
-    changes = changes or {}
+
+    def __init__(self, workers: Workers | None = None, *, measures: bool = True) -> None:
+        self._workers, self._measures = workers or Workers(), measures
+
+    def answer(self, question: Question) -> Outcome:
+        """What one way to train comes to."""
+        return self._timed(memory_of(question, self._workers), question)
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        """Those of several questions, as they come, in their order."""
+        found = self._workers.map(memory_of, [(question,) for question in questions])
+        # Speed is worked out here: on this machine's CPU it is measured, one at a time.
+        for outcome, question in zip(found, questions, strict=True):
+            yield self._timed(outcome, question)
+
+    def _timed(self, outcome: Outcome, question: Question) -> Outcome:
+        if outcome.traced is None or outcome.recipe is None:
+            return outcome
+        try:
+            speed = speed_of(
+                outcome.traced, outcome.recipe, question.machine, measures=self._measures
+            )
+        except FirstlightError as error:
+            return dataclasses.replace(outcome, problem=str(error))
+        return dataclasses.replace(outcome, speed=speed, traced=None)
+
+
+def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
+    """An `Outcome` without its speed.
+
+    Args:
+        question: what is asked.
+        workers: that trace parts of it; None does all here.
+    """
+    machine, name, changes = question.machine, question.name, question.changes
     try:
-        recipe = with_changes(recipe, changes)
+        recipe = with_changes(question.recipe, changes)
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
-        traced = trace_memory(recipe, machine.target)
+        traced = trace_memory(recipe, machine.target, workers)
         training = of_one_rank(traced, recipe, machine.count)
+        if recipe.efficiency.compile is True:
+            # Speed is worked out from what is compiled.
+            traced = trace_memory(uncompiled(recipe, machine.hardware), machine.target, workers)
         evaluation: MemoryPrediction | None = None
-        if evaluates:
+        if question.evaluates:
             evaluation = predict_evaluation(recipe, machine.target)
             evaluation = of_one_rank(evaluation, recipe, machine.count)
-        speed = speed_of(traced, recipe, machine, measures=measures)
     except FirstlightError as error:
         return Outcome(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))
-    return Outcome(name, changes, recipe, training, evaluation, speed, machine.usable_bytes)
+    return Outcome(
+        name,
+        changes,
+        recipe,
+        training,
+        evaluation,
+        usable_bytes=machine.usable_bytes,
+        traced=traced,
+    )

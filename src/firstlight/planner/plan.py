@@ -14,7 +14,7 @@ from firstlight.models.accounting import count_parameters, meta_model, train_flo
 from firstlight.planner.compute_optimal import Suggestion, suggest
 from firstlight.planner.machine import Machine
 from firstlight.planner.methods import method_table
-from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.search import best_way, nearest_ways
 from firstlight.planner.settling import prepared_vocabulary, settle, with_changes
@@ -120,6 +120,7 @@ def make_plan(
     init_from: str | None = None,
     budget: Budget | None = None,
     searches: bool = True,
+    oracle: Oracle | None = None,
     tell: Tell = lambda _: None,
 ) -> Plan:
     """Plan a run.
@@ -131,6 +132,7 @@ def make_plan(
         budget: to say what to train with; None is no question.
         searches: for the best settings and for what each method would change; else the recipe as it
             stands is all.
+        oracle: who is asked.
         tell: called with what is being tried.
 
     Raises:
@@ -140,20 +142,21 @@ def make_plan(
     settled = settle(recipe, machine, init_from)
     assert settled.model is not None
     tell("as it stands")
-    first = outcome_of(settled, machine, "as it stands")
+    oracle = oracle or Oracle()
+    first = oracle.answer(Question(settled, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
     plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first)
     if searches:
-        best = best_way(_cut_freely(recipe, settled), machine, tell)
+        best = best_way(_cut_freely(recipe, settled), machine, oracle, tell)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
-        nearest = [] if best is not None else nearest_ways(settled, machine, tell)
-        methods = method_table(settled, machine, tell)
+        nearest = [] if best is not None else nearest_ways(settled, machine, oracle, tell)
+        methods = method_table(settled, machine, oracle, tell)
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods
         )
     if budget is not None and budget.is_given:
-        plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, tell))
+        plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, oracle, tell))
     return plan
 
 
@@ -175,7 +178,7 @@ _TRIES = 6
 _STATE_BYTES = 16
 
 
-def _for_budget(plan: Plan, budget: Budget, tell: Tell) -> dict[str, Any]:
+def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[str, Any]:
     """The suggestion and what it takes: at the share of the peak rate that the recipe's own model
     was predicted to reach."""
     best = plan.best or plan.as_it_stands
@@ -207,7 +210,7 @@ def _for_budget(plan: Plan, budget: Budget, tell: Tell) -> dict[str, Any]:
             unique_tokens=None if prepared is None else float(prepared[1]),
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
-        way = best_way(_suggested_recipe(recipe, found), machine, tell)
+        way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
         if way is not None:
             return {"suggestion": _timed(found, way), "suggested": way}
         most_parameters = 0.8 * found.parameters

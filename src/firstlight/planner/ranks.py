@@ -141,16 +141,18 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
     )
 
 
-def exchange_of(recipe: Recipe, parameters: int, processes: int) -> Exchange:
+def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int = 0) -> Exchange:
     """What the processes send each other in a step.
 
     Args:
         recipe: settled.
         parameters: of the model.
         processes: how many share the batch.
+        host_bytes: of activations that wait in the CPU's memory, of a micro-batch.
     """
     assert recipe.data.seq_len is not None
     engine = engine_of(recipe, processes)
+    micro_batches = recipe.batch.accumulation(recipe.data.seq_len, processes)
     half = recipe.efficiency.precision in ("bf16", "bf16_params")
     offloads = recipe.distributed.offload != "none"
     state = 12.0 * parameters / processes
@@ -159,7 +161,7 @@ def exchange_of(recipe: Recipe, parameters: int, processes: int) -> Exchange:
         processes=processes,
         weight_bytes=parameters * (2.0 if half else 4.0),
         gradient_bytes=4.0 * parameters,
-        micro_batches=recipe.batch.accumulation(recipe.data.seq_len, processes),
-        # Gradients there, weights back.
-        offloaded_bytes=2 / 3 * state if offloads else 0.0,
+        micro_batches=micro_batches,
+        # Gradients there, weights back; activations there and back.
+        offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )

@@ -31,6 +31,7 @@ from firstlight.planner.watching import (
     optimizer_phases,
     watch_program,
 )
+from firstlight.planner.workers import Workers
 from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
@@ -39,7 +40,9 @@ from firstlight.training.program import TrainingProgram
 _FULLY_TRACED, _FULLY_COMPILED = 8, 3
 
 
-def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+def trace_memory(
+    recipe: Recipe, target: Target | None = None, workers: Workers | None = None
+) -> MemoryPrediction:
     """What the training step of a recipe takes.
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
@@ -51,6 +54,7 @@ def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPredicti
     Args:
         recipe: with model, row length and micro-batch size decided.
         target: that it will run on; None is this machine's CPU.
+        workers: that trace parts of it; None does all here.
 
     Raises:
         ConfigError: something is undecided, or the recipe's methods can't work together.
@@ -61,7 +65,11 @@ def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPredicti
     assert planned.recipe.model is not None
     whole = _FULLY_COMPILED if planned.recipe.efficiency.compile is True else _FULLY_TRACED
     if planned.recipe.model.num_hidden_layers > whole:
-        return from_fewer_layers(planned.recipe, lambda part: _train(planned.with_(part), target))
+        where = workers or Workers()
+        return from_fewer_layers(
+            planned.recipe,
+            lambda parts: list(where.map(_train, [(planned.with_(one), target) for one in parts])),
+        )
     return merged(_train(planned, target))
 
 

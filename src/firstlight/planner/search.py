@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from firstlight.planner.machine import Machine
-from firstlight.planner.outcome import Outcome, outcome_of
+from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.training.config import Recipe
 
 #: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
@@ -47,7 +47,10 @@ _LEAST: dict[str, Any] = {
 
 
 def best_way(
-    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    machine: Machine,
+    oracle: Oracle | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Outcome | None:
     """The settings with the most tokens a second among those that fit; None if none does.
 
@@ -58,15 +61,17 @@ def best_way(
     Args:
         recipe: settled.
         machine: to run on.
+        oracle: who is asked.
         tell: called with what is being tried.
     """
+    oracle = oracle or Oracle()
     found: list[Outcome] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
         if changes and not wanted:
             continue
         tell(name)
-        one = largest_that_fits(recipe, machine, name, wanted)
+        one = largest_that_fits(recipe, machine, name, wanted, oracle)
         if one is None:
             continue
         found.append(one)
@@ -76,7 +81,7 @@ def best_way(
 
 
 def largest_that_fits(
-    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any]
+    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any], oracle: Oracle
 ) -> Outcome | None:
     """With the largest micro-batch that fits and cuts the step evenly; None if no row does.
 
@@ -84,12 +89,14 @@ def largest_that_fits(
     there is looked at itself.
     """
     cuts = list(micro_batches(recipe, machine))
-    first = _with_rows(recipe, machine, name, changes, cuts[-1])
+    first, *more = oracle.answers(
+        [_with_rows(recipe, machine, name, changes, rows) for rows in cuts[:-3:-1]]
+    )
     if not first.fits:
         return None
-    if len(cuts) == 1:
+    if not more:
         return first
-    second = _with_rows(recipe, machine, name, changes, cuts[-2])
+    (second,) = more
     if not second.fits:
         return first
     slope = (second.needed_bytes - first.needed_bytes) / (cuts[-2] - cuts[-1])
@@ -100,7 +107,7 @@ def largest_that_fits(
         # Twice what keeps the device busy gains nothing.
         if expected > machine.usable_bytes or rows * seq_len > 2 * busy:
             continue
-        one = _with_rows(recipe, machine, name, changes, rows)
+        one = oracle.answer(_with_rows(recipe, machine, name, changes, rows))
         if one.fits:
             return one
     return second
@@ -129,14 +136,14 @@ def rows_a_step(recipe: Recipe, machine: Machine) -> int:
 
 def _with_rows(
     recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
-) -> Outcome:
+) -> Question:
     total = rows_a_step(recipe, machine)
     more: dict[str, Any] = dict(changes)
     if rows != recipe.batch.rows:
         more["batch.micro_batch_size"] = rows
         if recipe.batch.global_batch_tokens is None:
             more["batch.gradient_accumulation_steps"] = total // rows
-    return outcome_of(recipe, machine, name, more)
+    return Question(recipe, machine, name, more)
 
 
 def _has(recipe: Recipe, key: str, value: object) -> bool:
@@ -162,7 +169,10 @@ def _rate(one: Outcome) -> float:
 
 
 def nearest_ways(
-    recipe: Recipe, machine: Machine, tell: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    machine: Machine,
+    oracle: Oracle | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Where nothing fits as it is meant: what would, each with the largest saving of its kind.
 
@@ -171,16 +181,18 @@ def nearest_ways(
     Args:
         recipe: settled.
         machine: to run on.
-        tell: called with what is being tried.
+        oracle: who is asked.
+        tell: called with what has been tried.
     """
-    found = []
+    questions = []
     for name, changes, where in _ways_out(recipe, machine):
-        tell(name)
-        total = rows_a_step(recipe, where)
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            least["batch.gradient_accumulation_steps"] = total
-        one = outcome_of(recipe, where, name, {**least, **changes})
+            least["batch.gradient_accumulation_steps"] = rows_a_step(recipe, where)
+        questions.append(Question(recipe, where, name, {**least, **changes}))
+    found = []
+    for one in (oracle or Oracle()).answers(questions):
+        tell(one.name)
         if one.fits:
             found.append(one)
     return found

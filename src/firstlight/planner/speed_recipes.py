@@ -32,13 +32,16 @@ def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
     assert seq_len is not None
     exchange = exchange or Exchange()
     return Workload(
-        tokens_a_step=batch.rows * seq_len * batch.accumulation(seq_len) * exchange.processes,
+        tokens_a_step=batch.rows
+        * seq_len
+        * batch.accumulation(seq_len, exchange.processes)
+        * exchange.processes,
         flops_per_token=train_flops_per_token(
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
         precision=recipe.efficiency.precision,
         compiled=recipe.efficiency.compile is True,
-        cuda_graphs=recipe.efficiency.compile_mode == "reduce-overhead",
+        cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
         exchange=exchange,
     )
 
