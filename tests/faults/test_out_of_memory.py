@@ -220,6 +220,35 @@ def test_a_resumed_run_stays_with_the_smaller_micro_batches(
     assert memory.rows == [8]
 
 
+class Adviser:
+    """Knows what would have saved the memory."""
+
+    def forecast(self, *_: object) -> None:
+        return None
+
+    def advise(self, recipe: Any, hardware: object) -> str:
+        return f"with {recipe.batch.rows} rows, cheese fills it; without would be 0.5 of the speed"
+
+
+def test_what_filled_memory_and_what_would_have_saved_it_is_said(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    memory = Memory(monkeypatch)
+    memory.runs_out({3: ("forward", no_memory_on_a_cpu)})
+    train(tiny(recipe, tmp_path / "run", 4), forecaster=Adviser(), progress=True)
+    said = (
+        "out of memory with a micro-batch of 4 rows: with 4 rows, cheese fills it; without would "
+        "be 0.5 of the speed; going on with 2"
+    )
+    assert said in capfd.readouterr().err
+    memory.runs_out(dict.fromkeys(range(1, 10), ("forward", no_memory_on_a_cpu)))
+    with pytest.raises(TrainingError, match="to 512; with 1 rows, cheese fills it"):
+        train(tiny(recipe, tmp_path / "none", 4), forecaster=Adviser())
+
+
 def test_where_not_even_one_row_fits_the_run_ends_and_says_what_to_do(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

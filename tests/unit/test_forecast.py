@@ -1,0 +1,163 @@
+"""What a run was expected to take beside what it takes, advice, and `--plan auto`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import firstlight
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware, find_hardware
+from firstlight.planner import automatic
+from firstlight.planner.automatic import RunForecaster, planned_recipe
+from firstlight.planner.calibration import Calibration
+from firstlight.planner.machine import find_machine
+from firstlight.planner.settling import settle
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.fit import Trial
+from firstlight.training.forecast import FORECAST_NAME, Comparison, Forecast
+
+_CPU = find_hardware("cpu")
+_MODEL: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "resid_pdrop": 0.1,
+}
+
+
+def settled(**sections: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "data": {"dir": "/nowhere"},
+        "model": _MODEL,
+        "batch": {"global_batch_tokens": 512},
+        "efficiency": {"compile": False, "precision": "fp32"},
+        **sections,
+    }
+    return settle(parse_recipe(values), find_machine())
+
+
+@pytest.fixture(autouse=True)
+def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+class Prophet:
+    """Says always the same."""
+
+    def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+        assert recipe.model is not None
+        assert (hardware.device.type, processes) == ("cpu", 1)
+        return Forecast(3 * 2**30, "loss", {"weights": 2**30, "logits_and_loss": 2**31}, (1, 2, 3))
+
+    def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
+        return None
+
+
+def test_a_run_sets_its_forecast_beside_what_it_took(
+    recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = firstlight.train(recipe, forecaster=Prophet(), progress=True)
+    said = capfd.readouterr().err
+    words = "peak memory 3.00 GiB (logits and loss 2.00 GiB, weights 1.00 GiB), 2 tokens/s (1 to 3)"
+    assert f"predicted: {words}" in said
+    assert "memory: predicted 3.00 GiB, resident growth " in said
+    found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
+    assert found["predicted"]["peak_bytes"] == 3 * 2**30
+    assert found["measured"]["kind"] == "resident growth"
+    assert found["measured"]["tokens_per_second"] > 0
+
+
+def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
+    comparison = Comparison(_CPU)
+    assert comparison.write(tmp_path) is None
+    assert not (tmp_path / FORECAST_NAME).exists()
+    for rate in (1.0, 2.0, 50.0, None, 70.0, 60.0):
+        comparison.add({"tokens_per_second": rate})
+    assert comparison.measured()["tokens_per_second"] == 60
+
+
+def test_a_forecast_is_the_planners_and_leaves_no_trace() -> None:
+    recipe = settled()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = RunForecaster().forecast(recipe, _CPU, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found is not None
+    weights = 4 * (300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32))
+    assert found.parts["weights"] == weights
+    assert found.parts["optimizer_states"] >= 2 * weights
+    assert found.tokens_per_second is not None
+    low, expected, high = found.tokens_per_second
+    assert 0 < low <= expected <= high
+    # Processes on a CPU share it, and nothing is known of that.
+    assert RunForecaster().forecast(recipe, _CPU, 2) is None
+
+
+def test_a_forecast_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before each run."""
+    monkeypatch.setattr("firstlight.planner.pace.measure_operators", None)
+    assert RunForecaster().forecast(settled(), _CPU, 1) is not None
+
+
+def test_advice_says_what_filled_memory_and_what_would_have_saved_it() -> None:
+    advice = RunForecaster().advise(settled(batch={"micro_batch_size": 64}), _CPU)
+    assert advice is not None
+    assert advice.startswith("in the ")
+    assert "logits and loss" in advice
+    # Any of them fits in this machine's memory: the fastest is named.
+    assert "; with efficiency." in advice
+    assert advice.endswith(" of the speed")
+
+
+def trying(monkeypatch: pytest.MonkeyPatch, fits: int, peak_bytes: int = 10**6) -> list[int]:
+    """Have so many rows fit; which were tried."""
+    tried: list[int] = []
+
+    def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
+        assert recipe.batch.rows == rows
+        tried.append(rows)
+        return Trial(peak_bytes, 8 / rows) if rows <= fits else None
+
+    monkeypatch.setattr(automatic, "try_rows", try_rows)
+    return tried
+
+
+@pytest.mark.parametrize("fits, tried, chosen", [(8, [8], 8), (3, [8, 4, 2], 2)])
+def test_a_plan_that_is_followed_is_tried_first(
+    monkeypatch: pytest.MonkeyPatch, fits: int, tried: list[int], chosen: int
+) -> None:
+    asked, told = trying(monkeypatch, fits), list[str]()
+    found = planned_recipe(settled(), _CPU, told.append)
+    assert asked == tried
+    assert found.batch.rows == chosen
+    assert found.batch.accumulation(64) == 8 // chosen
+    assert sum("does not fit after all" in line for line in told) == len(tried) - 1
+    assert told[-1].startswith(f"plan: as it stands, micro-batch of {chosen} rows; peak memory")
+
+
+def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = trying(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="not even a micro-batch of one row fits"):
+        planned_recipe(settled(), _CPU, lambda _: None)
+    assert asked == [8, 4, 2, 1]
+    monkeypatch.setattr("firstlight.planner.machine.free_memory_bytes", lambda _: 2**10)
+    with pytest.raises(ConfigError, match="nothing that the plan tried fits"):
+        planned_recipe(settled(), _CPU, lambda _: None)
+
+
+def test_a_machine_without_a_store_is_calibrated_by_its_reference_alone() -> None:
+    from firstlight.planner.pace import this_calibration
+
+    this_calibration.cache_clear()
+    found = this_calibration()
+    assert isinstance(found, Calibration)
+    assert found.entries == {}
