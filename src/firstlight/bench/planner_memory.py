@@ -222,7 +222,8 @@ def bench_memory(
     context.set_forkserver_preload(["firstlight.bench.planner_memory_once", "torch._dynamo"])
     results = []
     # A process for each: what one leaves in memory would be another's.
-    with context.Pool(1, maxtasksperchild=1) as pool:
+    pool = context.Pool(1, maxtasksperchild=1)
+    try:
         for case in cases:
             advance(case.name)
             request = {"kind": case.kind, "recipe": case.recipe, "generation": case.generation}
@@ -237,6 +238,9 @@ def bench_memory(
                 result["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             results.append(result)
             on_case(result)
+    finally:
+        pool.terminate()
+        pool.join()
     return results
 
 
