@@ -147,6 +147,7 @@ def _require_elastic(tmp_path: Path, shards: Path, starts: list[str], ways: list
             assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_deepspeed_and_ddp_go_on_from_each_other(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, ["ddp", "three"], ["three-ddp", "ddp-three"])
 

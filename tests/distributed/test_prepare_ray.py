@@ -385,6 +385,7 @@ def has_mark(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_says_without_ray(
     tmp_path: Path,
     tokenizer: Tokenizer,
