@@ -67,7 +67,8 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
     """
     known = references_BD.isfinite()
     ratio_BD = log_probs_BD - references_BD.nan_to_num(0.0).to(log_probs_BD.dtype)
-    return torch.where(known, beta * ratio_BD, 0).unflatten(1, (-1, 2))
+    rewards_BD = torch.where(known, beta * ratio_BD, 0)
+    return rewards_BD.view(len(rewards_BD), -1, 2)
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -109,7 +110,7 @@ class PreferenceObjective:
             logits_BTV = forward(input_ids, None, document_ids)
             log_probs = answer_log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
-            there_BP = references.unflatten(1, (-1, 2)).isfinite().all(-1)
+            there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
