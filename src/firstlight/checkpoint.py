@@ -327,7 +327,7 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     if isinstance(recipe := parts["recipe"], dict):
         # A recipe may leave these two out.
         optional: dict[str, Any] = {
-            name: {} for name in ("model", "lora") if recipe.get(name) is None
+            name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }
         parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
     for name, part in parts.items():
