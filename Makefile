@@ -1,4 +1,5 @@
 # make demo   train a small model on the Python standard library and let it speak
+# make tour   the whole line on a small model: pretrain, continue, fine-tune, DPO, chat, serve, convert
 # make test   lint, type check and all tests
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
 # make test-mutants   known bugs put into a copy of the source, which its tests must notice
@@ -15,10 +16,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # wait for each other on the same cores are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-faults test-mutants test-slow clean
+.PHONY: demo tour test test-faults test-mutants test-slow clean
 
 demo: .venv/demo-ready
 	$(BIN)/python scripts/demo.py
+
+# FILES="a.json b.json": further instructions to learn.
+tour: .venv/tour-ready
+	$(BIN)/python scripts/tour.py $(FILES)
 
 test: .venv/test-ready
 	$(BIN)/ruff check .
@@ -43,6 +48,10 @@ test-slow: .venv/slow-ready
 	$(PIP) --editable .
 	touch $@
 
+.venv/tour-ready: .venv/demo-ready
+	$(PIP) --editable '.[serve]' gguf
+	touch $@
+
 .venv/test-ready: .venv/demo-ready
 	$(PIP) --editable '.[dev]'
 	touch $@
@@ -54,4 +63,4 @@ test-slow: .venv/slow-ready
 	touch $@
 
 clean:
-	rm -rf .venv demo build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv demo tour build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

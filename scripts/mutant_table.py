@@ -44,15 +44,15 @@ MUTANTS = [
     Mutant(
         "mean of micro-batch means",
         _TRAINING + "step.py",
-        "scaled = loss * factor / (tokens / scale)",
+        "scaled = loss * factor / (terms / scale)",
         "scaled = loss * factor / (batch.num_valid * len(batches) / scale)",
         (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
     ),
     Mutant(
         "gradient of the last micro-batch alone",
         _TRAINING + "step.py",
-        "            scaled = loss * factor / (tokens / scale)",
-        "            optimizer.zero_grad()\n            scaled = loss * factor / (tokens / scale)",
+        "            scaled = loss * factor / (terms / scale)",
+        "            optimizer.zero_grad()\n            scaled = loss * factor / (terms / scale)",
         (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
     ),
     Mutant(
@@ -356,8 +356,8 @@ MUTANTS = [
     Mutant(
         "validation loss is a mean of means",
         "firstlight/evaluation/perplexity.py",
-        "losses.append(RowLoss(part[0], float(loss), batch.num_valid))",
-        "losses.append(RowLoss(part[0], float(loss) / batch.num_valid, 1))",
+        "losses.append(RowLoss(part[0], float(loss), batch.num_terms))",
+        "losses.append(RowLoss(part[0], float(loss) / batch.num_terms, 1))",
         (_DATA + "the_validation_loss_is_a_mean_of_batch_means",),
     ),
     Mutant(

@@ -325,9 +325,9 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     """Refuse a state whose parts are no JSON objects: their own keys are looked at elsewhere."""
     parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
     if isinstance(recipe := parts["recipe"], dict):
-        # A recipe may leave these two out.
+        # A recipe may leave these out.
         optional: dict[str, Any] = {
-            name: {} for name in ("model", "lora") if recipe.get(name) is None
+            name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }
         parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
     for name, part in parts.items():

@@ -41,10 +41,11 @@ from firstlight.errors import ConfigError
 @click.option("--text-key", default="text", show_default=True, help="Field of JSONL, Parquet.")
 @click.option(
     "--kind",
-    type=click.Choice(["text", "chat"]),
+    type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="chat: conversations, as examples with what of them is learned.",
+    help="chat: conversations, as examples with what of them is learned; preference: pairs of "
+    "answers to a prompt.",
 )
 @click.option(
     "--val-input", multiple=True, metavar="INPUT", help="Of chat: what to validate on, instead."
@@ -97,11 +98,12 @@ def prepare_command(
     and each row of a table. Documents that can't be read are listed in OUT/rejected.jsonl.
 
     With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG], and each
-    record a conversation: {instruction, input, output}, {messages} or {conversations}.
+    record a conversation: {instruction, input, output}, {messages} or {conversations}. With --kind
+    preference, each is {prompt, chosen, rejected}.
     """
     of_chat = {"form": form, "train_on": train_on, "on_bad": on_bad}
     given = {name: value for name, value in of_chat.items() if value is not None}
-    if kind == "chat":
+    if kind != "text":
         _require_of_text(workers, engine, ray_address, text_key)
         from firstlight.data.chat import ChatOptions, prepare_chat
 
@@ -111,7 +113,11 @@ def prepare_command(
             out,
             val_inputs=val_input,
             template=template,
-            options=ChatOptions(val_fraction=val_fraction, **given),  # type: ignore[arg-type]
+            options=ChatOptions(
+                kind="chat" if kind == "chat" else "preference",
+                val_fraction=val_fraction,
+                **given,  # type: ignore[arg-type]
+            ),
             overwrite=overwrite,
             progress=True,
         )
@@ -158,8 +164,11 @@ def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"
         if chat is not None:
+            number, what = entry["documents"], "conversation"
+            if manifest.get("pairs"):
+                number, what = number // 2, "preference pair"
             say(
-                f"{out}: {split}: {counted(entry['documents'], 'conversation')}, "
+                f"{out}: {split}: {counted(number, what)}, "
                 f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to learn"
             )
             continue

@@ -23,9 +23,11 @@ from firstlight.data.conversations import (
     REASONS,
     BadRecordError,
     ChatForm,
+    Conversation,
     to_conversation,
 )
 from firstlight.data.examples import PLACES_NAME
+from firstlight.data.pairs import to_pair
 from firstlight.data.prepare import REJECTED_NAME, require_replaceable, write_tokenizer_and_manifest
 from firstlight.data.records import Record, find_records, read_records
 from firstlight.data.shards import (
@@ -51,14 +53,18 @@ class ChatOptions:
     """How conversations become examples.
 
     Attributes:
+        kind: of the records: "chat", or "preference", whose records are two answers to a prompt
+            (see `pairs`) and become two examples, the chosen one first.
         form: of the records; "auto" tells each by its keys.
         train_on: "assistant" learns what the assistant says with the end of its turns, "all"
             every token but an example's first.
         on_bad: what happens with a record that is no conversation: "refuse" all, or "skip" it.
         val_fraction: share of the examples that is held out for validation, each next one
-            whenever validation has fallen behind its share. Equal examples stay together.
+            whenever validation has fallen behind its share. Equal examples stay together, and all
+            pairs of one prompt.
     """
 
+    kind: Literal["chat", "preference"] = "chat"
     form: ChatForm = "auto"
     train_on: Literal["assistant", "all"] = "assistant"
     on_bad: Literal["refuse", "skip"] = "refuse"
@@ -97,6 +103,11 @@ def prepare_chat(
     """
     if not 0 <= options.val_fraction < 1:
         raise ConfigError(f"val_fraction must be from 0 to below 1, not {options.val_fraction}")
+    if options.kind == "preference" and (options.train_on, options.form) != ("assistant", "auto"):
+        raise ConfigError(
+            "of preference pairs the answers are learned, and each record's form is told by its "
+            "keys: leave train_on and format out"
+        )
     out = Path(out).expanduser()
     sources = {"train": find_records(inputs), "val": find_records(val_inputs) if val_inputs else []}
     if not isinstance(tokenizer, Tokenizer):
@@ -153,10 +164,12 @@ class _Preparation:
                 places[split] = stack.enter_context(OutputFile(self._folder / name))
             for given, found in sources.items():
                 records = stack.enter_context(closing(read_records(found)))
-                for record, chat in self._encoded(records, log):
-                    split = given if self._own_val else self._split_of(chat)
-                    self._write(split, chat)
-                    places[split].write((json.dumps(record.place)[1:-1] + "\n").encode())
+                for record, chats in self._encoded(records, log):
+                    split = given if self._own_val else self._split_of(chats)
+                    place = json.dumps(record.place)[1:-1] + "\n"
+                    for chat in chats:
+                        self._write(split, chat)
+                        places[split].write(place.encode())
                     yield self._counts["train"]["documents"] + self._counts["val"]["documents"]
         if not self._rejected:
             remove_file(self._folder / REJECTED_NAME)
@@ -167,10 +180,10 @@ class _Preparation:
 
     def _encoded(
         self, records: Iterable[Record], log: OutputFile
-    ) -> Iterator[tuple[Record, LabelledChat]]:
+    ) -> Iterator[tuple[Record, list[LabelledChat]]]:
         for record in records:
             try:
-                yield record, self._example(record)
+                yield record, self._examples(record)
             except BadRecordError as error:
                 if self._options.on_bad == "refuse":
                     raise DataError(
@@ -186,10 +199,18 @@ class _Preparation:
                 }
                 log.write((json.dumps(entry) + "\n").encode())
 
-    def _example(self, record: Record) -> LabelledChat:
+    def _examples(self, record: Record) -> list[LabelledChat]:
         if record.error is not None:
             raise record.error
-        conversation = to_conversation(record.value, self._options.form)
+        if self._options.kind == "preference":
+            pair = to_pair(record.value)
+            examples = [self._example(pair.chosen), self._example(pair.rejected)]
+            if examples[0].ids == examples[1].ids:
+                raise BadRecordError("no_pair", "the chat template makes both answers the same")
+            return examples
+        return [self._example(to_conversation(record.value, self._options.form))]
+
+    def _example(self, conversation: Conversation) -> LabelledChat:
         try:
             chat = self._encoder.encode(
                 conversation.messages,
@@ -204,12 +225,15 @@ class _Preparation:
             )
         return chat
 
-    def _split_of(self, chat: LabelledChat) -> str:
+    def _split_of(self, chats: list[LabelledChat]) -> str:
         """The split of an example: equal ones get the same, so that none is validated on that is
-        learned."""
+        learned; pairs of one prompt too."""
         if not self._fraction:
             return "train"
-        key = hashlib.sha256(np.array(chat.ids, dtype="<u4").tobytes()).digest()[:16]
+        ids = chats[0].ids
+        if len(chats) > 1:
+            ids = ids[: chats[0].learned.index(True)]
+        key = hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).digest()[:16]
         if key not in self._splits_of:
             held_out = self._counts["val"]["documents"]
             seen = held_out + self._counts["train"]["documents"]
@@ -246,6 +270,9 @@ class _Preparation:
         """The manifest of what was written."""
         template = self._tokenizer.chat_template or ""
         written = sum(counts["documents"] for counts in self._counts.values())
+        pairs = self._options.kind == "preference"
+        if pairs:
+            written //= 2
         return {
             "format": MANIFEST_FORMAT,
             "version": LABELLED_VERSION,
@@ -261,6 +288,7 @@ class _Preparation:
             },
             "val_fraction": float(self._fraction),
             "split_by": "files" if self._own_val else "example" if self._fraction else "none",
+            **({"pairs": True} if pairs else {}),
             "chat": {
                 "train_on": self._options.train_on,
                 "template_sha256": hashlib.sha256(template.encode()).hexdigest(),

@@ -40,6 +40,7 @@ REASONS = {
     "order": "question and answer don't take turns",
     "template": "the chat template does not take it",
     "not_learned": "nothing to learn",
+    "no_pair": "not two answers to one prompt",
 }
 
 _SHAREGPT_ROLES = {

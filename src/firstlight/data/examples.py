@@ -4,8 +4,9 @@ An example of n tokens predicts its last n - 1, and takes n - 1 places of a row:
 but the last are inputs. Rows of T places are packed by `pack_best_fit`. Within a row each example
 is a document of its own, so that positions restart and attention ends with it; the places that
 are left over are one more document, whose labels are -100, like those of all tokens that are not
-learned. Which examples share a row depends on the lengths and on T; the order of the rows is
-another one in each epoch, as with text (see `loader`).
+learned. The two examples of a preference pair lie in one row, one after the other. Which examples
+share a row depends on the lengths and on T; the order of the rows is another one in each epoch, as
+with text (see `loader`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Packing:
     """The rows of a split at a row length.
 
     Attributes:
-        examples: the examples of all rows, one after the other.
+        examples: the examples of all rows, one after the other; of preference data, the pairs.
         starts: where in `examples` each row begins, and the last one ends [rows + 1].
         num_learned: tokens that are learned in an epoch.
         num_inputs: places of rows that examples take.
@@ -59,7 +60,7 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """The examples of a row."""
+        """The examples (of preference data, the pairs) of a row."""
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
@@ -89,12 +90,14 @@ class ExampleDataset(TokenDataset):
 
     Attributes:
         num_learned: tokens that are learned, of all examples.
+        together: examples next to each other that always lie in one row.
 
     Raises:
         DataError: see `TokenDataset`; or the folder holds text.
     """
 
     version = LABELLED_VERSION
+    together = 1
 
     def __init__(
         self,
@@ -152,17 +155,18 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        places = self.lengths - 1
+        # By units of what lies together.
+        places = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(places > seq_len)
         if len(long) and self.long == "refuse":
             raise DataError(self._refusal(long, seq_len))
         keep = np.ones(len(places), dtype=bool)
         lost = 0
         for index in long.tolist():
-            learned = self.example(index)[1]
-            kept = int(learned[: seq_len + 1].sum()) if self.long == "cut" else 0
-            keep[index] = kept > 0
-            lost += int(learned.sum()) - kept
+            for learned in (self.example(i)[1] for i in self._of_unit(index)):
+                kept = int(learned[: seq_len + 1].sum()) if self.long == "cut" else 0
+                keep[index] = kept > 0
+                lost += int(learned.sum()) - kept
         kept_ones = np.flatnonzero(keep)
         if not len(kept_ones):
             raise DataError(
@@ -181,6 +185,14 @@ class ExampleDataset(TokenDataset):
             len(long) - dropped,
             seq_len,
         )
+
+    def examples_of_row(self, row: int, seq_len: int) -> list[int]:
+        """Which examples lie in a row, in their order; of a pair the chosen one first."""
+        return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
+
+    def _of_unit(self, unit: int) -> range:
+        """The examples of a unit."""
+        return range(unit * self.together, (unit + 1) * self.together)
 
     def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
         longest = int(long[np.argmax(self.lengths[long])])
@@ -207,7 +219,7 @@ class ExampleDataset(TokenDataset):
             document_ids: likewise; all are written.
         """
         seq_len, position = len(input_ids), 0
-        examples = self.packing(seq_len).row(row)
+        examples = self.examples_of_row(row, seq_len)
         for number, index in enumerate(examples):
             tokens, learned = self.example(index)
             tokens, learned = tokens[: seq_len + 1], learned[: seq_len + 1]
@@ -217,6 +229,56 @@ class ExampleDataset(TokenDataset):
             document_ids[position:end] = number
             position = end
         document_ids[position:] = len(examples)
+
+
+class PreferenceDataset(ExampleDataset):
+    """One split of prepared preference pairs: examples 2 i and 2 i + 1 are the chosen and the
+    rejected answer of pair i.
+
+    Args:
+        folder, split, verify, long: see `ExampleDataset`; half of a pair says nothing, so that
+            long ones are not cut.
+
+    Attributes:
+        references: fp64 [examples], the log-probability of each example's answer before training;
+            NaN of those that are left out. None as long as it is not known.
+        reference_model: name and sha256 of the model that gave them.
+
+    Raises:
+        DataError: see `ExampleDataset`; or `long` is "cut".
+    """
+
+    together = 2
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str,
+        *,
+        verify: bool = True,
+        long: LongPolicy = "refuse",
+    ) -> None:
+        super().__init__(folder, split, verify=verify, long=long)
+        self.references: npt.NDArray[np.float64] | None = None
+        self.reference_model: dict[str, str] | None = None
+        if long == "cut":
+            raise DataError(f"data.long cut is not for pairs, as in {folder}: refuse or drop them")
+        if len(self.lengths) % 2:
+            raise DataError(f"{folder}: '{split}' has half of a pair: prepare it again")
+
+    def most_in_a_row(self, seq_len: int) -> int:
+        """The largest number of examples in any row."""
+        return 2 * int(np.diff(self.packing(seq_len).starts).max())
+
+    def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
+        places = (self.lengths - 1).reshape(-1, 2).sum(1)
+        longest = int(long[np.argmax(places[long])])
+        return (
+            f"{len(long):,} of {len(places):,} pairs of '{self.split}' are longer than a row of "
+            f"data.seq_len {seq_len}, which holds both answers with their prompts; the longest "
+            f"takes {places[longest]:,} at {self.place(2 * longest)}: raise data.seq_len, or "
+            "choose data.long drop (leave them out)"
+        )
 
 
 def rows_in(dataset: TokenDataset, seq_len: int) -> int:
@@ -233,12 +295,15 @@ def rows_in(dataset: TokenDataset, seq_len: int) -> int:
 def open_split(
     folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
 ) -> TokenDataset:
-    """A split of a prepared folder, of text or of conversations.
+    """A split of a prepared folder, of text, of conversations or of preference pairs.
 
     Raises:
         DataError: see `TokenDataset`.
     """
-    if read_manifest(Path(folder).expanduser())["version"] == LABELLED_VERSION:
+    manifest = read_manifest(Path(folder).expanduser())
+    if manifest["version"] == LABELLED_VERSION and manifest.get("pairs") is True:
+        return PreferenceDataset(folder, split, verify=verify, long=long)
+    if manifest["version"] == LABELLED_VERSION:
         return ExampleDataset(folder, split, verify=verify, long=long)
     return TokenDataset(folder, split, verify=verify)
 

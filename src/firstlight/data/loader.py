@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from firstlight.data.examples import ExampleDataset, rows_in
+from firstlight.data.examples import ExampleDataset, PreferenceDataset, rows_in
 from firstlight.data.mixing import MixedDataset, Turns, datasets_in
 from firstlight.data.packing import row_span, separate_documents, shuffled_index
 from firstlight.data.shards import TokenDataset
@@ -37,12 +39,29 @@ class Batch:
         num_valid: how many labels are not -100.
         document_ids: int32 [B, T]: the number of each input token's document, counted from 0
             within its row; None without document masking.
+        references: of preference pairs, fp64 [B, D]: what the answer of each document had as its
+            log-probability before training (0 where it is not known); NaN where there is no such
+            document. Documents 2 i and 2 i + 1 are a pair.
     """
 
     input_ids: Tensor
     labels: Tensor
     num_valid: int
     document_ids: Tensor | None = None
+    references: Tensor | None = None
+
+    @property
+    def num_terms(self) -> int:
+        """What the loss is a sum over: valid labels, or pairs."""
+        if self.references is None:
+            return self.num_valid
+        return int(self.references.isfinite().sum()) // 2
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What a loss function is called with."""
+        further = () if self.references is None else (self.references,)
+        return self.input_ids, self.labels, self.document_ids, *further
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; asynchronously from pinned memory to a GPU."""
@@ -58,6 +77,7 @@ class Batch:
             change(self.labels),
             self.num_valid,
             None if self.document_ids is None else change(self.document_ids),
+            None if self.references is None else change(self.references),
         )
 
 
@@ -94,6 +114,7 @@ def _batch_of(
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
+    references = _references(rows, seq_len)
     for i, (dataset, row) in enumerate(rows):
         if isinstance(dataset, ExampleDataset):
             assert document_ids is not None
@@ -116,7 +137,23 @@ def _batch_of(
         torch.from_numpy(labels),
         int((labels != IGNORE_INDEX).sum()),
         None if document_ids is None else torch.from_numpy(document_ids),
+        None if references is None else torch.from_numpy(references),
     )
+
+
+def _references(
+    rows: list[tuple[TokenDataset, int]], seq_len: int
+) -> npt.NDArray[np.float64] | None:
+    """See `Batch.references`; all rows are of one split where there are pairs."""
+    first = rows[0][0]
+    if not isinstance(first, PreferenceDataset):
+        return None
+    result = np.full((len(rows), first.most_in_a_row(seq_len)), np.nan)
+    for i, (_, row) in enumerate(rows):
+        examples = first.examples_of_row(row, seq_len)
+        known = 0.0 if first.references is None else first.references[examples]
+        result[i, : len(examples)] = known
+    return result
 
 
 class TokenLoader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,11 +29,16 @@ from firstlight.models import Model
 
 
 class LossFunction(Protocol):
-    """(input_ids [B, T], labels [B, T], document_ids [B, T] or None) -> summed loss."""
+    """(input_ids [B, T], labels [B, T], document_ids [B, T] or None) -> summed loss. That of
+    preference pairs takes their `Batch.references` [B, D] too."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
     ) -> Tensor: ...
+
+
+#: From what computes logits of (input_ids, labels None, document_ids) to a loss function.
+Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
 def apply_methods(
@@ -66,6 +71,7 @@ def loss_function(
     config: EfficiencyConfig,
     hardware: Hardware,
     forward: Callable[..., Tensor] | None = None,
+    objective: Objective | None = None,
 ) -> LossFunction:
     """The function that training calls: the model's forward pass in the config's precision,
     compiled, its activations offloaded, as the config says.
@@ -73,6 +79,8 @@ def loss_function(
     Args:
         forward: what computes the forward pass where the model itself does not: see
             `Engine.share`.
+        objective: makes the loss function of what computes logits; None is the cross-entropy,
+            which the model computes itself.
 
     Raises:
         ConfigError: compilation is asked for and can't work here.
@@ -82,8 +90,9 @@ def loss_function(
         require_compiler(config, hardware)
         forward = compiled(model, config, forward)
     dtype = resolve_precision(config, hardware)
+    computed = forward if objective is None else objective(forward)
 
-    def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def loss_sum(*inputs: Any, **named: Any) -> Tensor:
         with contextlib.ExitStack() as stack:
             # Parameters in bf16 need no casts; autocast would only look for them.
             if config.precision != "bf16_params":
@@ -92,12 +101,18 @@ def loss_function(
                 stack.enter_context(offloaded_activations(model))
             stack.enter_context(memory_budget(config))
             stack.enter_context(room_for_programs(config))
-            return forward(input_ids, labels, document_ids)
+            return computed(*inputs, **named)
 
     return loss_sum
 
 
-def plain_loss(model: Model, config: EfficiencyConfig, hardware: Hardware) -> LossFunction:
+def plain_loss(
+    model: Model,
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    objective: Objective | None = None,
+) -> LossFunction:
     """The function that evaluation calls: in the same precision, but not compiled, which
     would cost more than it saves."""
-    return loss_function(model, config.model_copy(update={"compile": False}), hardware)
+    plain = config.model_copy(update={"compile": False})
+    return loss_function(model, plain, hardware, objective=objective)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder, trained_on
-from firstlight.data.examples import ExampleDataset, open_split, rows_in
+from firstlight.data.examples import ExampleDataset, PreferenceDataset, open_split, rows_in
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.data.shards import TokenDataset
@@ -108,9 +108,9 @@ def losses_of_rows(
         part = list(rows[start : start + batch_size])
         batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=document_masking)
         moved = batch.to(device)
-        loss = loss_sum(moved.input_ids, moved.labels, moved.document_ids)
+        loss = loss_sum(*moved.inputs)
         if loss.dim() == 0:
-            losses.append(RowLoss(part[0], float(loss), batch.num_valid))
+            losses.append(RowLoss(part[0], float(loss), batch.num_terms))
         else:
             tokens = (batch.labels != IGNORE_INDEX).sum(1)
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
@@ -324,6 +324,11 @@ def evaluate(
     dataset = open_split(
         evaluated_folder(loaded, data, split), split, long=training_data.get("long") or "cut"
     )
+    if isinstance(dataset, PreferenceDataset):
+        raise DataError(
+            f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
+            "or conversations with --data"
+        )
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:

@@ -110,7 +110,11 @@ def decide(
 
 
 def _require_whole_model(recipe: Recipe) -> None:
-    """What is tried for the largest micro-batch is one process with the whole model."""
+    """What is tried for the largest micro-batch is one process with the whole model, on text."""
+    if recipe.preference is not None:
+        raise ConfigError(
+            "batch.micro_batch_size auto tries rows of text, not preference pairs: give a number"
+        )
     for key in ("tensor_parallel", "pipeline"):
         if getattr(recipe.distributed, key) > 1:
             raise ConfigError(
@@ -137,6 +141,7 @@ def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -
         and dtype == torch.float32
         and recipe.model.vocab_size >= 16384
         and recipe.lora is None
+        and recipe.preference is None
         and recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
     )
     return 512 if worth_it else 0

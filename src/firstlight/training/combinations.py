@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
-from firstlight.models import GPT2Config, ModelConfig
+from firstlight.models import GPT2Config, ModelConfig, MoEConfig
 from firstlight.training.config import Recipe
 
 
@@ -41,6 +41,7 @@ def require_combination(
             else ()
         ),
         *(_conflicts_in_parts(recipe, "distributed.pipeline") if pipeline > 1 else ()),
+        *_conflicts_of_pairs(recipe, engine, tensor_parallel, pipeline),
         *_conflicts_of_sharded(recipe, engine, tensor_parallel),
         *(_conflicts_with_deepspeed(recipe) if engine == "deepspeed" else ()),
         *(uncuttable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
@@ -126,6 +127,30 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
         yield (
             f"lora.quantize {recipe.lora.quantize} packs weights, which distributed.engine fsdp "
             "can't cut: set it to none, or use distributed.engine ddp"
+        )
+
+
+def _conflicts_of_pairs(
+    recipe: Recipe, engine: str, tensor_parallel: int, pipeline: int
+) -> Iterator[str]:
+    """With a loss that is over whole answers."""
+    if recipe.preference is None:
+        return
+    for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
+        if parts > 1:
+            yield f"distributed.{key} is not for preference pairs: use distributed.engine fsdp"
+    if engine == "deepspeed":
+        yield "distributed.engine deepspeed is not for preference pairs: use ddp or fsdp"
+    if recipe.efficiency.loss_chunk_tokens:
+        yield (
+            "efficiency.loss_chunk_tokens computes the cross-entropy, and preference pairs need "
+            "each answer's log-probability: set it to 0 (a smaller batch.micro_batch_size frees "
+            "memory too)"
+        )
+    if isinstance(recipe.model, MoEConfig):
+        yield (
+            f"preference pairs are not for experts ({recipe.model.model_type}), whose balancing "
+            "loss is not part of theirs: use a dense model"
         )
 
 

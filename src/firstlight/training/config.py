@@ -35,6 +35,7 @@ from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
 from firstlight.optim.optimizer import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.training.guard import GuardConfig
+from firstlight.training.preference import PreferenceConfig
 from firstlight.training.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 
 
@@ -81,15 +82,17 @@ class MixedCorpus(_Section):
 class DataConfig(_Section):
     """The `data` section. One of `dir`, `mix` and `files` is given.
 
-    kind: chat for conversations, text for text; null is what `dir` holds.
+    kind: chat for conversations, preference for pairs of answers, text for text; null is what
+        `dir` holds.
     dir: a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
         https://), from which it is fetched into a cache.
     mix: several of them, prepared with one tokenizer: a list of {dir, weight}. Each gives rows
         in proportion to its weight, exactly, in its own shuffled order, again and again. An
         epoch is as many rows as the corpora have together. val/loss is the mean of their
         losses by weight; each one's stands beside it.
-    files: with kind chat, conversations that are prepared when the run starts, and kept in the
-        cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG].
+    files: with kind chat, conversations (with kind preference, pairs) that are prepared when the
+        run starts, and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
+        hf:NAME[:CONFIG].
     val_files: of `files`, those to validate on; null holds val_fraction of the conversations out.
     val_fraction: of `files`: the share that is held out for validation; 0 is none.
     format: of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys.
@@ -112,7 +115,7 @@ class DataConfig(_Section):
         there is a CUDA GPU.
     """
 
-    kind: Literal["text", "chat"] | None = None
+    kind: Literal["text", "chat", "preference"] | None = None
     dir: str | None = Field(min_length=1)
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
     files: list[str] | None = Field(None, min_length=1)
@@ -141,7 +144,7 @@ class DataConfig(_Section):
             name: [value] if name in ("files", "val_files") and isinstance(value, str) else value
             for name, value in values.items()
         }
-        if values.get("kind") == "chat":
+        if values.get("kind") in ("chat", "preference"):
             values = {"document_masking": True, **values}
         # `dir` is required, but where there is something in its place.
         if values.get("mix") is not None or values.get("files") is not None:
@@ -155,9 +158,14 @@ class DataConfig(_Section):
                 "give either dir, a prepared folder, or mix, several with weights, or files, "
                 "conversations with kind chat"
             )
-        if self.files is not None and self.kind != "chat":
-            raise ValueError("files are conversations: add kind chat (text is prepared before)")
-        if self.kind == "chat" and not self.document_masking:
+        if self.files is not None and self.kind not in ("chat", "preference"):
+            raise ValueError(
+                "files are conversations: add kind chat, or kind preference for pairs (text is "
+                "prepared before)"
+            )
+        if self.kind == "preference":
+            self._require_for_pairs()
+        if self.kind in ("chat", "preference") and not self.document_masking:
             raise ValueError(NO_MASKING)
         given = [name for name in _OF_FILES if name in self.model_fields_set]
         changed = [n for n in given if getattr(self, n) != type(self).model_fields[n].default]
@@ -174,6 +182,17 @@ class DataConfig(_Section):
         if twice is not None:
             raise ValueError(f"two corpora of mix are called '{twice}': give each a name")
         return self
+
+    def _require_for_pairs(self) -> None:
+        if self.mix is not None:
+            raise ValueError("preference pairs can't be mixed: give dir or files")
+        if self.long == "cut":
+            raise ValueError("long cut is not for preference pairs: half of one says nothing")
+        if self.train_on != "assistant" or self.format != "auto":
+            raise ValueError(
+                "of preference pairs the answers are learned, and each record's form is told by "
+                "its keys: leave train_on and format out"
+            )
 
 
 #: Keys of `data` that say how `files` are prepared.
@@ -313,8 +332,8 @@ class CheckpointConfig(_Section):
 
 
 class Recipe(_Section):
-    """A whole run. `model` may be left out when weights are given to start from, and `lora` when
-    all of them are trained."""
+    """A whole run. `model` may be left out when weights are given to start from, `lora` when all of
+    them are trained, and `preference` always: it is for data of kind preference."""
 
     run: RunConfig = RunConfig()
     model: (
@@ -327,6 +346,7 @@ class Recipe(_Section):
     efficiency: EfficiencyConfig = EfficiencyConfig()
     distributed: DistributedConfig = DistributedConfig()
     lora: LoraConfig | None = None
+    preference: PreferenceConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
@@ -467,6 +487,9 @@ def key_documentation(section: type[BaseModel]) -> dict[str, str]:
 
 #: What other programs call our keys.
 _OTHER_NAMES = {
+    "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "loss_type": "objective",
     "n_embd": "hidden_size",
     "dim": "hidden_size",
     "n_layer": "num_hidden_layers",

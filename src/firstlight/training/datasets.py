@@ -10,7 +10,7 @@ from typing import Any
 from firstlight.data.chat import ChatOptions
 from firstlight.data.chat_cache import cached_chat
 from firstlight.data.conversations import REASONS
-from firstlight.data.examples import ExampleDataset, open_split
+from firstlight.data.examples import ExampleDataset, PreferenceDataset, open_split
 from firstlight.data.mixing import (
     Corpus,
     MixedDataset,
@@ -68,6 +68,8 @@ def open_splits(
     train = [open_split(folder, "train", verify=verify, long=data.long) for folder in folders]
     if data.kind is not None:
         _require_kind(data.kind, train)
+    elif data.mix is not None and any(isinstance(one, PreferenceDataset) for one in train):
+        raise DataError("preference pairs can't be mixed: name their folder as data.dir")
     held_out = [
         open_split(one.folder, "val", verify=verify, long=data.long)
         if "val" in one.manifest["splits"]
@@ -115,7 +117,11 @@ def _prepared(
         Tokenizer.from_pretrained(place),
         data.template,
         ChatOptions(
-            data.format, data.train_on, data.on_bad, 0.0 if data.val_files else data.val_fraction
+            "preference" if data.kind == "preference" else "chat",
+            data.format,
+            data.train_on,
+            data.on_bad,
+            0.0 if data.val_files else data.val_fraction,
         ),
         tell,
         where=str(place),
@@ -126,13 +132,14 @@ def _prepared(
 
 def _require_kind(kind: str, datasets: Sequence[TokenDataset]) -> None:
     for one in datasets:
-        found = "chat" if isinstance(one, ExampleDataset) else "text"
+        found = "text"
+        if isinstance(one, ExampleDataset):
+            found = "preference" if isinstance(one, PreferenceDataset) else "chat"
         if found != kind:
-            advice = "prepare it with --kind chat, or name conversations as data.files"
-            raise DataError(
-                f"data.kind is {kind}, and {one.folder} holds {found}: "
-                f"{advice if kind == 'chat' else 'set data.kind chat, or leave it out'}"
-            )
+            advice = f"set data.kind {found}, or leave it out"
+            if found == "text":
+                advice = f"prepare it with --kind {kind}, or name conversations as data.files"
+            raise DataError(f"data.kind is {kind}, and {one.folder} holds {found}: {advice}")
 
 
 def has_examples(dataset: Dataset) -> bool:
@@ -150,15 +157,16 @@ def describe_examples(dataset: Dataset, validation: Dataset | None, seq_len: int
 
 def _describe_examples(dataset: ExampleDataset, seq_len: int) -> Iterator[str]:
     packing, name = dataset.packing(seq_len), f"data: {dataset.split}"
+    what = "preference pairs" if isinstance(dataset, PreferenceDataset) else "conversations"
     yield (
-        f"{name}: {len(packing.examples):,} conversations in {len(packing):,} rows of {seq_len}, "
+        f"{name}: {len(packing.examples):,} {what} in {len(packing):,} rows of {seq_len}, "
         f"{packing.filled:.1%} filled; {packing.num_learned:,} tokens to learn"
     )
-    total = dataset.num_documents
+    total = dataset.num_documents // dataset.together
     if packing.dropped:
-        yield f"{name}: {packing.dropped:,} of {total:,} conversations are too long and left out"
+        yield f"{name}: {packing.dropped:,} of {total:,} {what} are too long and left out"
     if packing.cut:
-        yield f"{name}: {packing.cut:,} of {total:,} conversations are too long and cut"
+        yield f"{name}: {packing.cut:,} of {total:,} {what} are too long and cut"
     if dataset.split != "train":
         return
     documents, chat = dataset.manifest["documents"], dataset.manifest["chat"]
@@ -206,8 +214,11 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 def origin(data: DataConfig, dataset: Dataset) -> dict[str, Any]:
     """What a run's data identity has beside `state.data_identity`: of a mix the weights and the
-    folders, of a URL the URL, of conversations what happens to long ones."""
-    long = {"long": data.long} if has_examples(dataset) else {}
+    folders, of a URL the URL, of conversations what happens to long ones, of preference pairs the
+    model that they refer to."""
+    long: dict[str, Any] = {"long": data.long} if has_examples(dataset) else {}
+    if isinstance(dataset, PreferenceDataset):
+        long["reference"] = dataset.reference_model
     if isinstance(dataset, MixedDataset):
         corpora = {
             name: location if is_url(location) else str(Path(location).expanduser().resolve())

@@ -260,6 +260,7 @@ class Job:
             **({"skipped": True} if result.skipped else {}),
             **({"loss_scale": self.program.scaler.scale} if self.program.scaler else {}),
             **router,
+            **self.program.preference_metrics("train"),
         }
         # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
@@ -307,7 +308,7 @@ class Job:
         )
         self.state.micro_batch_rows = fewer
         self._add_event("out of memory", self.state.step, micro_batch_rows=fewer, before=rows)
-        self.program.forget_router_statistics()
+        self.program.forget_statistics()
         gc.collect()
         if self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -359,11 +360,21 @@ class Job:
             found, by_corpus = evaluate_validation(
                 self.program, self.validation, self.seq_len, check
             )
+            rows = f"({found.rows} of {found.total_rows} rows)"
+            self.evaluation, self.state.val_loss = found, found.loss
+            if preferred := self.program.preference_metrics("val"):
+                # Of pairs there is neither a perplexity nor a number of bits.
+                bar.message(
+                    f"step {step}: val/loss {found.loss:.4f}, "
+                    f"{preferred['val/reward_accuracy']:.1%} of pairs in the right order, reward "
+                    f"margin {preferred['val/reward_margin']:.3f} {rows}"
+                )
+                pending |= {"val/loss": found.loss, **preferred}
+                return
             bar.message(
                 f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-                f"{found.bits_per_byte:.4f} bits a byte ({found.rows} of {found.total_rows} rows)"
+                f"{found.bits_per_byte:.4f} bits a byte {rows}"
             )
-            self.evaluation, self.state.val_loss = found, found.loss
             pending |= {
                 "val/loss": found.loss,
                 "perplexity": found.perplexity,
@@ -452,7 +463,7 @@ class Job:
         self.state.rows_seen = self._loader.state_dict()["rows_seen"]
         self.state.micro_batch_rows, self.state.events = failed.micro_batch_rows, failed.events
         self._samples = []
-        self.program.forget_router_statistics()
+        self.program.forget_statistics()
         self._logs.drop_after(self._logged_step)
         self._add_event("rollback", failed.step, to_step=self.state.step, reason=str(error))
         bar.message(f"{problem}; back to step {self.state.step}")

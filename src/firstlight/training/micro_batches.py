@@ -36,9 +36,12 @@ def _parts(batch: Batch, rows: int) -> list[Batch]:
     documents: list[torch.Tensor | None] = [None] * len(labels)
     if batch.document_ids is not None:
         documents = [*torch.split(batch.document_ids, rows)]
+    references: list[torch.Tensor | None] = [None] * len(labels)
+    if batch.references is not None:
+        references = [*torch.split(batch.references, rows)]
     return [
-        Batch(ids, part, int((part != IGNORE_INDEX).sum()), own)
-        for ids, part, own in zip(
-            torch.split(batch.input_ids, rows), labels, documents, strict=True
+        Batch(ids, part, int((part != IGNORE_INDEX).sum()), own, known)
+        for ids, part, own, known in zip(
+            torch.split(batch.input_ids, rows), labels, documents, references, strict=True
         )
     ]

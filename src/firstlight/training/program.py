@@ -28,6 +28,7 @@ from firstlight.models.moe import RouterStatistics
 from firstlight.optim.optimizer import Optimizer
 from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe
+from firstlight.training.preference import PreferenceObjective
 from firstlight.training.scaling import LossScaler
 from firstlight.training.step import StepResult, train_step
 
@@ -45,6 +46,7 @@ class TrainingProgram:
     Attributes:
         dtype: of the matrix products.
         scaler: of the loss, with fp16.
+        preference: the loss over preference pairs, of runs on these.
         evaluation_loss: as `loss_sum`, but not compiled.
 
     Raises:
@@ -69,8 +71,10 @@ class TrainingProgram:
         if config.precision == "bf16_params":
             self.model.to(torch.bfloat16)
         self.optimizer, forward = self._shared(initial)
-        self.loss_sum = loss_function(self.model, config, hardware, forward)
-        self.evaluation_loss = plain_loss(self.model, config, hardware)
+        section = recipe.preference
+        self.preference = None if section is None else PreferenceObjective(section)
+        self.loss_sum = loss_function(self.model, config, hardware, forward, self.preference)
+        self.evaluation_loss = plain_loss(self.model, config, hardware, self.preference)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
 
@@ -144,8 +148,16 @@ class TrainingProgram:
             statistics.visits_LE = all_reduce_sum(statistics.visits_LE.clone())
         return statistics.take(tokens)
 
-    def forget_router_statistics(self) -> None:
+    def preference_metrics(self, prefix: str) -> dict[str, float]:
+        """The rewards of the pairs since this was last asked for; {} where there are no pairs."""
+        if self.preference is None:
+            return {}
+        return self.preference.take(prefix, shared=self.engine.world.size > 1)
+
+    def forget_statistics(self) -> None:
         """A step that was begun does not count."""
+        if self.preference is not None:
+            self.preference.forget()
         if self._router_statistics is not None:
             self._router_statistics.loss_sum = self._router_statistics.visits_LE = None
 

@@ -64,6 +64,7 @@ from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
+from firstlight.training.references import for_pairs, give_references
 from firstlight.training.resuming import changed_keys, take_up
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
@@ -151,7 +152,7 @@ def _job(
         tokenizer=None if found is None else lambda: resolve_model_folder(found),
         progress=tell is say,
     )
-    recipe = _masked(recipe, dataset)
+    recipe = for_pairs(_masked(recipe, dataset), dataset, found)
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
@@ -195,6 +196,7 @@ def _job(
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
     origin = str(init_from) if init_from is not None else None
+    give_references(recipe, (dataset, validation), model, newest, init_from, hardware, tell)
     if recipe.lora is not None:
         attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware, engine)
@@ -354,6 +356,11 @@ def _starting_model(
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
         now = tokenizer.vocab_size
+        if recipe.preference is not None:
+            raise ConfigError(
+                f"{init_from} has never seen the {now - old.vocab_size} tokens that the data's "
+                "tokenizer has beyond its own: teach it to answer with them first (data.kind chat)"
+            )
         if recipe.lora is not None:
             raise ConfigError(
                 f"lora freezes the embedding, so the {now - old.vocab_size} tokens that the "

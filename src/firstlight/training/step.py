@@ -28,8 +28,8 @@ class StepResult:
     """What one step measured.
 
     Attributes:
-        loss: what `loss_sum` gave, over the step's valid tokens, before the update: the mean
-            cross-entropy (nats), and with experts the balancing loss times its coefficient.
+        loss: what `loss_sum` gave, over the step's valid tokens or pairs, before the update: the
+            mean cross-entropy (nats), and with experts the balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: valid tokens.
         skipped: whether parameters and moments are as before, because the step was refused or
@@ -52,8 +52,8 @@ def train_step(
 ) -> StepResult:
     """Forward, backward and update over the micro-batches of one global batch.
 
-    The loss is the sum over the whole global batch divided by its valid tokens, so that any
-    cut into micro-batches, and over processes, gives the gradient of one large batch.
+    The loss is the sum over the whole global batch divided by its valid tokens, or pairs, so that
+    any cut into micro-batches, and over processes, gives the gradient of one large batch.
 
     Args:
         batches: of this process.
@@ -73,14 +73,15 @@ def train_step(
     """
     batches = list(batches)
     tokens = sum(batch.num_valid for batch in batches)
+    terms = sum(batch.num_terms for batch in batches)
     if engine is not None:
-        tokens = int(engine.sum(tokens))
+        tokens, terms = int(engine.sum(tokens)), int(engine.sum(terms))
     if tokens == 0:
         raise TrainingError("a global batch has no token to learn from")
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
-    total, norm = _gradients(loss_sum, optimizer, batches, tokens, scale, engine)
-    mean, grad_norm = _mean(total, tokens, engine), float(norm)
+    total, norm = _gradients(loss_sum, optimizer, batches, terms, scale, engine)
+    mean, grad_norm = _mean(total, terms, engine), float(norm)
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(mean) + abs(grad_norm) < math.inf
     if scaler is not None and not finite:
@@ -101,23 +102,23 @@ def train_step(
     return StepResult(mean, grad_norm, tokens, skipped=not accepted)
 
 
-def _mean(total: Tensor, tokens: int, engine: Engine | None) -> float:
+def _mean(total: Tensor, terms: int, engine: Engine | None) -> float:
     if engine is None or engine.world.size == 1:
-        return float(total / tokens)
-    return engine.sum(float(total)) / tokens
+        return float(total / terms)
+    return engine.sum(float(total)) / terms
 
 
 def _gradients(
     loss_sum: LossFunction,
     optimizer: Optimizer,
     batches: list[Batch],
-    tokens: int,
+    terms: int,
     scale: float,
     engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
     """Fill in the clipped gradients; return the summed loss and their norm before clipping."""
     try:
-        return _passes(loss_sum, optimizer, batches, tokens, scale, engine)
+        return _passes(loss_sum, optimizer, batches, terms, scale, engine)
     except (RuntimeError, MemoryError) as error:
         # Updates in the backward pass may have been made: nothing can be repeated there. Nor where
         # other processes wait for this one's gradients.
@@ -138,21 +139,21 @@ def _passes(
     loss_sum: LossFunction,
     optimizer: Optimizer,
     batches: list[Batch],
-    tokens: int,
+    terms: int,
     scale: float,
     engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
     joined = None if engine is None else engine.joined_norm
     if engine is not None and engine.pipeline is not None:
-        found = engine.pipeline.pass_all(loss_sum, batches, tokens / scale)
+        found = engine.pipeline.pass_all(loss_sum, batches, terms / scale)
         return found, optimizer.clip_gradients(scale, joined)
     total: Tensor | None = None
     factor = 1 if engine is None else engine.loss_factor
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         with contextlib.nullcontext() if engine is None else engine.backward_pass(last=last):
-            loss = loss_sum(batch.input_ids, batch.labels, batch.document_ids)
-            scaled = loss * factor / (tokens / scale)
+            loss = loss_sum(*batch.inputs)
+            scaled = loss * factor / (terms / scale)
             if engine is None:
                 scaled.backward()  # type: ignore[no-untyped-call]
             else:

@@ -1,0 +1,64 @@
+"""The recipes that come with the program: each reads as it stands, and the tour's fit together."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from firstlight.data.conversations import to_conversation
+from firstlight.data.pairs import to_pair
+from firstlight.training.config import load_recipe
+
+_ROOT = Path(__file__).resolve().parents[2]
+_RECIPES = sorted((_ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
+def test_a_recipe_reads_as_it_stands(path: Path) -> None:
+    recipe = load_recipe(path)
+    # Its resolved form, which is saved with the run, says the same.
+    assert type(recipe).model_validate(recipe.model_dump()) == recipe
+    rows = recipe.batch.micro_batch_size
+    if recipe.data.seq_len is not None and isinstance(rows, int):
+        assert recipe.batch.accumulation(recipe.data.seq_len) >= 1
+
+
+@pytest.fixture(scope="module")
+def tour() -> ModuleType:
+    """scripts/tour.py."""
+    specification = importlib.util.spec_from_file_location("tour", _ROOT / "scripts" / "tour.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["tour"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_tours_recipes_write_where_the_next_one_begins(tour: ModuleType) -> None:
+    stages = {stage: load_recipe(_ROOT / "recipes" / f"tour-{stage}.yaml") for stage in tour.STAGES}
+    for stage, recipe in stages.items():
+        assert recipe.run.dir == f"{tour.FOLDER}/{stage}"
+        assert (recipe.model is not None) == (stage == "pretrain")
+    assert stages["pretrain"].data.dir == str(tour.DATA)
+    assert [corpus.dir for corpus in stages["continue"].data.mix or ()] == [
+        str(tour.DATA),
+        str(tour.PROSE),
+    ]
+    assert stages["sft"].data.files == [str(tour.INSTRUCTIONS)]
+    assert stages["dpo"].data.files == [str(tour.PAIRS)]
+    assert stages["dpo"].preference is not None
+
+
+def test_what_the_tour_asks_is_fit_to_be_learned(tour: ModuleType) -> None:
+    asked = tour.questions()
+    assert asked == tour.questions()
+    assert len(asked) > 500
+    assert (tour.QUESTION, "json") in asked
+    for question, answer in asked:
+        to_conversation({"instruction": question, "output": answer})
+        to_pair({"prompt": question, "chosen": answer, "rejected": tour.winded(answer)})
