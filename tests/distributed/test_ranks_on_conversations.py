@@ -27,6 +27,7 @@ def train(recipe: dict[str, Any], processes: int) -> list[dict[str, Any]]:
     return lines[:-1]
 
 
+@pytest.mark.slow
 def test_losses_on_conversations_are_those_of_one_process(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,8 @@ def _train_until(recipe: Any, processes: int, stop: int, **options: Any) -> list
     return [line for line in lines if line["step"] <= stop]
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_resumed_run_of_two_processes_is_the_one_that_was_not_stopped(
     tmp_path: Path, shards: Path, engine: str
 ) -> None:

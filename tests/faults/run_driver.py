@@ -79,7 +79,9 @@ class Child:
             self.result["events"] = self._events
 
     def _train(self, *arguments: Any, **options: Any) -> Any:
-        return train(*arguments, **{**options, "progress": False}, on_step=self._on_step)
+        # A forecast would be most of these runs.
+        options |= {"progress": False, "forecaster": None}
+        return train(*arguments, **options, on_step=self._on_step)
 
     def _on_step(self, record: Mapping[str, Any]) -> None:
         run = Path(self.recipe).with_suffix("")

@@ -81,7 +81,7 @@ def test_only_what_a_model_can_use_is_measured() -> None:
 
 @pytest.mark.parametrize(
     "engines",
-    [["fsdp", "pipeline"], pytest.param(list(ENGINES), marks=pytest.mark.slow)],
+    [["fsdp"], pytest.param(list(ENGINES), marks=pytest.mark.slow)],
 )
 def test_two_processes_are_measured(tmp_path: Path, engines: list[str]) -> None:
     recipe = tmp_path / "recipe.yaml"

@@ -76,6 +76,33 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert found["measured"]["tokens_per_second"] > 0
 
 
+class Broken:
+    """Knows nothing, and says so badly."""
+
+    def forecast(self, *_: object) -> Forecast | None:
+        raise KeyError("float16")
+
+    def advise(self, *_: object) -> str | None:
+        raise KeyError("float16")
+
+
+def test_no_run_ends_for_a_forecast(
+    recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = firstlight.train(recipe, forecaster=Broken(), progress=True)
+    assert "memory and speed can't be predicted: KeyError: 'float16'" in capfd.readouterr().err
+    assert not (result.run_folder / FORECAST_NAME).exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "bf16_params"])
+def test_every_precision_has_a_forecast(precision: str) -> None:
+    found = RunForecaster().forecast(
+        settled(efficiency={"precision": precision, "compile": False}), _CPU, 1
+    )
+    assert found is not None
+    assert found.tokens_per_second is not None
+
+
 def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
     comparison = Comparison(_CPU)
     assert comparison.write(tmp_path) is None

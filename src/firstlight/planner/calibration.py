@@ -121,7 +121,9 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
         dtype = _dtype_text(product.dtype)
         sizes = tuple(map(_log2, (product.batch, product.m, product.n, product.k)))
         group = f"product {dtype} {product.layout}"
-        return Features(f"{product.layout} {key}", group, sizes, product.flops, dtype)
+        # Of other dtypes there is no reference; what is measured of them counts in fp32's.
+        reference = dtype if dtype == "bfloat16" else "float32"
+        return Features(f"{product.layout} {key}", group, sizes, product.flops, reference)
     if is_attention(operator):
         shape, kept = next(layout for layout in operator.inputs if len(layout[0]) == 4)
         batch, heads, tokens, size = shape

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
@@ -22,6 +22,8 @@ from firstlight.training.report import draw_report
 from firstlight.training.setup import set_up
 from firstlight.training.starts import record_start
 from firstlight.training.stopping import Stopping, StopRequestedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,21 @@ def _predict(
 ) -> None:
     """Ask what the run is expected to take, and who to ask when memory runs out."""
     recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
-    comparison.forecast = forecaster.forecast(recipe, hardware, size)
+    comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
     if comparison.forecast is not None:
         tell(f"predicted: {comparison.forecast.in_words}")
-    job.advise = lambda: forecaster.advise(job.recipe_now, hardware)
+    job.advise = lambda: _asked(lambda: forecaster.advise(job.recipe_now, hardware), tell)
     job.tell = tell
+
+
+def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
+    """An answer; None where there is an error in its place, since no run is to end for what was
+    only asked beside it."""
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001
+        tell(f"memory and speed can't be predicted: {type(error).__name__}: {error}")
+        return None
 
 
 def _ignore(_: str) -> None:
