@@ -181,6 +181,15 @@ def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch
         planned_recipe(settled(), _CPU, lambda _: None)
 
 
+def test_what_can_not_work_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    trying(monkeypatch, 8)
+    wrong = settled(
+        efficiency={"compile": False, "precision": "fp32", "optimizer_in_backward": True}
+    )
+    with pytest.raises(ConfigError, match="optimizer_in_backward"):
+        planned_recipe(wrong, _CPU, lambda _: None)
+
+
 def test_a_machine_without_a_store_is_calibrated_by_its_reference_alone() -> None:
     from firstlight.planner.pace import this_calibration
 

@@ -103,7 +103,16 @@ def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
     assert settled.efficiency.compile is False
     assert settled.efficiency.attention == "flex"
     assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
-    assert settle(recipe(), find_machine("V100 16GB")).efficiency.precision == "fp16"
+    # fp16 is for who asks for it, as in a run.
+    v100 = find_machine("V100 16GB")
+    assert settle(recipe(), v100).efficiency.precision == "fp32"
+    assert "precision fp16" in dict(methods(settle(recipe(), v100), v100))
+    both = {"global_batch_tokens": 1024, "gradient_accumulation_steps": 4}
+    assert settle(recipe(batch=both), gpu).batch.rows == 4
+    dropout = {**_MODEL, "model_type": "gpt2", "attn_pdrop": 0.1}
+    del dropout["intermediate_size"]
+    masked = recipe(model=dropout, data={"dir": "/nowhere", "document_masking": True})
+    assert settle(masked, gpu).efficiency.attention == "sdpa"
 
 
 def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
@@ -184,6 +193,30 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert "4 devices with fsdp" in names
     assert "2 devices with fsdp" not in names
     assert all(one["rows"] == 1 for one in asked[-5:])
+
+
+def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
+    asked = fake_outcomes(monkeypatch, rows, 4 * _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    search.best_way(settle(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine)
+    assert not any("optimizer.name" in one for one in asked)
+    asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
+    for name, is_asked in (("adamw", True), ("muon", False)):
+        asked.clear()
+        search.best_way(settle(recipe(optimizer={"name": name}), machine), machine)
+        assert any("optimizer.name" in one for one in asked) is is_asked
+
+
+def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
+    machine = find_machine("V100 16GB")
+    plain = settle(recipe(efficiency={"precision": "fp16"}), machine)
+    ways = {name: changes for name, changes, _ in search._ways_out(plain, machine)}
+    changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
+    assert changed.efficiency.compile is False
+    assert changed.efficiency.precision == "fp32"
 
 
 def test_methods_are_those_that_the_recipe_does_not_have() -> None:

@@ -96,6 +96,8 @@ def plan_command(
                 say(block)
             else:
                 say_table(block)
+        if write is not None and search and plan.chosen is None:
+            raise ConfigError(f"{write} is not written: nothing fits")
         if write is not None:
             write_recipe(write, plan.chosen or plan.recipe)
             say(f"written: {write}")

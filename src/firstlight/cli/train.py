@@ -142,7 +142,19 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     folder = Path(recipe.run.dir)
     if resume and list_checkpoints(folder) and (folder / RECIPE_NAME).is_file():
         before = load_recipe(folder / RECIPE_NAME)
-        return recipe.model_copy(update={"batch": before.batch, "efficiency": before.efficiency})
+        optimizer = recipe.optimizer.model_copy(
+            update={
+                "name": before.optimizer.name,
+                "eight_bit_library": before.optimizer.eight_bit_library,
+            }
+        )
+        return recipe.model_copy(
+            update={
+                "batch": before.batch,
+                "efficiency": before.efficiency,
+                "optimizer": optimizer,
+            }
+        )
     return planned_recipe(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
@@ -182,7 +194,7 @@ def _unknown_option(argument: str, name: str) -> str:
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
-    own = ("resume", "init-from", "new-rows", "json", *LAUNCH_OPTIONS)
+    own = ("resume", "init-from", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
     options = [f"--{option}" for option in (*own, *known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

@@ -19,6 +19,7 @@ from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import (
     BUSY_TOKENS,
     best_way,
+    cut_freely,
     micro_batches,
     nearest_ways,
     rows_a_step,
@@ -33,6 +34,9 @@ _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation ch
 
 _GIB = 2**30
 
+#: For a forecast in a process of its own.
+_MOST_SECONDS = 90.0
+
 
 class RunForecaster:
     """Predicts the runs of this machine; see `training.forecast.Forecaster`."""
@@ -44,7 +48,7 @@ class RunForecaster:
         if recipe.efficiency.compile is True:
             # What is compiled to be looked at is kept by torch, and no code to train with.
             return _forecast_elsewhere(recipe, hardware, processes)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             return _forecast(recipe, hardware, processes)
 
     def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
@@ -52,7 +56,7 @@ class RunForecaster:
         machine = _this_machine(hardware, 1)
         if machine is None or recipe.efficiency.compile is True or recipe.preference is not None:
             return None
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             return _advice(recipe, machine)
 
 
@@ -79,15 +83,20 @@ def _forecast_elsewhere(recipe: Recipe, hardware: Hardware, processes: int) -> F
         "device": str(hardware.device),
         "processes": processes,
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "firstlight.planner.automatic"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "firstlight.planner.automatic"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            # Other processes wait for this one, and take it for gone after their timeout.
+            timeout=min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2),
+        )
+    except subprocess.TimeoutExpired:
+        return None
     found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     if found is None:
         return None
@@ -169,7 +178,12 @@ def planned_recipe(
     machine = _this_machine(hardware, 1)
     if machine is None:
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
-    settled = settle(recipe, machine, init_from)
+    if recipe.preference is not None:
+        raise ConfigError("--plan auto does not know preferences: leave it out")
+    settled = cut_freely(settle(recipe, machine, init_from))
+    first = Oracle(measures=False).answer(Question(settled, machine, evaluates=False))
+    if first.problem:
+        raise ConfigError(first.problem)
     best = best_way(settled, machine)
     if best is None:
         names = [one.name for one in nearest_ways(settled, machine)]

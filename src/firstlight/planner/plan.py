@@ -16,7 +16,7 @@ from firstlight.planner.machine import Machine
 from firstlight.planner.methods import method_table
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.reasons import reasons_for
-from firstlight.planner.search import best_way, nearest_ways
+from firstlight.planner.search import best_way, cut_freely, nearest_ways
 from firstlight.planner.settling import prepared_vocabulary, settle, with_changes
 from firstlight.training.config import Recipe
 
@@ -148,7 +148,7 @@ def make_plan(
         raise ConfigError(first.problem)
     plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first)
     if searches:
-        best = best_way(_cut_freely(recipe, settled), machine, oracle, tell)
+        best = best_way(cut_freely(settled), machine, oracle, tell)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
         nearest = [] if best is not None else nearest_ways(settled, machine, oracle, tell)
         methods = method_table(settled, machine, oracle, tell)
@@ -158,17 +158,6 @@ def make_plan(
     if budget is not None and budget.is_given:
         plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, oracle, tell))
     return plan
-
-
-def _cut_freely(recipe: Recipe, settled: Recipe) -> Recipe:
-    """With the batch of a step kept, and its cut into micro-batches open.
-
-    A step of which nothing is said is the micro-batch of the recipe.
-    """
-    if settled.batch.global_batch_tokens is None:
-        return settled
-    batch = settled.batch.model_copy(update={"gradient_accumulation_steps": None})
-    return settled.model_copy(update={"batch": batch})
 
 
 #: How often a smaller model is tried where the suggested one turns out not to fit.
@@ -193,7 +182,8 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     assert best.tokens_per_second is not None
     flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
     prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
-    most_parameters = machine.usable_bytes / _STATE_BYTES
+    pieces = machine.count if recipe.distributed.engine == "fsdp" else 1
+    most_parameters = pieces * machine.usable_bytes / _STATE_BYTES
     for _ in range(_TRIES):
 
         def rate(config: ModelConfig, most: float = most_parameters) -> float | None:
@@ -210,11 +200,25 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
             unique_tokens=None if prepared is None else float(prepared[1]),
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
+        found = _for_all_devices(found, seq_len * machine.count)
         way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
         if way is not None:
             return {"suggestion": _timed(found, way), "suggested": way}
         most_parameters = 0.8 * found.parameters
     raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+
+
+def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
+    """With a batch that all devices can share evenly.
+
+    Args:
+        least: tokens of one row of each.
+    """
+    batch = -(-found.global_batch_tokens // least) * least
+    steps = max(found.tokens // batch, 1)
+    return dataclasses.replace(
+        found, global_batch_tokens=batch, max_steps=steps, tokens=steps * batch
+    )
 
 
 def _flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -42,7 +42,10 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
             yield f"  {one.name}: {in_words(one)}"
             yield from _settings(one, {})
     elif plan.methods:
-        yield "nothing fits, with any method or with up to 64 such devices: take a smaller model"
+        yield (
+            "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, more "
+            "devices, as far as they go with the recipe): take a smaller model"
+        )
     if plan.suggestion is not None and plan.suggested is not None:
         yield from _suggestion(plan)
 

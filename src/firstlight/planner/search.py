@@ -70,6 +70,9 @@ def best_way(
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
         if changes and not wanted:
             continue
+        if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
+            # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
+            continue
         tell(name)
         one = largest_that_fits(recipe, machine, name, wanted, oracle)
         if one is None:
@@ -111,6 +114,17 @@ def largest_that_fits(
         if one.fits:
             return one
     return second
+
+
+def cut_freely(settled: Recipe) -> Recipe:
+    """With the batch of a step kept, and its cut into micro-batches open.
+
+    A step of which nothing is said is the micro-batch of the recipe.
+    """
+    if settled.batch.global_batch_tokens is None:
+        return settled
+    batch = settled.batch.model_copy(update={"gradient_accumulation_steps": None})
+    return settled.model_copy(update={"batch": batch})
 
 
 def micro_batches(recipe: Recipe, machine: Machine) -> Iterator[int]:
@@ -200,10 +214,22 @@ def nearest_ways(
 
 def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any], Machine]]:
     if recipe.lora is None:
-        yield "LoRA, rank 16", {"lora": _LORA}, machine
-        yield "LoRA, rank 16, base in 4 bits", {"lora": {**_LORA, "quantize": "nf4"}}, machine
+        alone = {"distributed.engine": "auto"} if machine.count == 1 else {}
+        yield "LoRA, rank 16", {"lora": _LORA, **alone}, machine
+        yield (
+            "LoRA, rank 16, base in 4 bits",
+            {"lora": {**_LORA, "quantize": "nf4"}, **alone},
+            machine,
+        )
     if machine.target.kind == "cuda" and recipe.lora is None:
-        offload = {"distributed.engine": "deepspeed", "distributed.offload": "cpu"}
+        offload: dict[str, Any] = {
+            "distributed.engine": "deepspeed",
+            "distributed.offload": "cpu",
+            # What it doesn't go with.
+            "efficiency.compile": False,
+        }
+        if recipe.efficiency.precision == "fp16":
+            offload["efficiency.precision"] = "fp32"
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine
         for count in (2, 4, 8, 16, 32, 64):
             if count > machine.count:

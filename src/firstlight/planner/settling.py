@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 
+from firstlight.checkpoint import resolve_model_folder
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
+from firstlight.models import GPT2Config
 from firstlight.planner.machine import Machine
 from firstlight.training.config import DEFAULT_ROWS, Recipe, parse_recipe
 
 #: A vocabulary from which the logits are worth cutting up, and by how many tokens.
 _LARGE_VOCABULARY, _CHUNK_TOKENS = 16384, 1024
+
+#: Of a forward pass, as a run takes it.
+_BUSY_CPU_TOKENS = 1024
 
 
 def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -61,7 +66,9 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
     config = recipe.efficiency
     on_cpu = machine.target.kind == "cpu"
     changes: dict[str, Any] = {"data.seq_len": seq_len}
-    precision = config.precision if config.precision != "auto" else machine.precision
+    # As a run decides: fp16 is for who asks for it.
+    usual = "bf16" if machine.precision == "bf16" else "fp32"
+    precision = config.precision if config.precision != "auto" else usual
     changes["efficiency.precision"] = precision
     if config.compile == "auto":
         # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
@@ -73,7 +80,8 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
     compiles = changes.get("efficiency.compile", config.compile) is True
     if config.attention == "auto":
         blockwise = on_cpu and compiles and precision == "bf16" and seq_len <= _CHUNK_TOKENS
-        flex = not on_cpu and recipe.data.document_masking
+        dropout = recipe.model.attn_pdrop if isinstance(recipe.model, GPT2Config) else 0.0
+        flex = not on_cpu and recipe.data.document_masking and not dropout
         changes["efficiency.attention"] = "blockwise" if blockwise else "flex" if flex else "sdpa"
     if config.loss_chunk_tokens is None:
         large = recipe.model.vocab_size >= _LARGE_VOCABULARY and recipe.lora is None
@@ -87,7 +95,8 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
-        return recipe.model_copy(update={"model": read_config(Path(init_from))})
+        source = resolve_model_folder(init_from)
+        return recipe.model_copy(update={"model": read_config(source)})
     if recipe.model is None:
         raise ConfigError(
             "the recipe has no model: add a `model:` section, or give the folder of the weights "
@@ -117,9 +126,14 @@ def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
 
 
 def _usual_rows(recipe: Recipe, seq_len: int, machine: Machine) -> int:
-    """Rows of a micro-batch where nothing is said: as many as cut the step evenly, up to 8."""
-    tokens = recipe.batch.global_batch_tokens
+    """Rows of a micro-batch where nothing is said: as many as cut the step evenly, up to 8; on a
+    CPU no more than keep it busy."""
+    tokens, most = recipe.batch.global_batch_tokens, DEFAULT_ROWS
     if tokens is None:
-        return DEFAULT_ROWS
+        return most
     total = max(tokens // seq_len // machine.count, 1)
-    return next(rows for rows in range(min(total, DEFAULT_ROWS), 0, -1) if total % rows == 0)
+    if accumulation := recipe.batch.gradient_accumulation_steps:
+        return max(total // accumulation, 1)
+    if machine.target.kind == "cpu":
+        most = min(max(_BUSY_CPU_TOKENS // seq_len, 1), most)
+    return next(rows for rows in range(min(total, most), 0, -1) if total % rows == 0)
