@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firstlight.bench.planner_memory_once import memory_once
+from firstlight.bench.planner_speed import percentile
 
 #: What is asked of predictions: the error of 95 of 100, and how much may be missing.
 ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
@@ -257,14 +258,8 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "count": len(good),
         "failed": len(results) - len(good),
-        "error_95": percentile([abs(one["error"]) for one in good], 0.95),
+        "error_95": percentile(sorted(abs(one["error"]) for one in good), 0.95),
         "median_error": statistics.median(abs(one["error"]) for one in good),
         "worst_shortage": max(0.0, *(-one["error"] for one in good)),
-        "prediction_seconds_95": percentile([one["seconds"] for one in good], 0.95),
+        "prediction_seconds_95": percentile(sorted(one["seconds"] for one in good), 0.95),
     }
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The least value that so large a share of all is no larger than."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * share // 1).__int__() - 1)]

@@ -7,6 +7,7 @@ the one of `models.accounting.rank_memory`, which is compared with what two real
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from firstlight.errors import ConfigError
 from firstlight.models.accounting import rank_memory
@@ -88,7 +89,14 @@ def _of_fsdp(prediction: MemoryPrediction, recipe: Recipe, processes: int) -> Me
         parts = {name: size for name, size in parts.items() if size}
         return PhasePeak(sum(parts.values()), parts)
 
-    phases = {name: cut(peak) for name, peak in prediction.phases.items()}
+    return _with_peaks(prediction, cut, shared.host)
+
+
+def _with_peaks(
+    prediction: MemoryPrediction, changed: Callable[[PhasePeak], PhasePeak], host_bytes: int
+) -> MemoryPrediction:
+    """With every phase's peak changed, and more in the host's memory."""
+    phases = {name: changed(peak) for name, peak in prediction.phases.items()}
     phase = max(phases, key=lambda name: phases[name].bytes)
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
@@ -98,7 +106,7 @@ def _of_fsdp(prediction: MemoryPrediction, recipe: Recipe, processes: int) -> Me
         parts=phases[phase].parts,
         phases=phases,
         reserved_bytes=phases[phase].bytes + gaps,
-        host_bytes=prediction.host_bytes + shared.host,
+        host_bytes=prediction.host_bytes + host_bytes,
     )
 
 
@@ -108,7 +116,7 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
     stage = recipe.distributed.zero_stage or 2
     cut = _CUT[::-1][:stage]
     offloads = recipe.distributed.offload != "none"
-    moved = [name for name in cut if offloads]
+    moved = cut if offloads else ()
 
     def shared(peak: PhasePeak) -> PhasePeak:
         parts = {
@@ -122,23 +130,11 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
         max(peak.parts.get(name, 0) for peak in prediction.phases.values()) // processes
         for name in moved
     )
-    phases = {name: shared(peak) for name, peak in prediction.phases.items()}
-    phase = max(phases, key=lambda name: phases[name].bytes)
-    gaps = prediction.reserved_bytes - prediction.peak_bytes
-    return dataclasses.replace(
-        prediction,
-        peak_bytes=phases[phase].bytes,
-        phase=phase,
-        parts=phases[phase].parts,
-        phases=phases,
-        reserved_bytes=phases[phase].bytes + gaps,
-        host_bytes=prediction.host_bytes + host,
-        notes=(
-            *prediction.notes,
-            "DeepSpeed is worked out, not traced: its buffers of up to 500 million numbers come on "
-            "top",
-        ),
+    found = _with_peaks(prediction, shared, host)
+    note = (
+        "DeepSpeed is worked out, not traced: its buffers of up to 500 million numbers come on top"
     )
+    return dataclasses.replace(found, notes=(*found.notes, note))
 
 
 def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int = 0) -> Exchange:
