@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,30 @@ _TEMPLATE = (
 )
 
 
-def train(recipe: dict[str, Any], processes: int) -> list[dict[str, Any]]:
+def train(recipe: dict[str, Any], processes: int, **options: Any) -> list[dict[str, Any]]:
     """The metrics of all steps."""
-    results = run_ranks(_DRIVER, [json.dumps({"recipe": recipe})], processes)
+    results = run_ranks(_DRIVER, [json.dumps({"recipe": recipe, **options})], processes)
     for rank, result in enumerate(results):
         assert result.returncode == 0, f"rank {rank}: {result.stderr}"
     lines = [json.loads(line) for line in results[0].stdout.splitlines() if line[:1] == "{"]
     return lines[:-1]
 
 
-@pytest.mark.slow
-def test_losses_on_conversations_are_those_of_one_process(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def write_lines(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def conversations(tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A recipe."""
     tokenizer.extended([], _TEMPLATE).save_pretrained(tmp_path / "tok")
     records = [
         {"instruction": f"the light {n}", "output": " ".join(["dawn", "star"] * (n % 5 + 1))}
         for n in range(60)
     ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    recipe: dict[str, Any] = {
+    write_lines(tmp_path / "a.jsonl", records)
+    return {
         "model": {
             "model_type": "llama",
             "hidden_size": 16,
@@ -55,14 +60,61 @@ def test_losses_on_conversations_are_those_of_one_process(
         "evaluation": {"every_steps": 4, "sample_prompts": ["the light 3"]},
         "efficiency": {"precision": "fp32", "compile": False},
     }
+
+
+@pytest.mark.slow
+def test_losses_on_conversations_are_those_of_one_process(
+    tmp_path: Path, conversations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for name, processes in (("none", 1), ("ddp", 2), ("fsdp", 2)):
         # Each has to prepare them, all of its processes at the same moment.
         monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / f"cache-{name}"))
-        run = {"run": {"dir": str(tmp_path / name), "device": "cpu"}}
-        engine = {} if name == "none" else {"distributed": {"engine": name}}
-        found.append(train({**recipe, **run, **engine}, processes))
+        found.append(train({**conversations, **way(tmp_path, name)}, processes))
         assert len([p for p in (tmp_path / f"cache-{name}" / "chat").iterdir() if p.is_dir()]) == 1
+    require_same(found)
+
+
+@pytest.mark.slow
+def test_preferences_of_processes_are_those_of_one(
+    tmp_path: Path, conversations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    train({**conversations, **way(tmp_path, "base")}, 1)
+    records = [
+        {
+            "prompt": f"the light {n}",
+            "chosen": " ".join(["dawn"] * (n % 4 + 1)),
+            "rejected": " ".join(["star"] * (n % 3 + 1)),
+        }
+        for n in range(50)
+    ]
+    data = {"kind": "preference", "files": str(write_lines(tmp_path / "pairs.jsonl", records))}
+    recipe = {**conversations, "data": data}
+    del recipe["model"]
+    found = []
+    for name, processes in (("none", 1), ("ddp", 2), ("fsdp", 2)):
+        # The reference's log-probabilities too.
+        monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / f"cache-{name}"))
+        run = {**recipe, **way(tmp_path, name)}
+        found.append(train(run, processes, init_from=str(tmp_path / "base")))
+    assert found[0][0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found[0][-1]["train/loss"] < 0.69
+    require_same(found)
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            for key in (key for key in one if "/reward" in key):
+                assert two[key] == pytest.approx(one[key], abs=1e-5), key
+
+
+def way(folder: Path, name: str) -> dict[str, Any]:
+    """The sections of a run by an engine."""
+    run = {"run": {"dir": str(folder / name), "device": "cpu"}}
+    return {**run, "distributed": {"engine": name}} if name in ("ddp", "fsdp") else run
+
+
+def require_same(found: list[list[dict[str, Any]]]) -> None:
+    """All runs have the first one's losses."""
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one["tokens_seen"] == two["tokens_seen"]

@@ -69,7 +69,6 @@ def _some(*names: str) -> list[Case]:
 def test_predictions_are_what_real_steps_take() -> None:
     """In processes of their own; exact but for what kernels take inside."""
     cases = _some(
-        "gpt2 small, 1 x 256, plain",
         "llama small, 1 x 256, accumulation",
         "gpt2 medium, 8 x 1024, evaluation",
         "llama medium, generation, int8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -24,16 +25,19 @@ from firstlight.planner.compute_optimal import (
 _VOCAB, _ROW = 32000, 1024
 
 
-def flops_of(config: LlamaConfig) -> float:
-    return train_flops_per_token(meta_model(config), _ROW)
+@functools.cache
+def counts_of(config: LlamaConfig) -> tuple[int, float]:
+    """Parameters, and FLOPs of a token."""
+    model = meta_model(config)
+    return sum(p.numel() for p in model.parameters()), train_flops_per_token(model, _ROW)
 
 
 def rate_of(flops: float, memory: float = math.inf) -> Callable[[LlamaConfig], float | None]:
     """Of hardware that only multiplies, and holds 16 bytes for each parameter."""
 
     def rate(config: LlamaConfig) -> float | None:
-        parameters = sum(p.numel() for p in meta_model(config).parameters())
-        return flops / flops_of(config) if 16 * parameters <= memory else None
+        parameters, each = counts_of(config)
+        return flops / each if 16 * parameters <= memory else None
 
     return rate
 
@@ -67,10 +71,7 @@ def test_batches_grow_with_compute_and_learning_rates_shrink() -> None:
 
 
 def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
-    sizes = [
-        sum(p.numel() for p in meta_model(config).parameters())
-        for config in model_ladder(_VOCAB, _ROW)
-    ]
+    sizes = [counts_of(config)[0] for config in model_ladder(_VOCAB, _ROW)]
     assert sizes == sorted(sizes)
     assert sizes[0] < 6e6
     assert 50e9 < sizes[-1] < 80e9
@@ -87,8 +88,8 @@ def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int)
     assert found.tokens == found.max_steps * found.global_batch_tokens
     # No other rung is better.
     for config in model_ladder(_VOCAB, _ROW):
-        parameters = sum(p.numel() for p in meta_model(config).parameters())
-        tokens = 10**exponent / flops_of(config)
+        parameters, each = counts_of(config)
+        tokens = 10**exponent / each
         loss = LAWS[1].loss(found.parameters, found.tokens)
         assert loss <= LAWS[1].loss(parameters, tokens) + 0.01
 

@@ -281,6 +281,12 @@ def test_rows_without_as_many_pairs_count_for_what_they_have(split: PreferenceDa
         loss(rows_to_batch(split, [row], CONTEXT, 0, document_masking=True)) for row in range(rows)
     ]
     assert loss(whole) == pytest.approx(sum(alone), rel=1e-12)
+    counted = objective.take("val")
+    loss(whole)
+    # What a process computes so that others can go on.
+    assert loss(whole.uncounted()) == 0
+    assert whole.uncounted().num_terms == 0
+    assert objective.take("val") == pytest.approx(counted, rel=1e-12)
 
 
 # Runs
@@ -341,6 +347,9 @@ def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
     assert lines[-1]["val/reward_accuracy"] > 0.9
     assert lines[-1]["val/loss"] < math.log(2) - 0.05
     assert "perplexity" not in lines[-1]
+    assert result.evaluation is not None
+    assert result.evaluation.loss == lines[-1]["val/loss"]
+    assert math.isnan(result.evaluation.perplexity)
     # What the metrics say of the held-out pairs is what the two models make of them.
     dataset = open_split(load_trainer_state(result.checkpoint)["data"]["dir"], "val")
     assert isinstance(dataset, PreferenceDataset)
@@ -369,6 +378,32 @@ def test_accumulated_batches_give_the_same_run(
     for one, other in zip(records_of(pairs), records_of(cut), strict=True):
         assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
         assert one["train/reward_margin"] == pytest.approx(other["train/reward_margin"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "efficiency, bound",
+    [
+        ({"compile": True, "compile_backend": "aot_eager"}, 1e-4),
+        ({"activation_checkpointing": "full", "vocab_multiple": 64}, 1e-4),
+        ({"precision": "bf16"}, 0.03),
+        ({"precision": "bf16_params", "activation_checkpointing": "selective"}, 0.05),
+    ],
+    ids=["compiled", "checkpointing", "bf16", "bf16_params"],
+)
+def test_efficiency_methods_give_the_run_without_them(
+    pairs: dict[str, Any], base: Path, tmp_path: Path, efficiency: dict[str, Any], bound: float
+) -> None:
+    pairs["schedule"]["max_steps"] = 4
+    train(pairs, init_from=base)
+    other = {**pairs, "run": {**pairs["run"], "dir": str(tmp_path / "other")}}
+    other["efficiency"] = {**pairs.get("efficiency", {}), **efficiency}
+    train(other, init_from=base)
+    found, plain = records_of(other), records_of(pairs)
+    # The reference is computed as the model is: in the first step nothing lies between them.
+    assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=max(bound / 10, 1e-5))
+    for one, line in zip(plain, found, strict=True):
+        assert line["train/loss"] == pytest.approx(one["train/loss"], rel=bound)
+        assert line["train/reward_margin"] == pytest.approx(one["train/reward_margin"], abs=bound)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])

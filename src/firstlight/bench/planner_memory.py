@@ -92,6 +92,7 @@ _METHODS: dict[str, dict[str, Any]] = {
         "optimizer.max_grad_norm": 0.0,
     },
     "documents": {"data.document_masking": True},
+    "pairs": {"data.kind": "preference", "preference": {"beta": 0.1}},
     "lora": {"lora": {"rank": 8}},
     "compile": {"efficiency.compile": True},
     "compile bf16": {"efficiency.compile": True, "efficiency.precision": "bf16"},

@@ -21,6 +21,9 @@ from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
+#: Of a row of preference pairs.
+_ANSWERS = 6
+
 
 def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict and measure.
@@ -82,7 +85,7 @@ def _training(recipe: Recipe, *, evaluates: bool) -> MeasuredMemory:
         if evaluates:
             program.model.eval()
             with torch.inference_mode():
-                program.evaluation_loss(batch.input_ids, batch.labels, batch.document_ids)
+                program.evaluation_loss(*batch.inputs)
         else:
             for _ in range(2):
                 program.step(batches, share_of_peak=1.0)
@@ -111,10 +114,14 @@ def _batch(recipe: Recipe) -> Batch:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
-    documents = None
-    if recipe.data.document_masking:
-        documents = (torch.arange(shape[1]) // 100).to(torch.int32).expand(shape).contiguous()
-    return Batch(ids, ids.clone(), ids.numel(), documents)
+    if not recipe.data.document_masking:
+        return Batch(ids, ids.clone(), ids.numel())
+    length = 100 if recipe.preference is None else -(-shape[1] // _ANSWERS)
+    documents = (torch.arange(shape[1]) // length).to(torch.int32).expand(shape).contiguous()
+    references = None
+    if recipe.preference is not None:
+        references = torch.zeros((shape[0], _ANSWERS), dtype=torch.float64)
+    return Batch(ids, ids.clone(), ids.numel(), documents, references)
 
 
 def _generation(recipe: Recipe, options: Mapping[str, Any]) -> MeasuredMemory:

@@ -121,9 +121,15 @@ def train_command(
         "step": result.step,
         "tokens_seen": result.tokens_seen,
         "train/loss": result.train_loss,
-        "evaluation": dataclasses.asdict(result.evaluation) if result.evaluation else None,
+        "evaluation": None if result.evaluation is None else _figures(result.evaluation),
         "stopped_by": result.stopped_by,
     }
+
+
+def _figures(evaluation: Any) -> dict[str, Any]:
+    """An evaluation's; of preference pairs there are none of some."""
+    found = dataclasses.asdict(evaluation)
+    return {key: value for key, value in found.items() if value == value}
 
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:

@@ -9,10 +9,11 @@ holding the interpreter, and nothing has to be sent from one process to another.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,16 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; asynchronously from pinned memory to a GPU."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def uncounted(self) -> Batch:
+        """The same tokens, of which nothing counts: no labels, no pairs."""
+        references = self.references
+        return replace(
+            self,
+            labels=torch.full_like(self.labels, IGNORE_INDEX),
+            num_valid=0,
+            references=None if references is None else torch.full_like(references, math.nan),
+        )
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory."""

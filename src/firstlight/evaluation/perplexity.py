@@ -31,9 +31,9 @@ class Evaluation:
     """Results over the evaluated tokens.
 
     Attributes:
-        loss: mean cross-entropy, nats a token.
-        perplexity: exp(loss).
-        bits_per_byte: of the split's UTF-8 text; comparable across tokenizers.
+        loss: mean cross-entropy, nats a token; of preference pairs, their mean loss.
+        perplexity: exp(loss); NaN of preference pairs.
+        bits_per_byte: of the split's UTF-8 text; comparable across tokenizers; NaN of pairs.
         gzip_bits_per_byte: what gzip -9 needs for the same text; None where not recorded.
         tokens: predicted tokens.
         rows: evaluated rows, of `total_rows`.
@@ -182,7 +182,7 @@ def evaluate_split(
     losses = losses_of_rows(
         loss_sum,
         dataset,
-        own + extra,
+        own,
         seq_len=seq_len,
         batch_size=batch_size,
         device=device,
@@ -190,8 +190,11 @@ def evaluate_split(
         first_id=first_id,
         on_rows=on_rows,
     )
+    if extra:
+        batch = rows_to_batch(dataset, extra, seq_len, 0, document_masking=document_masking)
+        loss_sum(*batch.uncounted().to(device).inputs)
     if processes > 1:
-        losses = _all_losses(losses[: len(losses) - bool(extra)])
+        losses = _all_losses(losses)
     if not any(row.tokens for row in losses):
         raise DataError(
             f"the evaluated rows of {dataset.folder} hold no token to predict: "

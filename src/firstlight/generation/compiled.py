@@ -11,6 +11,7 @@ from torch import Tensor
 
 from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
 from firstlight.models import KVCache, Model, RaggedCache
 
 
@@ -38,6 +39,7 @@ class CompiledStep:
                 "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install g++ "
                 "or clang, or decode without"
             )
+        few_rows.ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:

@@ -161,9 +161,17 @@ def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> T
 _NAMES = {torch.float32: "product_float32", torch.bfloat16: "product_bfloat16"}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels() -> bool:
     return bool(_products())
+
+
+def ready_to_compile() -> None:
+    """Let torch.compile take what `takes_few_rows` finds out as a constant.
+
+    A call, not a decorator: the compiler takes a second to import, and most programs that generate
+    do without.
+    """
+    torch.compiler.assume_constant_result(_has_kernels)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -43,8 +43,6 @@ class RunForecaster:
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
         """See `Forecaster`."""
-        if recipe.preference is not None:
-            return None
         if recipe.efficiency.compile is True:
             # What is compiled to be looked at is kept by torch, and no code to train with.
             return _forecast_elsewhere(recipe, hardware, processes)
@@ -54,7 +52,7 @@ class RunForecaster:
     def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
         """See `Forecaster`."""
         machine = _this_machine(hardware, 1)
-        if machine is None or recipe.efficiency.compile is True or recipe.preference is not None:
+        if machine is None or recipe.efficiency.compile is True:
             return None
         with torch.random.fork_rng(devices=[]):
             return _advice(recipe, machine)

@@ -45,13 +45,8 @@ def equivalent(recipe: Recipe, target: Target) -> Equivalent:
     """What to trace for a recipe on a target.
 
     Raises:
-        ConfigError: the model or the row length is undecided, or it is about preference pairs.
+        ConfigError: the model or the row length is undecided.
     """
-    if recipe.preference is not None or recipe.data.kind == "preference":
-        raise ConfigError(
-            "preference pairs are not planned: plan the same recipe with data.kind chat and "
-            "without the preference section, which takes about as much"
-        )
     if recipe.model is None or recipe.model.vocab_size == 0 or recipe.data.seq_len is None:
         raise ConfigError(
             "a plan needs the model's shape: give model.vocab_size and data.seq_len, or the folder "

@@ -27,14 +27,19 @@ from firstlight.planner.watching import (
     fake_tensors,
     host_activations,
     mark_weights,
+    marked_log_probs,
     marked_loss,
     optimizer_phases,
     watch_program,
 )
 from firstlight.planner.workers import Workers
+from firstlight.training import preference
 from firstlight.training.adapters import attach
 from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
+
+#: What there are of them changes little: each answer has a mask of its row's tokens.
+_PAIRS_A_ROW = 4
 
 #: Up to so many layers, all are traced: those of compiled models take two seconds each.
 _FULLY_TRACED, _FULLY_COMPILED = 8, 3
@@ -97,7 +102,7 @@ def predict_evaluation(
         first = tracer.tick + 1
         program.model.eval()
         with torch.inference_mode(), tracer.phase("evaluation"):
-            program.evaluation_loss(batch.input_ids, batch.labels, batch.document_ids)
+            program.evaluation_loss(*batch.inputs)
         trace = _finished(tracer, planned)
     return predict(trace, target, first, phases=("evaluation",))
 
@@ -176,7 +181,13 @@ def _train(planned: Equivalent, target: Target) -> MemoryPrediction:
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
     """A traced world with a recipe's program in it, and a batch for it."""
     recipe, tracer = planned.recipe, Tracer()
-    with fake_tensors(), tracer, optimizer_phases(tracer), _kernels(target, planned.kernel):
+    with (
+        fake_tensors(),
+        tracer,
+        optimizer_phases(tracer),
+        _kernels(target, planned.kernel),
+        replaced(preference, "answer_log_probs", marked_log_probs(tracer)),
+    ):
         model = _model(recipe)
         mark_weights(model, tracer)
         if recipe.lora is not None:
@@ -239,7 +250,7 @@ def _compile(program: TrainingProgram, batch: Batch) -> None:
     """Have forward and backward pass compiled, which is no part of a step's memory."""
     program.model.train()
     with same_bits(program.recipe.efficiency, program.hardware):
-        loss = program.loss_sum(batch.input_ids, batch.labels, batch.document_ids)
+        loss = program.loss_sum(*batch.inputs)
         (loss / 1.0).backward()  # type: ignore[no-untyped-call]
     for parameter in program.model.parameters():
         parameter.grad = None
@@ -250,4 +261,16 @@ def _batch(recipe: Recipe) -> Batch:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     ids = torch.empty(shape, dtype=torch.int64)
     documents = torch.empty(shape, dtype=torch.int32) if recipe.data.document_masking else None
-    return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
+    if recipe.preference is None:
+        return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
+    references = torch.empty((recipe.batch.rows, 2 * _PAIRS_A_ROW), dtype=torch.float64)
+    return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
+
+
+class _Pairs(Batch):
+    """Preference pairs whose number is not read off their values."""
+
+    @property
+    def num_terms(self) -> int:
+        assert self.references is not None
+        return self.references.numel() // 2

@@ -16,13 +16,11 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
 from firstlight.models import GPT2Config
 from firstlight.planner.machine import Machine
-from firstlight.training.config import DEFAULT_ROWS, Recipe, parse_recipe
+from firstlight.training.automatic import usual_rows
+from firstlight.training.config import Recipe, parse_recipe
 
 #: A vocabulary from which the logits are worth cutting up, and by how many tokens.
 _LARGE_VOCABULARY, _CHUNK_TOKENS = 16384, 1024
-
-#: Of a forward pass, as a run takes it.
-_BUSY_CPU_TOKENS = 1024
 
 
 def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -89,7 +87,8 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
             512 if on_cpu and precision == "fp32" and large else 0
         )
     if recipe.batch.micro_batch_size in (None, "auto"):
-        changes["batch.micro_batch_size"] = _usual_rows(recipe, seq_len, machine)
+        long = with_changes(recipe, {"data.seq_len": seq_len})
+        changes["batch.micro_batch_size"] = usual_rows(long, machine.target.kind, machine.count)
     return with_changes(recipe, changes)
 
 
@@ -123,17 +122,3 @@ def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
     except (OSError, ValueError, KeyError, TypeError, FirstlightError):
         return None
-
-
-def _usual_rows(recipe: Recipe, seq_len: int, machine: Machine) -> int:
-    """Rows of a micro-batch where nothing is said: as many as cut the step evenly, up to 8; on a
-    CPU no more than keep it busy."""
-    tokens, most = recipe.batch.global_batch_tokens, DEFAULT_ROWS
-    if tokens is None:
-        return most
-    total = max(tokens // seq_len // machine.count, 1)
-    if accumulation := recipe.batch.gradient_accumulation_steps:
-        return max(total // accumulation, 1)
-    if machine.target.kind == "cpu":
-        most = min(max(_BUSY_CPU_TOKENS // seq_len, 1), most)
-    return next(rows for rows in range(min(total, most), 0, -1) if total % rows == 0)

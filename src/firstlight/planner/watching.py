@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from firstlight.efficiency import LossFunction
 from firstlight.planner.kernels import Target
 from firstlight.planner.trace import Tracer
+from firstlight.training.preference import answer_log_probs
 from firstlight.training.program import TrainingProgram
 
 
@@ -102,6 +103,18 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
         tracer.enter_phase("backward of loss")
 
     return loss
+
+
+def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
+    """`training.preference.answer_log_probs`, which is to preference pairs what a head's loss is
+    to text, with phases of its own."""
+    marked = marked_loss(answer_log_probs, tracer)
+
+    def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
+        tracer.mark((logits_BTV,), "logits_and_loss")
+        return marked(logits_BTV, *args)
+
+    return log_probs
 
 
 def allow_casts(model: nn.Module) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.pool import Pool
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
+
+from firstlight.errors import TrainingError
 
 T = TypeVar("T")
 
@@ -26,11 +29,14 @@ class Workers:
     """Runs functions in processes of its own, or here.
 
     Args:
-        pool: None is here, one after the other.
+        ends: of the pipes to the processes; none is here, one after the other.
     """
 
-    def __init__(self, pool: Pool | None = None) -> None:
-        self._pool = pool
+    def __init__(self, ends: Sequence[Connection] = ()) -> None:
+        self._ends = ends
+        #: What each that works is working on, by the number of the call.
+        self._busy: dict[Connection, int] = {}
+        self._calls = 0
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
         """A function's results, in the order of its arguments, as they come.
@@ -38,12 +44,40 @@ class Workers:
         Args:
             function: of a module.
             arguments: for each call, what can be sent to another process.
+
+        Raises:
+            TrainingError: a process was killed. What a function raises is raised here.
         """
-        if self._pool is None or len(arguments) < 2:
+        if not self._ends or len(arguments) < 2:
             yield from (function(*one) for one in arguments)
             return
-        waiting = [self._pool.apply_async(function, one) for one in arguments]
-        yield from (one.get() for one in waiting)
+        first = self._calls
+        self._calls += len(arguments)
+        waiting = list(enumerate(arguments, first))[::-1]
+        found: dict[int, tuple[bool, Any]] = {}
+        for number in range(first, self._calls):
+            while number not in found:
+                for end in self._ends:
+                    if waiting and end not in self._busy:
+                        self._busy[end], one = waiting.pop()
+                        end.send((function, one))
+                # Among them may be results of a call that nobody waits for any more.
+                found.update(self._results())
+            good, result = found.pop(number)
+            if not good:
+                raise result
+            yield result
+
+    def _results(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
+        for end in wait(list(self._busy)):
+            assert isinstance(end, Connection)
+            try:
+                yield self._busy.pop(end), end.recv()
+            except (EOFError, ConnectionResetError):
+                raise TrainingError(
+                    "a process that traced the model was killed, most likely for want of memory: "
+                    "end other programs, or plan a smaller model"
+                ) from None
 
 
 @contextlib.contextmanager
@@ -51,15 +85,37 @@ def started() -> Iterator[Workers]:
     """Workers; they import while this process does. Ended when the block is left, however."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    pool = context.Pool(_COUNT, _be_quiet)
+    ends, processes = [], []
     try:
-        yield Workers(pool)
+        for _ in range(_COUNT):
+            here, there = context.Pipe()
+            ends.append(here)
+            process = context.Process(target=_work, args=(there,), daemon=True)
+            process.start()
+            processes.append(process)
+            # So that the pipe ends when the process does.
+            there.close()
+        yield Workers(ends)
     finally:
-        pool.terminate()
-        pool.join()
+        for process in processes:
+            process.kill()
+            process.join()
+        for end in ends:
+            end.close()
 
 
-def _be_quiet() -> None:
-    """What torch has to say of code that is only looked at is nobody's business."""
+def _work(end: Connection) -> None:
+    """Answer calls until there is nobody who asks."""
+    # Ctrl-C is for the process that asks, which ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What torch has to say of code that is only looked at is nobody's business.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            function, arguments = end.recv()
+            try:
+                answer = (True, function(*arguments))
+            except Exception as error:  # noqa: BLE001
+                answer = (False, error)
+            end.send(answer)

@@ -103,7 +103,7 @@ def decide(
             _require_whole_model(recipe)
             rows = largest_micro_batch(recipe, hardware, tell, processes)
         elif rows is None:
-            rows = _rows_that_keep_busy(recipe, hardware, processes)
+            rows = usual_rows(recipe, hardware.device.type, processes)
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
@@ -147,9 +147,15 @@ def _loss_chunk_tokens(recipe: Recipe, hardware: Hardware, dtype: torch.dtype) -
     return 512 if worth_it else 0
 
 
-def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware, processes: int) -> int:
+def usual_rows(recipe: Recipe, device_type: str, processes: int) -> int:
     """Rows of a micro-batch where nothing is said, that cut the step evenly: a CPU is no faster
-    with more than this, and keeps fewer activations."""
+    with more than keep it busy, and so stores fewer activations.
+
+    Args:
+        recipe: with its row length.
+        device_type: "cpu", "cuda".
+        processes: that share each step.
+    """
     seq_len, tokens = recipe.data.seq_len, recipe.batch.global_batch_tokens
     assert seq_len is not None
     if tokens is not None:
@@ -160,7 +166,7 @@ def _rows_that_keep_busy(recipe: Recipe, hardware: Hardware, processes: int) -> 
     if tokens is None or tokens % seq_len:
         return DEFAULT_ROWS
     total, most = tokens // seq_len, DEFAULT_ROWS
-    if hardware.device.type == "cpu":
+    if device_type == "cpu":
         most = min(max(_BUSY_TOKENS // seq_len, 1), most)
     return next(rows for rows in range(most, 0, -1) if total % rows == 0)
 

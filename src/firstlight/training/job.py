@@ -7,6 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +365,8 @@ class Job:
             self.evaluation, self.state.val_loss = found, found.loss
             if preferred := self.program.preference_metrics("val"):
                 # Of pairs there is neither a perplexity nor a number of bits.
+                nothing = math.nan
+                self.evaluation = replace(found, perplexity=nothing, bits_per_byte=nothing)
                 bar.message(
                     f"step {step}: val/loss {found.loss:.4f}, "
                     f"{preferred['val/reward_accuracy']:.1%} of pairs in the right order, reward "

@@ -1,0 +1,62 @@
+"""Functions run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from firstlight.errors import ConfigError, TrainingError
+from firstlight.planner import workers
+from firstlight.planner.workers import Workers
+
+
+def squared(number: int) -> tuple[int, int]:
+    return number * number, os.getpid()
+
+
+def refused(number: int) -> int:
+    if number:
+        raise ConfigError(f"{number} can't be")
+    return number
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Workers]:
+    with workers.started() as found:
+        yield found
+
+
+def test_results_come_in_the_order_of_the_arguments(processes: Workers) -> None:
+    found = list(processes.map(squared, [(number,) for number in range(20)]))
+    assert [square for square, _ in found] == [number * number for number in range(20)]
+    ids = {process for _, process in found}
+    assert len(ids) == 2
+    assert os.getpid() not in ids
+
+
+def test_one_call_and_calls_without_processes_are_made_here(processes: Workers) -> None:
+    assert list(processes.map(squared, [(3,)])) == [(9, os.getpid())]
+    assert [process for _, process in Workers().map(squared, [(1,), (2,)])] == [os.getpid()] * 2
+
+
+def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(processes: Workers) -> None:
+    results = processes.map(refused, [(0,), (1,), (0,)])
+    assert next(results) == 0
+    with pytest.raises(ConfigError, match="1 can't be"):
+        next(results)
+    # Among what comes next is the result of the third call, for which nobody waits.
+    found = list(processes.map(squared, [(number,) for number in range(4)]))
+    assert [square for square, _ in found] == [0, 1, 4, 9]
+
+
+def test_a_killed_process_is_an_error_and_nothing_hangs() -> None:
+    before = threading.active_count()
+    with (
+        pytest.raises(TrainingError, match="was killed, most likely for want of memory"),
+        workers.started() as some,
+    ):
+        list(some.map(os._exit, [(9,), (9,)]))
+    assert threading.active_count() == before
