@@ -7,12 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from spawned import run_ranks
 
 from firstlight.models import LlamaConfig
-from firstlight.models.accounting import rank_memory
+from firstlight.models.accounting import meta_model, rank_memory
+from firstlight.planner.parts import own_part
+from firstlight.planner.ranks import of_one_rank
+from firstlight.planner.recipes import trace_memory
+from firstlight.training.config import parse_recipe
 
 _DRIVER = Path(__file__).with_name("memory_driver.py")
+_STEPS_DRIVER = Path(__file__).with_name("step_memory_driver.py")
 
 #: Nothing divides evenly by 2, so that pieces have to be rounded up.
 _MODEL: dict[str, Any] = {
@@ -38,3 +44,99 @@ def test_rank_0_of_two_holds_what_the_arithmetic_says() -> None:
         assert found == {name: expected[name] for name in found}, (engine, model)
         assert found.keys() == {"weights", "gradients", "moments", "accumulating"}
     assert lines[0]["weights"] > 1.9 * lines[1]["weights"]
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
+    "fsdp": {"engine": "fsdp"},
+    "fsdp-kept": {"engine": "fsdp", "reshard_after_forward": False},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline": 2},
+}
+#: Of a step. With tensor parallel, what gloo's threads free hides what several really take.
+_MICRO_BATCHES = {
+    "ddp": (1, 3),
+    "fsdp": (1, 3),
+    "fsdp-kept": (1,),
+    "tensor": (1,),
+    "pipeline": (4,),
+}
+
+#: Where the vocabulary is what counts, and where the layers are.
+_WIDE = {"vocab_size": 4001, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+_DEEP = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
+
+
+def steps(
+    way: str, model: dict[str, Any], accumulation: int = 1, tied: bool = False, **efficiency: Any
+) -> dict[str, Any]:
+    """A recipe of rows of 128 tokens."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return {
+        "model": {"model_type": "llama", **model, **heads, "tie_word_embeddings": tied},
+        "data": {"dir": "-", "seq_len": 128},
+        "batch": {"micro_batch_size": 4, "gradient_accumulation_steps": accumulation},
+        "efficiency": {
+            "precision": "fp32",
+            "compile": False,
+            "attention": "sdpa",
+            "loss_chunk_tokens": 0,
+            **efficiency,
+        },
+        "distributed": _WAYS[way],
+    }
+
+
+def require_planned(cases: list[dict[str, Any]], above: float, below: float) -> None:
+    """The plan of the process that needs most is what its steps take."""
+    results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], 2)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    found = [
+        [json.loads(line)["peaks"] for line in result.stdout.splitlines() if line[:1] == "{"]
+        for result in results
+    ]
+    for number, case in enumerate(cases):
+        recipe = parse_recipe(case)
+        planned = of_one_rank(trace_memory(own_part(recipe, 2)), recipe, 2).peak_bytes
+        # What gloo's threads free, nobody counts: the least of some steps.
+        taken = max(min(ranks[number]) for ranks in found)
+        if case["distributed"] == _WAYS["ddp"]:
+            # Its buckets were there before, and are as large as the model.
+            taken += 4 * parameters_of(recipe.model)
+        assert -below < planned / taken - 1 < above, (case, planned, taken)
+
+
+def parameters_of(config: Any) -> int:
+    return sum(p.numel() for p in meta_model(config).parameters())
+
+
+def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
+    require_planned(
+        [
+            steps("fsdp", _WIDE),
+            steps("fsdp", _DEEP, 2, precision="bf16"),
+            steps("tensor", _WIDE, tied=True),
+            steps("pipeline", _WIDE, 3),
+        ],
+        above=0.03,
+        below=0.01,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", _WAYS)
+def test_plans_of_all_ways_are_what_steps_take(way: str) -> None:
+    more: list[dict[str, Any]] = [
+        {},
+        {"activation_checkpointing": "full"},
+        {"precision": "bf16"},
+    ]
+    cases = [
+        steps(way, model, accumulation, tied, **efficiency)
+        for model in (_WIDE, _DEEP)
+        for accumulation in _MICRO_BATCHES[way]
+        for tied in ((False,) if way == "pipeline" else (False, True))
+        for efficiency in more
+    ]
+    require_planned(cases, above=0.12, below=0.06)

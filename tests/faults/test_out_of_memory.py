@@ -226,7 +226,7 @@ class Adviser:
     def forecast(self, *_: object) -> None:
         return None
 
-    def advise(self, recipe: Any, hardware: object) -> str:
+    def advise(self, recipe: Any, hardware: object, processes: int) -> str:
         return f"with {recipe.batch.rows} rows, cheese fills it; without would be 0.5 of the speed"
 
 

@@ -58,7 +58,7 @@ class Prophet:
         assert (hardware.device.type, processes) == ("cpu", 1)
         return Forecast(3 * 2**30, "loss", {"weights": 2**30, "logits_and_loss": 2**31}, (1, 2, 3))
 
-    def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
+    def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
         return None
 
 
@@ -136,7 +136,7 @@ def test_a_forecast_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_advice_says_what_filled_memory_and_what_would_have_saved_it() -> None:
-    advice = RunForecaster().advise(settled(batch={"micro_batch_size": 64}), _CPU)
+    advice = RunForecaster().advise(settled(batch={"micro_batch_size": 64}), _CPU, 1)
     assert advice is not None
     assert advice.startswith("in the ")
     assert "logits and loss" in advice

@@ -22,6 +22,7 @@ from firstlight.planner.kernels import Target, cuda_target
 from firstlight.planner.layers import from_fewer_layers
 from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
 from firstlight.planner.recipes import predict_generation, trace_memory
+from firstlight.planner.speed_kinds import streamed_bytes
 from firstlight.planner.trace import Storage, Trace
 from firstlight.training.config import Recipe
 
@@ -49,6 +50,13 @@ def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> No
     assert found.phase == whole.phase
     flops = [sum(e.count * e.operator.flops for e in p.operators) for p in (whole, found)]
     assert flops[0] == flops[1]
+    # Of lists of all parameters there is one operator, however many layers.
+    listed = [
+        sum(e.count * streamed_bytes(e.operator) for e in p.operators if not e.operator.outputs)
+        for p in (whole, found)
+    ]
+    assert listed[0] == pytest.approx(listed[1], rel=1e-4)
+    assert listed[0] > 0
 
 
 def _made_up(layers: int) -> MemoryPrediction:

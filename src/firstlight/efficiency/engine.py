@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(self, config: DistributedConfig, world: World, device: torch.device) -> None:
         self.config, self.world, self.device = config, world, device
-        self.name = _engine_name(config, world.size)
+        self.name = engine_name(config, world.size)
         group = config.tensor_parallel * config.pipeline
         self.rank, self.group_rank = divmod(world.rank, group)
         self.size = world.size // group
@@ -243,7 +243,7 @@ class Engine:
         return float(all_reduce_sum(torch.tensor(own, dtype=torch.float64)))
 
 
-def _engine_name(config: DistributedConfig, processes: int) -> str:
+def engine_name(config: DistributedConfig, processes: int) -> str:
     """The engine of so many processes, those that compute the same rows included."""
     if config.pipeline > 1:
         return _engine_of_stages(config, processes)

@@ -190,7 +190,7 @@ def rank_memory(
     """
     parameters = dict(meta_model(config).named_parameters())
     whole = sum(p.numel() for p in parameters.values())
-    inside = sum(p.numel() for name, p in parameters.items() if _is_inside_a_layer(name))
+    inside = sum(p.numel() for name, p in parameters.items() if is_inside_a_layer(name))
     pieces = (shard or processes) if engine == "fsdp" else 1
     # FSDP2 cuts the first dimension, into pieces that are as large as the first.
     held = sum(-(-len(p) // pieces) * (p.numel() // len(p)) for p in parameters.values())
@@ -217,7 +217,8 @@ def rank_memory(
     )
 
 
-def _is_inside_a_layer(name: str) -> bool:
+def is_inside_a_layer(name: str) -> bool:
+    """Whether a parameter of this name is one of a layer's."""
     return any(part.isdigit() for part in name.split("."))
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,19 +44,23 @@ class RunForecaster:
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
         """See `Forecaster`."""
-        if recipe.efficiency.compile is True:
-            # What is compiled to be looked at is kept by torch, and no code to train with.
-            return _forecast_elsewhere(recipe, hardware, processes)
-        with torch.random.fork_rng(devices=[]):
-            return _forecast(recipe, hardware, processes)
-
-    def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
-        """See `Forecaster`."""
-        machine = _this_machine(hardware, 1)
-        if machine is None or recipe.efficiency.compile is True:
+        if recipe.efficiency.compile is not True:
+            with torch.random.fork_rng(devices=[]):
+                return _forecast(recipe, hardware, processes)
+        # What is compiled to be looked at is kept by torch, and no code to train with.
+        found = _elsewhere("forecast", recipe, hardware, processes)
+        if found is None:
             return None
+        rates = found["tokens_per_second"]
+        return Forecast(**{**found, "tokens_per_second": tuple(rates) if rates else None})
+
+    def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
+        """See `Forecaster`."""
+        if recipe.efficiency.compile is True:
+            found = _elsewhere("advice", recipe, hardware, processes)
+            return None if found is None else str(found)
         with torch.random.fork_rng(devices=[]):
-            return _advice(recipe, machine)
+            return _advice(recipe, hardware, processes)
 
 
 def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
@@ -74,9 +79,11 @@ def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | 
     )
 
 
-def _forecast_elsewhere(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
-    """In a process of its own."""
+def _elsewhere(what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
+    """A "forecast" or an "advice" from a process of its own, as JSON values; None where it has
+    none."""
     request = {
+        "what": what,
         "recipe": recipe.model_dump(mode="json"),
         "device": str(hardware.device),
         "processes": processes,
@@ -95,24 +102,27 @@ def _forecast_elsewhere(recipe: Recipe, hardware: Hardware, processes: int) -> F
         )
     except subprocess.TimeoutExpired:
         return None
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    if found is None:
-        return None
-    rates = found["tokens_per_second"]
-    return Forecast(**{**found, "tokens_per_second": tuple(rates) if rates else None})
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
 def main() -> int:
-    """Read a request from stdin; write the forecast to stdout as JSON."""
+    """Read a request from stdin; write the forecast or advice to stdout as JSON."""
     request = json.loads(sys.stdin.read())
     recipe, hardware = parse_recipe(request["recipe"]), find_hardware(request["device"])
-    found = _forecast(recipe, hardware, request["processes"])
-    text = json.dumps(None if found is None else dataclasses.asdict(found))
-    os.write(1, f"{text}\n".encode())
+    found: Any
+    if request["what"] == "forecast":
+        forecast = _forecast(recipe, hardware, request["processes"])
+        found = None if forecast is None else dataclasses.asdict(forecast)
+    else:
+        found = _advice(recipe, hardware, request["processes"])
+    os.write(1, f"{json.dumps(found)}\n".encode())
     return 0
 
 
-def _advice(recipe: Recipe, machine: Machine) -> str | None:
+def _advice(recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
+    machine = _this_machine(hardware, processes)
+    if machine is None:
+        return None
     oracle = Oracle(measures=False)
     first = oracle.answer(Question(recipe, machine, evaluates=False))
     if first.training is None:

@@ -30,6 +30,7 @@ class Exchange:
         hidden_bytes: of the hidden states of a micro-batch.
         layers: of the model; with tensor parallel each sums the hidden states four times a step,
             in each pass after attention and after the MLP (Shoeybi et al. 2019).
+        stages: of a pipeline; their number is beside `processes` too.
         offloaded_bytes: moved between the CPU's memory and the GPU's in a step.
         link: bytes a second in one direction between GPUs; 0 is the GPU's own.
         host_link: the same between CPU and GPU.
@@ -43,6 +44,7 @@ class Exchange:
     tensor_parallel: int = 1
     hidden_bytes: float = 0.0
     layers: int = 0
+    stages: int = 1
     offloaded_bytes: float = 0.0
     link: float = 0.0
     host_link: float = PCIE_BANDWIDTH
@@ -60,10 +62,18 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Through each link in a step, of what the next operator needs: tensor parallel's sums."""
+    """Through each link in a step, of what the next operator needs: tensor parallel's sums, and
+    what a pipeline's stages pass on and back."""
     count = exchange.tensor_parallel
     sums = 4 * exchange.layers * exchange.micro_batches
-    return 2 * (count - 1) / count * exchange.hidden_bytes * sums
+    passed = 2 * exchange.micro_batches * exchange.hidden_bytes if exchange.stages > 1 else 0.0
+    return 2 * (count - 1) / count * exchange.hidden_bytes * sums + passed
+
+
+def bubble(exchange: Exchange) -> float:
+    """How much longer a step takes because a pipeline's stages wait for the first micro-batch, and
+    after the last: (stages - 1) / micro-batches (Narayanan et al. 2019)."""
+    return (exchange.stages - 1) / exchange.micro_batches
 
 
 def exchange_seconds(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from firstlight.models import GPT2Config, ModelConfig, MoEConfig
-from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, OperatorCount, PhasePeak
+from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak
+from firstlight.planner.speed_kinds import at_depth
 from firstlight.training.config import Recipe
 
 #: Layers of the two models that are traced. One is too few: compiled with recomputation, a layer
@@ -48,7 +49,7 @@ def from_fewer_layers(
         # Of layers that are alike, the next reuses what the last left.
         reserved_bytes=peak + max(gaps),
         host_bytes=more.host_bytes + (more.host_bytes - few.host_bytes) * steps,
-        operators=_more_operators(few.operators, more.operators, steps),
+        operators=tuple(at_depth(few.operators, more.operators, steps)),
     )
     return merged(found)
 
@@ -62,21 +63,6 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
         phases["backward"] = max(early, late, key=lambda peak: peak.bytes)
     phase = "backward" if prediction.phase == LATE_BACKWARD else prediction.phase
     return replace(prediction, phases=phases, phase=phase)
-
-
-def _more_operators(
-    few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
-) -> tuple[OperatorCount, ...]:
-    """Each operator as often as the line through both models says; one of a layer's own shape has
-    as many more calls."""
-    before = {entry.operator: entry.count for entry in few}
-    return tuple(
-        OperatorCount(
-            entry.operator,
-            max(entry.count + (entry.count - before.get(entry.operator, 0)) * steps, 0),
-        )
-        for entry in more
-    )
 
 
 def _are_alike(config: ModelConfig) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from firstlight.efficiency.engine import engine_name
 from firstlight.errors import FirstlightError
 from firstlight.planner.machine import Machine
 from firstlight.planner.pace import speed_of
+from firstlight.planner.parts import own_part
 from firstlight.planner.prediction import MemoryPrediction
-from firstlight.planner.ranks import engine_of, of_one_rank
+from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import predict_evaluation, trace_memory
 from firstlight.planner.roofline import Range
 from firstlight.planner.settling import with_changes
@@ -140,16 +142,17 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
     try:
         recipe = with_changes(question.recipe, changes)
         cut = recipe.distributed
-        engine = engine_of(recipe, machine.count)
+        engine = engine_name(recipe.distributed, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
-        traced = trace_memory(recipe, machine.target, workers)
+        part = own_part(recipe, machine.count)
+        traced = trace_memory(part, machine.target, workers)
         training = of_one_rank(traced, recipe, machine.count)
         if recipe.efficiency.compile is True:
             # Speed is worked out from what is compiled.
-            traced = trace_memory(uncompiled(recipe, machine.hardware), machine.target, workers)
+            traced = trace_memory(uncompiled(part, machine.hardware), machine.target, workers)
         evaluation: MemoryPrediction | None = None
         if question.evaluates:
-            evaluation = predict_evaluation(recipe, machine.target)
+            evaluation = predict_evaluation(part, machine.target)
             evaluation = of_one_rank(evaluation, recipe, machine.count)
     except FirstlightError as error:
         return Outcome(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))

@@ -12,6 +12,7 @@ from firstlight.planner.calibration_store import (
     save_calibration,
 )
 from firstlight.planner.machine import Machine
+from firstlight.planner.parts import copies_of
 from firstlight.planner.prediction import MemoryPrediction, OperatorCount
 from firstlight.planner.ranks import exchange_of
 from firstlight.planner.speed_kinds import transposed_factors
@@ -29,7 +30,7 @@ def speed_of(
     """How fast a recipe trains; None on a GPU whose rates are not known.
 
     Args:
-        prediction: of its training step, in one process and not compiled.
+        prediction: of what one process has of its training step, not compiled.
         recipe: settled.
         machine: to run on.
         measures: whether this machine's CPU has those operators timed that were not before, the
@@ -39,7 +40,8 @@ def speed_of(
     assert recipe.data.seq_len is not None
     if machine.gpu is None and machine.target.kind == "cuda":
         return None
-    accumulation = recipe.batch.accumulation(recipe.data.seq_len, machine.count)
+    copies = copies_of(recipe, machine.count)
+    accumulation = recipe.batch.accumulation(recipe.data.seq_len, copies)
     counted = all_micro_batches(prediction, accumulation)
     parameters = count_parameters(meta_model(recipe.model)).total
     exchange = exchange_of(recipe, parameters, machine.count, prediction.host_bytes)

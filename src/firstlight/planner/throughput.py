@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from firstlight.gpus import GPU
 from firstlight.planner.calibration import Calibration, Source
-from firstlight.planner.exchange import Exchange, exchange_seconds
+from firstlight.planner.exchange import Exchange, bubble, exchange_seconds
 from firstlight.planner.prediction import MemoryPrediction, OperatorCount
 from firstlight.planner.roofline import (
     DEFAULT_SHARES,
@@ -48,6 +48,8 @@ _FUSED_OFF = 0.40
 _FUSED_TRAFFIC = Range(2.6, 1.8, 1.2)
 #: Phases in which torch.compile fuses.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
+#: Phases that pass through a pipeline's stages.
+_PIPELINED = _COMPILED_PHASES
 #: What looks up rows of a table and sums them; Inductor has kernels for those that are not fused.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
 
@@ -150,12 +152,16 @@ def predict_speed(
         sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
     exchange = work.exchange
     link = machine.link if isinstance(machine, GPU) else 0.0
+    if waits := bubble(exchange):
+        for phase in _PIPELINED:
+            if phase in sums.phases:
+                sums.add(phase, "communication", sums.phases[phase] * waits)
     backward = sums.phases.get("backward", ZERO)
     sent = exchange_seconds(exchange, link, backward, shares)
     if sent.slow:
         sums.add("communication", "communication", sent)
     step = sums.total
-    devices = exchange.processes * exchange.tensor_parallel
+    devices = exchange.processes * exchange.tensor_parallel * exchange.stages
     rates = Range(*(work.tokens_a_step / max(s, 1e-12) for s in _three(step)))
     most = peak * devices
     mfu = Range(*(rate * work.flops_per_token / most for rate in _three(rates)))

@@ -65,13 +65,14 @@ class Forecaster(Protocol):
             processes: that share the batch.
         """
 
-    def advise(self, recipe: Recipe, hardware: Hardware) -> str | None:
+    def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
         """After memory ran out: what filled it, and which one change would have saved it, at what
         cost in speed. None where that can't be said.
 
         Args:
             recipe: with everything decided, the micro-batch included that did not fit.
             hardware: that it ran on.
+            processes: that share the batch.
         """
 
 

@@ -158,7 +158,7 @@ def _predict(
     comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
     if comparison.forecast is not None:
         tell(f"predicted: {comparison.forecast.in_words}")
-    job.advise = lambda: _asked(lambda: forecaster.advise(job.recipe_now, hardware), tell)
+    job.advise = lambda: _asked(lambda: forecaster.advise(job.recipe_now, hardware, size), tell)
     job.tell = tell
 
 

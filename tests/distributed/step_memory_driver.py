@@ -1,0 +1,68 @@
+"""What the steps of one process of several take at their peak, in bytes: one JSON line a recipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.bench.planner_measure import measured_memory
+from firstlight.data.loader import Batch
+from firstlight.distributed import find_world, process_group
+from firstlight.distributed.pieces import is_in_pieces
+from firstlight.efficiency.engine import Engine
+from firstlight.hardware import find_hardware
+from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.program import TrainingProgram
+
+
+def held(program: TrainingProgram) -> int:
+    """Bytes of this process' pieces of weights and the optimizer's state."""
+    found: dict[int, Tensor] = {}
+    tensors: list[Tensor] = [*program.model.parameters(), *program.model.buffers()]
+    for optimizer in program.optimizer._torch_optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    for tensor in tensors:
+        local: Any = tensor.to_local() if is_in_pieces(tensor) else tensor
+        found[local.untyped_storage().data_ptr()] = local
+    return sum(local.untyped_storage().nbytes() for local in found.values())
+
+
+def measured(recipe: Recipe, engine: Engine) -> list[int]:
+    """The peaks of some steps, once one has made the optimizer's state."""
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    generator = torch.Generator().manual_seed(0)
+    model = engine.new_model(recipe.model, 1, generator)
+    program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+    batch = Batch(ids, ids.clone(), ids.numel())
+    batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
+    program.step(batches, share_of_peak=1.0)
+    peaks = []
+    for _ in range(5):
+        program.optimizer.zero_grad()
+        with measured_memory() as found:
+            program.step(batches, share_of_peak=1.0)
+        peaks.append(found.peak_bytes + held(program) + 2 * ids.nbytes)
+    return peaks
+
+
+def main(request: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    world = find_world()
+    with process_group(world, torch.device("cpu"), 120):
+        for values in request:
+            recipe = parse_recipe(values)
+            engine = Engine(recipe.distributed, world, torch.device("cpu"))
+            sys.stdout.write(json.dumps({"peaks": measured(recipe, engine)}) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
