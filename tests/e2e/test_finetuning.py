@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +155,56 @@ def test_transformers_speaks_with_the_same_template(tuned: Path) -> None:
     )
     own = "".join(session.answer(question))
     assert theirs.decode(found[0, len(prompt) :], skip_special_tokens=True) == own
+
+
+def own_answer(checkpoint: Path, question: str) -> str:
+    settings = SamplingConfig(max_new_tokens=40, temperature=0)
+    return "".join(ChatSession(load(checkpoint, device="cpu"), settings=settings).answer(question))
+
+
+def test_the_server_gives_the_answer_of_chat(tuned: Path) -> None:
+    checkpoint, question = checkpoint_of(tuned), "What comes after dawn?"
+    command = [sys.executable, "-m", "firstlight", "serve", str(checkpoint), "--port=0", "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tuned, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        asked = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 40,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            (choice,) = json.load(reply)["choices"]
+    finally:
+        process.kill()
+        process.communicate()
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == own_answer(checkpoint, question)
+
+
+@pytest.mark.slow
+def test_llama_cpp_speaks_with_the_same_template(tuned: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    checkpoint, question = checkpoint_of(tuned), "What comes after morning?"
+    run("convert", checkpoint, "--to", "gguf", "--dtype", "f32", "--out", tuned / "gguf")
+    (file,) = (tuned / "gguf").glob("*.gguf")
+    model = llama_cpp.Llama(str(file), n_ctx=128, n_threads=2, verbose=False)
+    try:
+        assert model.metadata["tokenizer.chat_template"] == CHAT_TEMPLATES["chatml"]
+        reply = model.create_chat_completion(
+            [{"role": "user", "content": question}], max_tokens=40, temperature=0
+        )
+    finally:
+        model.close()
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == own_answer(checkpoint, question)

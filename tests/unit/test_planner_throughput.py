@@ -276,14 +276,12 @@ def test_the_range_of_a_gpu_is_said_to_be_no_measurement() -> None:
     assert values["step_seconds"]["low"] == found.step_seconds.fast
 
 
-def _said(predicted: float, again: float, steps: list[float], worked: float) -> dict[str, Any]:
-    def prediction(seconds: float) -> dict[str, Any]:
-        ends = {"low": 0.9 * seconds, "expected": seconds, "high": 1.1 * seconds}
-        return {"step_seconds": ends}
-
+def _said(predicted: list[float], steps: list[float], worked: float) -> dict[str, Any]:
     return {
-        "prediction": prediction(predicted),
-        "prediction_after": prediction(again),
+        "predictions": [
+            {"step_seconds": {"low": 0.9 * one, "expected": one, "high": 1.1 * one}}
+            for one in predicted
+        ],
         "step_seconds": steps,
         "thread_seconds": [worked] * len(steps),
     }
@@ -291,17 +289,17 @@ def _said(predicted: float, again: float, steps: list[float], worked: float) -> 
 
 def test_errors_are_relative_to_the_median_step() -> None:
     case = SpeedCase("small", 256, 4, batch={"gradient_accumulation_steps": 2})
-    row = row_of(case, _said(1.1, 0.9, [9.0, 2.0, 1.0], 1.0))
+    row = row_of(case, _said([3.0, 1.1, 0.9], [9.0, 2.0, 1.0], 1.0))
     assert row["tokens_a_step"] == 2048
     assert row["error"] == pytest.approx(-0.45)
     assert row["error_worked"] == pytest.approx(0.1)
-    assert row["error_again"] == pytest.approx(-0.1)
+    assert row["error_first"] == pytest.approx(0.5)
     assert row["in_range"]
 
 
 def test_a_summary_has_the_95th_percentile_the_worst_and_the_failed() -> None:
     cases = [SpeedCase("small", 256, rows) for rows in range(1, 21)]
-    rows = [row_of(c, _said(1 + i / 100, 1.0, [1.0], 1.0)) for i, c in enumerate(cases)]
+    rows = [row_of(c, _said([1 + i / 100], [1.0], 1.0)) for i, c in enumerate(cases)]
     rows.append(row_of(cases[0], {"error": {"message": "out of memory"}}))
     found = summarize_speed(rows)
     assert found["p95"]["error"] == pytest.approx(0.18)

@@ -1,5 +1,4 @@
-"""Predict the speed of one recipe's step, train it for some, and predict once more: in a process of
-its own.
+"""Predict the speed of one recipe's step and train it for some, in turns, in a process of its own.
 
     python -m firstlight.bench.planner_speed_once REQUEST
 
@@ -9,17 +8,17 @@ REQUEST is a JSON object:
     data          a file of `methods_data.write_tokens`
     calibration   a folder for what was measured of operators
     warmup_steps  steps that are not timed
-    steps         steps that are
+    steps         steps that are, in each turn
+    turns         of predicting and training
     threads       for torch
-    seconds       of measuring operators, before each prediction
+    seconds       of measuring operators, before the first prediction; half of it before the others
 
 or, to fill the calibration: calibrate (seconds), calibration, threads.
 
 The one line on stdout is a JSON object:
 
-    plan_seconds     tracing, measuring and predicting before the steps
-    prediction       `SpeedPrediction.to_json` of before
-    prediction_after the same of after the steps, with what was measured until then
+    plan_seconds     tracing, measuring and predicting before the first step
+    predictions      `SpeedPrediction.to_json` of each turn
     step_seconds     of each timed step
     thread_seconds   of those, what the thread that starts the operators worked: what is missing
                      went to other programs, or was waited for
@@ -29,8 +28,10 @@ The one line on stdout is a JSON object:
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,24 @@ def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
     folder, seconds = Path(request["calibration"]), request["seconds"]
     importlib.import_module("torch._dynamo")  # which torch's optimizers import at their first step
     start = time.perf_counter()
-    prediction = count_operators(recipe)
-    before = _predict(recipe, prediction, folder, seconds)
+    counted = count_operators(recipe)
+    predictions = [_predict(recipe, counted, folder, seconds)]
     plan_seconds = time.perf_counter() - start
-    walls, threads = _train(recipe, request)
-    after = _predict(recipe, prediction, folder, seconds)
+    step = _steps(recipe, request)
+    walls: list[float] = []
+    threads: list[float] = []
+    for turn in range(request["turns"]):
+        if turn:
+            predictions.append(_predict(recipe, counted, folder, seconds / 2))
+        # What was measured has had the caches since.
+        for number in range(request["steps"] + (1 if turn else request["warmup_steps"])):
+            wall, thread = step()
+            if number >= (1 if turn else request["warmup_steps"]):
+                walls.append(wall)
+                threads.append(thread)
     return {
         "plan_seconds": plan_seconds,
-        "prediction": before.to_json(),
-        "prediction_after": after.to_json(),
+        "predictions": [one.to_json() for one in predictions],
         "step_seconds": walls,
         "thread_seconds": threads,
     }
@@ -93,8 +103,8 @@ def _predict(
     return predict_recipe_speed(recipe, calibration, prediction)
 
 
-def _train(recipe: Recipe, request: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Seconds of each timed step, and what of them this thread worked."""
+def _steps(recipe: Recipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+    """What trains a step and returns its seconds, and those of them that this thread worked."""
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
     tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
@@ -104,15 +114,16 @@ def _train(recipe: Recipe, request: dict[str, Any]) -> tuple[list[float], list[f
     program = TrainingProgram(recipe, model, find_hardware("cpu"))
     rows = recipe.batch.rows
     passes = recipe.batch.accumulation(recipe.data.seq_len)
-    walls, threads = [], []
-    for step in range(request["warmup_steps"] + request["steps"]):
-        batches = [tokens.batch((step * passes + i) * rows, rows, False) for i in range(passes)]
+    numbers = itertools.count()
+
+    def step() -> tuple[float, float]:
+        first = next(numbers) * passes
+        batches = [tokens.batch((first + i) * rows, rows, False) for i in range(passes)]
         wall, thread = time.perf_counter(), time.thread_time()
         program.step(batches, share_of_peak=1.0)
-        walls.append(time.perf_counter() - wall)
-        threads.append(time.thread_time() - thread)
-    first = request["warmup_steps"]
-    return walls[first:], threads[first:]
+        return time.perf_counter() - wall, time.thread_time() - thread
+
+    return step
 
 
 if __name__ == "__main__":

@@ -124,9 +124,12 @@ def _say_speed(found: dict[str, Any]) -> None:
         if row["problem"]:
             say(f"{row['name']}: failed: {row['problem']}")
     if rows:
+        p95_worked = found["p95"]["error_worked"]
         say(
             f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
-            f"half within {found['median']['error']:.1%}; the machine kept steps waiting for "
+            f"half within {found['median']['error']:.1%} (of the steps' own work {p95_worked:.1%} "
+            f"and {found['median']['error_worked']:.1%}; by the first prediction alone "
+            f"{found['p95']['error_first']:.1%}); the machine kept steps waiting for "
             f"{found['waited']:.0%} of the time"
         )
 

@@ -131,6 +131,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc)))
+    # A rank that crashes inside of a library says where.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     )
