@@ -475,6 +475,57 @@ def test_a_run_can_be_made_longer(recipe: dict[str, Any]) -> None:
     assert [record["step"] for record in metrics(recipe)] == list(range(1, 16))
 
 
+def test_a_run_can_go_on_in_the_schedule_of_another_on_other_data(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(recipe)
+    before = metrics(recipe)
+    base = run_folder(recipe) / "checkpoints" / "step-00000008"
+    prepare([corpus], tokenizer, tmp_path / "other", val_fraction=0.3)
+    further = changed(
+        recipe,
+        run={"dir": str(tmp_path / "further")},
+        data={"dir": str(tmp_path / "other")},
+        schedule={"resume": True},
+    )
+    result = train(further, init_from=base, progress=True)
+    assert "going on in the schedule of" in capsys.readouterr().err
+    found = metrics(further)
+    for key in ("step", "learning_rate", "tokens_seen"):
+        assert [one[key] for one in found] == [one[key] for one in before[8:]], key
+    assert found[0]["train/loss"] != before[8]["train/loss"]
+    state = safetensors.torch.load_file(result.checkpoint / "optimizer.safetensors")
+    counts = {float(value) for name, value in state.items() if name.endswith(".step")}
+    assert counts == {12.0}
+    # Its own checkpoints count from now on.
+    again = changed(further, run={"dir": str(tmp_path / "again")}, checkpoint={"every_steps": 2})
+    stop_after(again, 11, init_from=base)
+    assert weights(train(again, resume=True).checkpoint) == weights(result.checkpoint)
+    assert losses(again) == losses(further)
+
+
+def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    base = train(recipe).checkpoint
+    other = changed(
+        recipe, run={"dir": str(tmp_path / "other")}, schedule={"resume": True, "max_steps": 12}
+    )
+    refused(other, ConfigError, "name that .--init-from.")
+    refused(other, ConfigError, "at step 12 .* and schedule.max_steps is 12", init_from=base)
+    longer = changed(other, schedule={"max_steps": 20})
+    refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
+    plain = tmp_path / "plain"
+    shutil.copytree(base, plain)
+    for name in ("optimizer.safetensors", "manifest.json", "trainer_state.json"):
+        (plain / name).unlink()
+    refused(longer, CheckpointError, "has no optimizer state", init_from=plain)
+
+
 def test_resuming_what_was_never_begun_begins_it(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ class ScheduleConfig(BaseModel):
     max_steps: optimizer steps of the run; null is one epoch of the training split.
     warmup_steps: steps over which the learning rate rises; null is a twentieth of max_steps.
     min_lr_ratio: the last step's learning rate as a share of the peak.
+    resume: with --init-from, go on in the schedule at the step that the checkpoint was saved at,
+        with its optimizer's state, on whatever data; false is a schedule of its own, from step 0.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -20,6 +22,7 @@ class ScheduleConfig(BaseModel):
     max_steps: int | None = Field(None, gt=0)
     warmup_steps: int | None = Field(None, ge=0)
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    resume: bool = False
 
 
 def warmup_cosine(step: int, max_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:

@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from firstlight.checkpoint import load_checkpoint
-from firstlight.errors import CheckpointError
+from firstlight.checkpoint import (
+    OPTIMIZER_NAME,
+    is_in_shards,
+    load_checkpoint,
+    resolve_model_folder,
+)
+from firstlight.errors import CheckpointError, ConfigError
 from firstlight.training.job import Job
+from firstlight.training.state import TrainState, restore
 
 
 def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
@@ -46,6 +52,42 @@ def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
         tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
     if not job.goes_on:
         tell(f"the run is complete: step {job.state.step} of {job.max_steps}")
+
+
+def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[str], None]) -> None:
+    """Put into a new run what another had come to at its checkpoint, for `schedule.resume`:
+    weights, moments, random numbers, and its place in the schedule; the data begin at their first
+    row.
+
+    Args:
+        init_from: see `train`.
+
+    Raises:
+        ConfigError: there is nothing to go on from, or no step is left.
+        CheckpointError: it is no checkpoint, or of another model or optimizer.
+    """
+    if init_from is None:
+        raise ConfigError("schedule.resume goes on in another run's: name that (--init-from)")
+    if job.recipe.lora is not None:
+        raise ConfigError("schedule.resume goes on with all of a model: leave it out, or lora")
+    folder = resolve_model_folder(init_from)
+    if not (folder / OPTIMIZER_NAME).is_file() and not is_in_shards(folder):
+        raise CheckpointError(
+            f"{init_from} has no optimizer state, which schedule.resume goes on with: name a run "
+            "or one of its checkpoints, or leave schedule.resume out"
+        )
+    checkpoint = load_checkpoint(folder, verify=False)  # finding it did
+    _require_same_optimizer(folder, checkpoint.trainer_state.get("recipe", {}), job)
+    found = restore(checkpoint, job.program)
+    if found.step >= job.max_steps:
+        raise ConfigError(
+            f"schedule.resume goes on at step {found.step} of {init_from}, and schedule.max_steps "
+            f"is {job.max_steps}, counted from that run's beginning: set it higher"
+        )
+    job.state = TrainState(
+        step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
+    )
+    tell(f"going on in the schedule of {folder} (step {found.step} of {job.max_steps})")
 
 
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:

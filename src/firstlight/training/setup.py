@@ -65,7 +65,7 @@ from firstlight.training.lock import held
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.references import for_pairs, give_references
-from firstlight.training.resuming import changed_keys, take_up
+from firstlight.training.resuming import changed_keys, continue_schedule, take_up
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
 from firstlight.vocabulary import grow_vocabulary
@@ -205,6 +205,8 @@ def _job(
     job = Job(program, tokenizer, dataset, validation, origin, base, tasks)
     if newest is not None:
         take_up(job, newest, tell)
+    elif recipe.schedule.resume:
+        continue_schedule(job, init_from, tell)
     job.tell_mix(tell)
     if engine.is_main:
         _require_disk(job)
