@@ -114,10 +114,8 @@ def parameters_of(config: Any) -> int:
 def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
     require_planned(
         [
-            steps("fsdp", _WIDE),
             steps("fsdp", _DEEP, 2, precision="bf16"),
             steps("tensor", _WIDE, tied=True),
-            steps("pipeline", _WIDE, 3),
         ],
         above=0.03,
         below=0.01,

@@ -262,6 +262,7 @@ def _require_restart(
                 assert torch.equal(found[name][key], tensor), (rank, step, how, key)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_rank_goes_on_by_itself(tmp_path: Path, shards: Path) -> None:
     _require_restart(tmp_path, shards, [(1, 7, "SIGKILL")], "ddp")
 

@@ -150,7 +150,7 @@ def test_one_load_is_measured_in_full(checkpoint: Path) -> None:
 
 
 def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> None:
-    ways = [DEFAULT_WAY, "sharded", "transformers-cast"]
+    ways = [DEFAULT_WAY, "sharded", "transformers"]
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1, ways=ways))
     assert list(temporary.iterdir()) == []
     assert result["checkpoint"]["parameters"] == _TINY
