@@ -306,6 +306,40 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(
     assert "exists: --write makes a new file" in capfd.readouterr().err
 
 
+def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
+    batch, efficiency = {"global_batch_tokens": 1024}, {"compile": False, "precision": "fp32"}
+    found = {}
+    for name, count, distributed in (
+        ("alone", 1, {}),
+        ("two", 2, {"tensor_parallel": 2}),
+        ("four", 4, {"tensor_parallel": 2, "engine": "fsdp"}),
+    ):
+        machine = find_machine("H100", count=count)
+        settled = settle(
+            recipe(batch=batch, efficiency=efficiency, distributed=distributed), machine
+        )
+        # 16 rows a step, of which each of two groups has half.
+        assert settled.batch.rows == 8
+        found[name] = Oracle().answer(Question(settled, machine))
+        assert found[name].fits, found[name].problem
+    weights = {
+        name: one.training.phases["optimizer"].parts["weights"]
+        for name, one in found.items()
+        if one.training is not None
+    }
+    # Norms are whole on both; blocks are rounded up.
+    assert 0.5 < weights["two"] / weights["alone"] < 0.6
+    assert 0.5 < weights["four"] / weights["two"] < 0.6
+    training = found["four"].training
+    assert training is not None
+    assert "fsdp on 2 devices, tensor_parallel 2: " in training.notes[-1]
+    speed = found["four"].speed
+    assert speed is not None
+    assert speed.kinds["communication"] > 0
+    with pytest.raises(ConfigError, match="don't make whole groups"):
+        settle(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
+
+
 @pytest.mark.slow
 def test_the_command_finds_what_to_train_and_how(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

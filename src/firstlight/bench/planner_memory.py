@@ -7,6 +7,7 @@ torch's allocator hands out there is known to the byte, compiled code included.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -220,6 +221,8 @@ def bench_memory(
     Returns:
         The results.
     """
+    # The profiler's library says when it begins and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["firstlight.bench.planner_memory_once", "torch._dynamo"])
     results = []

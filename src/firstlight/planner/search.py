@@ -8,6 +8,7 @@ from typing import Any
 
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
+from firstlight.planner.parts import copies_of
 from firstlight.training.config import Recipe
 
 #: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
@@ -140,11 +141,11 @@ def micro_batches(recipe: Recipe, machine: Machine) -> Iterator[int]:
 
 
 def rows_a_step(recipe: Recipe, machine: Machine) -> int:
-    """Of each device."""
+    """Of each device, or group of devices that compute the same rows."""
     assert recipe.data.seq_len is not None
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
-        return max(tokens // recipe.data.seq_len // machine.count, 1)
+        return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
     return recipe.batch.rows * (recipe.batch.gradient_accumulation_steps or 1)
 
 

@@ -16,6 +16,7 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
 from firstlight.models import GPT2Config
 from firstlight.planner.machine import Machine
+from firstlight.planner.parts import copies_of
 from firstlight.training.automatic import usual_rows
 from firstlight.training.config import Recipe, parse_recipe
 
@@ -88,7 +89,8 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         )
     if recipe.batch.micro_batch_size in (None, "auto"):
         long = with_changes(recipe, {"data.seq_len": seq_len})
-        changes["batch.micro_batch_size"] = usual_rows(long, machine.target.kind, machine.count)
+        copies = copies_of(recipe, machine.count)
+        changes["batch.micro_batch_size"] = usual_rows(long, machine.target.kind, copies)
     return with_changes(recipe, changes)
 
 
