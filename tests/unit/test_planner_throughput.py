@@ -254,7 +254,8 @@ def test_lists_lose_their_largest_tensor() -> None:
 
 def test_a_deep_model_has_the_operators_of_each_layer_more() -> None:
     def shallow(layers: int) -> tuple[OperatorCount, ...]:
-        lists: list[Layout] = [((9,), FP32), *[((5,), FP32)] * layers]
+        tensors: list[Layout] = [((9,), FP32), *[((5,), FP32), ((6,), FP32)] * layers]
+        lists = [*tensors * 4, *[((), FP32)] * len(tensors)]
         adam = op("_fused_adamw_.default", lists, [], "optimizer")
         return step((mm(8, 4, 4), 2 * layers), (mm(8, 4, 99), 1), (adam, 1)).operators
 
@@ -265,7 +266,10 @@ def test_a_deep_model_has_the_operators_of_each_layer_more() -> None:
     adam = sum(
         e.count * bytes_of(x) for e in found for x in e.operator.inputs if not e.operator.outputs
     )
-    assert adam == 4 * (9 + 10 * 5)
+    assert adam == 4 * (4 * (9 + 10 * (5 + 6)) + 1 + 10 * 2)
+    # Parameters, gradients and moments of each further layer lie in lists of the same order.
+    (layer,) = [e.operator.inputs for e in found if e.count == 7 and not e.operator.outputs]
+    assert layer == ((((5,), FP32), ((6,), FP32)) * 4) + (((), FP32),) * 2
 
 
 def test_the_range_of_a_gpu_is_said_to_be_no_measurement() -> None:

@@ -118,6 +118,9 @@ def _embedding_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 def _adamw(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     count = len(tensors) // 5
     lists = [list(tensors[i * count : (i + 1) * count]) for i in range(5)]
+    # The kernel looks at none but the parameters' sizes, and would write past the others' ends.
+    if any(len({one.shape for one in group}) > 1 for group in zip(*lists[:4], strict=True)):
+        raise ValueError("lists of tensors that don't belong together")
     rates = {"lr": 0.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     return lambda: _aten._fused_adamw_(
         *lists[:4], [], lists[4], **rates, amsgrad=False, maximize=False

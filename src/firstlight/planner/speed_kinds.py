@@ -250,9 +250,12 @@ def _halved(operator: Operator, size: int) -> Operator | None:
     return replace(operator, inputs=inputs, outputs=outputs, moved_bytes=_bytes(inputs + outputs))
 
 
+#: Lists, one after the other, of operators on these; each is as long as the others.
+_LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
+
+
 def _shorter_lists(operator: Operator) -> Operator | None:
-    name = base_name(operator)
-    lists = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}.get(name)
+    lists = _LISTS.get(base_name(operator))
     if lists is None or len(operator.inputs) <= lists:
         return None
     count = len(operator.inputs) // lists
@@ -292,10 +295,18 @@ def _longer_lists(
     """What a layer more brings to a list, once for each further layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
+    lists = _LISTS.get(base_name(one), 1)
     for other in like:
-        added = Counter(one.inputs) - Counter(other.inputs)
-        if added and sum(added.values()) == len(one.inputs) - len(other.inputs):
-            inputs = tuple(added.elements())
+        pairs = zip(_cut(one.inputs, lists), _cut(other.inputs, lists), strict=True)
+        # In each list, in the same order: what belongs together has to stay together.
+        added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
+        inputs = tuple(layout for part in added for layout in part)
+        if inputs and len(inputs) == len(one.inputs) - len(other.inputs):
             layer = replace(one, inputs=inputs, moved_bytes=_bytes(inputs))
             return [OperatorCount(layer, entry.count * steps)]
     return []
+
+
+def _cut(layouts: Sequence[Layout], lists: int) -> list[Sequence[Layout]]:
+    size = len(layouts) // lists
+    return [layouts[i * size : (i + 1) * size] for i in range(lists)]
