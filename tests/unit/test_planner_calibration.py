@@ -315,3 +315,11 @@ def test_entries_keep_their_median() -> None:
     entry = Entry("group", (1.0,), 1.0, "stream", [3.0, 1.0, 2.0])
     assert entry.ratio == 2.0
     assert replace(entry, ratios=[5.0]).ratio == 5.0
+
+
+def test_lists_that_do_not_belong_together_are_not_run() -> None:
+    lists: list[Layout] = [((5,), torch.float32), ((9,), torch.float32)]
+    tensors = (*lists, *lists[::-1], *lists, *lists, ((), torch.float32), ((), torch.float32))
+    mixed = Operator("aten._fused_adamw_.default", "optimizer", tensors, (), 0, 0)
+    with pytest.raises(ValueError, match="don't belong together"):
+        time_operator(mixed, (False, False), most_seconds=0.1)
