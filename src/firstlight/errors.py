@@ -79,6 +79,11 @@ class MissingDependencyError(FirstlightError):
         super().__init__(
             f"{purpose} needs the package '{package}': pip install 'firstlight[{extra}]'"
         )
+        self._asked = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
+        # On its way from another process it is made anew.
+        return type(self), self._asked
 
 
 def _shown(text: str) -> str:

@@ -16,6 +16,7 @@ from firstlight.planner import search
 from firstlight.planner.machine import find_machine, parse_bytes
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
+from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, make_plan
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.settling import settle, with_changes
@@ -338,6 +339,29 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
     assert speed.kinds["communication"] > 0
     with pytest.raises(ConfigError, match="don't make whole groups"):
         settle(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
+
+
+@pytest.mark.parametrize(
+    "count, sections",
+    [
+        (2, {"distributed": {"pipeline": 2}, "batch": {"gradient_accumulation_steps": 4}}),
+        (1, {"data": {"files": "pairs.jsonl", "kind": "preference"}}),
+        (1, {"distributed": {"engine": "fsdp"}}),
+        (2, {"distributed": {"engine": "fsdp"}, "checkpoint": {"sharded": True}}),
+    ],
+    ids=["stages", "pairs", "one", "pieces"],
+)
+def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -> None:
+    machine = find_machine("H100", count=count)
+    settled = settle(recipe(**{"efficiency": {"compile": False}, **sections}), machine)
+    found = Oracle().answer(Question(settled, machine))
+    assert found.fits, found.problem
+    assert found.evaluation is not None
+
+
+def test_an_engine_that_needs_more_gpus_says_so_in_the_plans_words() -> None:
+    with pytest.raises(ConfigError, match="--gpus 2"):
+        engine_of(recipe(distributed={"tensor_parallel": 2}), 1)
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from firstlight.errors import ConfigError, TrainingError
+from firstlight.errors import ConfigError, MissingDependencyError, TrainingError
 from firstlight.planner import workers
 from firstlight.planner.workers import Workers
 
@@ -52,11 +51,33 @@ def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(processes: Wo
     assert [square for square, _ in found] == [0, 1, 4, 9]
 
 
+class StubbornError(Exception):
+    """One that can't be sent."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+        self.held = lambda: None
+
+
+def stubborn(number: int) -> int:
+    raise StubbornError(number, 2)
+
+
+def lacking(number: int) -> int:
+    raise MissingDependencyError("x", "y", f"number {number}")
+
+
+def test_errors_that_are_hard_to_send_come_too(processes: Workers) -> None:
+    with pytest.raises(TrainingError, match="StubbornError: 1 and 2"):
+        list(processes.map(stubborn, [(1,), (1,)]))
+    with pytest.raises(MissingDependencyError, match=r"number 3 needs .* 'firstlight\[y\]'"):
+        list(processes.map(lacking, [(3,), (3,)]))
+
+
 def test_a_killed_process_is_an_error_and_nothing_hangs() -> None:
-    before = threading.active_count()
-    with (
-        pytest.raises(TrainingError, match="was killed, most likely for want of memory"),
-        workers.started() as some,
-    ):
-        list(some.map(os._exit, [(9,), (9,)]))
-    assert threading.active_count() == before
+    with workers.started() as some:
+        with pytest.raises(TrainingError, match="was killed, most likely for want of memory"):
+            list(some.map(os._exit, [(9,), (9,)]))
+        # Nor is it asked again.
+        with pytest.raises(TrainingError, match="was killed"):
+            list(some.map(squared, [(number,) for number in range(9)]))

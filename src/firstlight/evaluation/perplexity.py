@@ -192,7 +192,8 @@ def evaluate_split(
     )
     if extra:
         batch = rows_to_batch(dataset, extra, seq_len, 0, document_masking=document_masking)
-        loss_sum(*batch.uncounted().to(device).inputs)
+        with torch.inference_mode():
+            loss_sum(*batch.uncounted().to(device).inputs)
     if processes > 1:
         losses = _all_losses(losses)
     if not any(row.tokens for row in losses):

@@ -186,7 +186,7 @@ def planned_recipe(
     machine = _this_machine(hardware, 1)
     if machine is None:
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
-    if recipe.preference is not None:
+    if recipe.preference is not None or recipe.data.kind == "preference":
         raise ConfigError("--plan auto does not know preferences: leave it out")
     settled = cut_freely(settle(recipe, machine, init_from))
     first = Oracle(measures=False).answer(Question(settled, machine, evaluates=False))

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.efficiency.engine import engine_name
-from firstlight.errors import FirstlightError
+from firstlight.errors import FirstlightError, TrainingError
 from firstlight.planner.machine import Machine
 from firstlight.planner.pace import speed_of
-from firstlight.planner.parts import own_part
+from firstlight.planner.parts import engine_of, own_part
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import predict_evaluation, trace_memory
@@ -142,7 +141,7 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
     try:
         recipe = with_changes(question.recipe, changes)
         cut = recipe.distributed
-        engine = engine_name(recipe.distributed, machine.count)
+        engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
         part = own_part(recipe, machine.count)
         traced = trace_memory(part, machine.target, workers)
@@ -154,6 +153,9 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         if question.evaluates:
             evaluation = predict_evaluation(part, machine.target)
             evaluation = of_one_rank(evaluation, recipe, machine.count)
+    except TrainingError:
+        # Not about this way to train.
+        raise
     except FirstlightError as error:
         return Outcome(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))
     return Outcome(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from firstlight.efficiency.engine import engine_name
 from firstlight.efficiency.pipeline import unstageable
@@ -64,14 +65,32 @@ def own_part(recipe: Recipe, processes: int) -> Recipe:
     if is_put_together_in_bf16(recipe, processes):
         # What lies between layers is of the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
-    return recipe.model_copy(update={"batch": batch, "model": model, "efficiency": efficiency})
+    changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
+    # Of one process there are no pieces.
+    changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
+    return recipe.model_copy(update=changed)
+
+
+def engine_of(recipe: Recipe, processes: int) -> str:
+    """How so many processes share a recipe's model; one needs nobody to share with.
+
+    Raises:
+        ConfigError: the engine can't be that of so many.
+    """
+    cut = recipe.distributed
+    if processes * cut.tensor_parallel * cut.pipeline == 1 and cut.engine != "deepspeed":
+        return "none"
+    try:
+        return engine_name(cut, processes)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--nproc", "--gpus")) from None
 
 
 def is_put_together_in_bf16(recipe: Recipe, processes: int) -> bool:
     """Whether fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
     return (
         copies_of(recipe, processes) > 1
-        and engine_name(recipe.distributed, processes) == "fsdp"
+        and engine_of(recipe, processes) == "fsdp"
         and recipe.efficiency.precision == "bf16"
         and recipe.lora is None
     )
@@ -114,7 +133,8 @@ def with_own_tables(prediction: MemoryPrediction, recipe: Recipe, part: Recipe) 
     waiting = 1 if passes >= cut.pipeline else passes
     hidden = 4 * part.batch.rows * part.data.seq_len * part.model.hidden_size
     head, table = (_share_elsewhere(part, 0, (name,)) for name in ("lm_head", "embed_tokens"))
-    kept = prediction.phases["forward"].parts.get("activations", 0) if passes > 1 else 0
+    forward = prediction.phases.get("forward")
+    kept = 0 if forward is None or passes == 1 else forward.parts.get("activations", 0)
 
     def first(name: str, peak: PhasePeak) -> PhasePeak:
         if name in _LAST:

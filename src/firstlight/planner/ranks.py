@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from firstlight.efficiency.engine import engine_name
 from firstlight.models.accounting import is_inside_a_layer, meta_model
 from firstlight.planner.exchange import Exchange
 from firstlight.planner.parts import (
     copies_of,
+    engine_of,
     is_put_together_in_bf16,
     own_part,
     with_own_tables,
@@ -43,7 +43,7 @@ def of_one_rank(prediction: MemoryPrediction, recipe: Recipe, processes: int) ->
         ConfigError: the model or the batch can't be cut so.
     """
     part, copies = own_part(recipe, processes), copies_of(recipe, processes)
-    engine = engine_name(recipe.distributed, processes)
+    engine = engine_of(recipe, processes)
     if engine == "deepspeed":
         return _of_deepspeed(prediction, recipe, processes)
     if processes == 1:
@@ -118,6 +118,8 @@ def _of_fsdp(
             whole = size * (outside + (inside if keeps else 2 * layer))
             if keeps_all and peak.parts.get("activations", 0) > _EARLY * kept:
                 return whole
+            if part.lora is not None:
+                return whole
             # A layer's gradient, and that as it is added up and received.
             return whole + layer * (size + 4) + 4 * layer // pieces
         # The layer whose backward pass comes first is there already.
@@ -189,7 +191,7 @@ def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int
     assert recipe.data.seq_len is not None
     assert recipe.model is not None
     cut, copies = recipe.distributed, copies_of(recipe, processes)
-    engine = engine_name(recipe.distributed, processes)
+    engine = engine_of(recipe, processes)
     micro_batches = recipe.batch.accumulation(recipe.data.seq_len, copies)
     half = recipe.efficiency.precision in ("bf16", "bf16_params")
     offloads = cut.offload != "none"

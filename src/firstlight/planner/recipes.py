@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -192,6 +193,9 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         if recipe.lora is not None:
             attach(model, recipe, PLANNED)
+        if recipe.preference is not None and not recipe.data.document_masking:
+            # The loss needs to know them; of a mask, this target's attention makes none.
+            model.forward = _without_documents(model.forward)  # type: ignore[method-assign]
         program = TrainingProgram(recipe, model, PLANNED)
         mark_weights(program.model, tracer)
         batch = _batch(recipe)
@@ -260,11 +264,21 @@ def _batch(recipe: Recipe) -> Batch:
     assert recipe.data.seq_len is not None
     shape = (recipe.batch.rows, recipe.data.seq_len)
     ids = torch.empty(shape, dtype=torch.int64)
-    documents = torch.empty(shape, dtype=torch.int32) if recipe.data.document_masking else None
+    masked = recipe.data.document_masking or recipe.preference is not None
+    documents = torch.empty(shape, dtype=torch.int32) if masked else None
     if recipe.preference is None:
         return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
     references = torch.empty((recipe.batch.rows, 2 * _PAIRS_A_ROW), dtype=torch.float64)
     return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
+
+
+def _without_documents(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def called(
+        input_ids: torch.Tensor, labels: torch.Tensor | None = None, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        return forward(input_ids, labels, None, **options)
+
+    return called
 
 
 class _Pairs(Batch):

@@ -235,4 +235,4 @@ def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str,
         for count in (2, 4, 8, 16, 32, 64):
             if count > machine.count:
                 more = dataclasses.replace(machine, count=count)
-                yield f"{count} devices with fsdp", {"distributed.engine": "fsdp"}, more
+                yield f"{count} devices with fsdp", {"distributed": {"engine": "fsdp"}}, more

@@ -19,6 +19,7 @@ from firstlight.planner.machine import Machine
 from firstlight.planner.parts import copies_of
 from firstlight.training.automatic import usual_rows
 from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.preference import PreferenceConfig
 
 #: A vocabulary from which the logits are worth cutting up, and by how many tokens.
 _LARGE_VOCABULARY, _CHUNK_TOKENS = 16384, 1024
@@ -54,6 +55,8 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         ModelError: `init_from` is no model's folder.
     """
     recipe = _with_model(recipe, init_from)
+    if recipe.data.kind == "preference" and recipe.preference is None:
+        recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
     assert recipe.model is not None
     limit = recipe.model.max_position_embeddings
     seq_len = recipe.data.seq_len or limit
@@ -83,7 +86,10 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         flex = not on_cpu and recipe.data.document_masking and not dropout
         changes["efficiency.attention"] = "blockwise" if blockwise else "flex" if flex else "sdpa"
     if config.loss_chunk_tokens is None:
+        # Where a run takes them: see `training.automatic`.
         large = recipe.model.vocab_size >= _LARGE_VOCABULARY and recipe.lora is None
+        large = large and recipe.preference is None
+        large = large and recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
         changes["efficiency.loss_chunk_tokens"] = (
             512 if on_cpu and precision == "fp32" and large else 0
         )

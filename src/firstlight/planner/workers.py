@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.reduction
+import pickle
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,12 @@ T = TypeVar("T")
 _COUNT = 2
 
 _PRELOADED = ["firstlight.planner.recipes", "torch._dynamo"]
+
+
+_KILLED = (
+    "a process that traced the model was killed, most likely for want of memory: end other "
+    "programs, or plan a smaller model"
+)
 
 
 class Workers:
@@ -60,7 +68,7 @@ class Workers:
                 for end in self._ends:
                     if waiting and end not in self._busy:
                         self._busy[end], one = waiting.pop()
-                        end.send((function, one))
+                        _ask(end, (function, one))
                 # Among them may be results of a call that nobody waits for any more.
                 found.update(self._results())
             good, result = found.pop(number)
@@ -74,10 +82,14 @@ class Workers:
             try:
                 yield self._busy.pop(end), end.recv()
             except (EOFError, ConnectionResetError):
-                raise TrainingError(
-                    "a process that traced the model was killed, most likely for want of memory: "
-                    "end other programs, or plan a smaller model"
-                ) from None
+                raise TrainingError(_KILLED) from None
+
+
+def _ask(end: Connection, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+    try:
+        end.send(call)
+    except (BrokenPipeError, ConnectionResetError):
+        raise TrainingError(_KILLED) from None
 
 
 @contextlib.contextmanager
@@ -117,5 +129,14 @@ def _work(end: Connection) -> None:
             try:
                 answer = (True, function(*arguments))
             except Exception as error:  # noqa: BLE001
-                answer = (False, error)
+                answer = (False, _sendable(error))
             end.send(answer)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one with its text where it does not survive being sent."""
+    try:
+        multiprocessing.reduction.ForkingPickler.dumps(error)
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError):
+        return TrainingError(f"{type(error).__name__}: {error}")
+    return error

@@ -206,7 +206,8 @@ class Job:
     @property
     def _logged_step(self) -> int:
         """The last step whose lines are in the logs."""
-        return self.state.step - (self.state.pending is not None)
+        # Without a checkpoint of its own, what is there is an earlier attempt's.
+        return 0 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     @property
     def _pin_memory(self) -> bool:

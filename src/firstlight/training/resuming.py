@@ -77,7 +77,12 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
             "or one of its checkpoints, or leave schedule.resume out"
         )
     checkpoint = load_checkpoint(folder, verify=False)  # finding it did
-    _require_same_optimizer(folder, checkpoint.trainer_state.get("recipe", {}), job)
+    before = checkpoint.trainer_state.get("recipe", {}).get("optimizer", {}).get("name")
+    if before != job.recipe.optimizer.name:
+        raise CheckpointError(
+            f"{folder} has the state of optimizer.name {before}, and schedule.resume goes on with "
+            f"it: set that instead of {job.recipe.optimizer.name}, or leave schedule.resume out"
+        )
     found = restore(checkpoint, job.program)
     if found.step >= job.max_steps:
         raise ConfigError(

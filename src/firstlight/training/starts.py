@@ -22,14 +22,14 @@ from firstlight.training.report_text import own_version
 
 
 def record_start(job: Job) -> None:
-    """Add a line to the run's starts.jsonl; one that starts from step 0 begins the file anew.
+    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew.
 
     Raises:
         CheckpointError: a line in the middle of it is damaged.
         StorageError: the disk refuses.
     """
     path = Path(job.run_folder) / STARTS_NAME
-    lines = read_json_lines(path) if job.state.step else []
+    lines = read_json_lines(path) if job.saved_step > 0 else []
     held_out = job.validation
     conversations = record_of_examples(job.dataset, held_out, job.seq_len)
     gzip_bytes = held_out.gzip_bytes if held_out else None
