@@ -27,7 +27,7 @@ from firstlight.planner.search import (
 )
 from firstlight.planner.settling import settle
 from firstlight.training.config import Recipe, parse_recipe
-from firstlight.training.fit import Trial, try_rows
+from firstlight.training.fit import Trial, ask_module, try_rows
 from firstlight.training.forecast import Forecast
 
 #: What is tried for advice, in this order: each saves activations or what is like them.
@@ -89,17 +89,9 @@ def _elsewhere(what: str, recipe: Recipe, hardware: Hardware, processes: int) ->
         "processes": processes,
     }
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "firstlight.planner.automatic"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-            # Other processes wait for this one, and take it for gone after their timeout.
-            timeout=min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2),
-        )
+        # Other processes wait for this one, and take it for gone after their timeout.
+        patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
+        done = ask_module("firstlight.planner.automatic", request, patience)
     except subprocess.TimeoutExpired:
         return None
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None

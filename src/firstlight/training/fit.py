@@ -12,9 +12,10 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -121,15 +122,7 @@ def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
     batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
     values = recipe.model_copy(update={"batch": batch}).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "firstlight.training.fit"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    done = ask_module("firstlight.training.fit", request)
     if done.returncode == _REFUSED:
         raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
     if done.returncode > 0 and done.returncode != _TOO_LARGE:
@@ -141,6 +134,26 @@ def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
     if done.returncode != _FITS:
         return None
     return Trial(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def ask_module(
+    module: str, request: Mapping[str, Any], timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE` with a request as JSON on its stdin.
+
+    Raises:
+        subprocess.TimeoutExpired: it took more than so many seconds, and was ended.
+    """
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+        timeout=timeout,
+    )
 
 
 def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
