@@ -10,7 +10,6 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.reduction
-import pickle
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +136,6 @@ def _sendable(error: Exception) -> Exception:
     """The error, or one with its text where it does not survive being sent."""
     try:
         multiprocessing.reduction.ForkingPickler.dumps(error)
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError):
+    except Exception:  # noqa: BLE001  (what an object that can't be sent raises is its own choice)
         return TrainingError(f"{type(error).__name__}: {error}")
     return error
