@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 #: Waiting threads spin before they sleep. As long as is usual, a second program on the same cores
-#: makes every parallel region wait for a time slice: steps 70 times slower were seen.
-SHORT_SPIN = {"GOMP_SPINCOUNT": "1000"}
+#: makes every parallel region wait for a time slice: steps 70 times slower were seen. Much shorter,
+#: threads of a virtual machine sleep between any two operators, and its host takes long to wake
+#: them: with 1000, steps on free cores were up to 2 times slower.
+SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
 #: A token is some hundred parallel regions of microseconds, and threads that slept between them
 #: take as long to wake: 27 ms instead of 14 to 20 were seen. Beside a busy program the short spin

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scale import cases
 
 from firstlight.training.loop import train
 
@@ -37,9 +38,14 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-@pytest.mark.parametrize("limit", [100, 50_000])
 @pytest.mark.parametrize(
-    "options", [["--to", "hf"], ["--to", "hf", "--dtype", "bf16"], ["--to", "gguf"]]
+    "options, limit",
+    [
+        (["--to", "hf"], 100),
+        (["--to", "hf", "--dtype", "bf16"], 50_000),
+        (["--to", "gguf"], 100),
+        (["--to", "gguf"], 50_000),
+    ],
 )
 def test_files_that_may_not_grow_leave_nothing(
     options: list[str], limit: int, source: Path, tmp_path: Path
@@ -70,8 +76,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("room", [12_288, 102_400])
-@pytest.mark.parametrize("to", ["hf", "gguf"])
+@pytest.mark.parametrize(
+    "to, room",
+    [("hf", 12_288), ("hf", 102_400), ("gguf", 12_288), ("gguf", 102_400)][:: cases(3, 1)],
+)
 def test_a_full_disk_leaves_nothing_and_a_freed_one_takes_the_result(
     to: str, room: int, source: Path, small_disk: Path
 ) -> None:

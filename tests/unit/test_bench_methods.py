@@ -578,7 +578,7 @@ def test_children_live_in_the_environment_of_training_but_for_what_the_person_ha
     for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     found = methods_run.child_environment(True, tmp_path)
-    assert (found["THP_MEM_ALLOC_ENABLE"], found["GOMP_SPINCOUNT"]) == ("1", "1000")
+    assert (found["THP_MEM_ALLOC_ENABLE"], found["GOMP_SPINCOUNT"]) == ("1", "5000")
     assert methods_run.child_environment(False, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "0"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert methods_run.child_environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"

@@ -23,6 +23,7 @@ from firstlight.planner.compute_optimal import (
 )
 
 _VOCAB, _ROW = 32000, 1024
+_MODELS = list(model_ladder(_VOCAB, _ROW))
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def test_batches_grow_with_compute_and_learning_rates_shrink() -> None:
 
 
 def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
-    sizes = [counts_of(config)[0] for config in model_ladder(_VOCAB, _ROW)]
+    sizes = [counts_of(config)[0] for config in _MODELS]
     assert sizes == sorted(sizes)
     assert sizes[0] < 6e6
     assert 50e9 < sizes[-1] < 80e9
@@ -81,13 +82,13 @@ def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
 @pytest.mark.parametrize("exponent", [18, 19, 20, 21, 22])
 def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int) -> None:
     rate = rate_of(1e15)
-    found = suggest(rate, vocab_size=_VOCAB, seq_len=_ROW, seconds=10**exponent / 1e15)
+    found = suggest(rate, _MODELS, seq_len=_ROW, seconds=10**exponent / 1e15)
     # Some 20 tokens a parameter; a rung off is a factor of two, and small models' embeddings weigh.
     assert 8 < found.tokens / found.parameters < 50
     assert found.seconds == pytest.approx(10**exponent / 1e15, rel=0.01)
     assert found.tokens == found.max_steps * found.global_batch_tokens
     # No other rung is better.
-    for config in model_ladder(_VOCAB, _ROW):
+    for config in _MODELS:
         parameters, each = counts_of(config)
         tokens = 10**exponent / each
         loss = LAWS[1].loss(found.parameters, found.tokens)
@@ -95,28 +96,26 @@ def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int)
 
 
 def test_a_model_that_does_not_fit_is_not_suggested() -> None:
-    small = suggest(rate_of(1e15, memory=2e9), vocab_size=_VOCAB, seq_len=_ROW, seconds=1e6)
+    small = suggest(rate_of(1e15, memory=2e9), _MODELS, seq_len=_ROW, seconds=1e6)
     assert 16 * small.parameters <= 2e9
-    large = suggest(rate_of(1e15), vocab_size=_VOCAB, seq_len=_ROW, seconds=1e6)
+    large = suggest(rate_of(1e15), _MODELS, seq_len=_ROW, seconds=1e6)
     assert large.parameters > small.parameters
     with pytest.raises(ConfigError, match="no model of the ladder fits"):
-        suggest(rate_of(1e15, memory=1e6), vocab_size=_VOCAB, seq_len=_ROW, seconds=1e6)
+        suggest(rate_of(1e15, memory=1e6), _MODELS, seq_len=_ROW, seconds=1e6)
 
 
 def test_a_budget_of_tokens_gets_a_model_of_a_twentieth() -> None:
-    found = suggest(rate_of(1e15), vocab_size=_VOCAB, seq_len=_ROW, tokens=10e9)
+    found = suggest(rate_of(1e15), _MODELS, seq_len=_ROW, tokens=10e9)
     assert 250e6 < found.parameters <= 500e6
     assert found.tokens == pytest.approx(10e9, rel=0.01)
-    tiny = suggest(rate_of(1e15), vocab_size=_VOCAB, seq_len=_ROW, tokens=1e6)
+    tiny = suggest(rate_of(1e15), _MODELS, seq_len=_ROW, tokens=1e6)
     assert tiny.config.hidden_size == 128
     assert tiny.max_steps >= 200
 
 
 def test_little_text_makes_the_model_larger_and_the_loss_worse() -> None:
-    much = suggest(rate_of(1e14), vocab_size=_VOCAB, seq_len=_ROW, seconds=1e5)
-    little = suggest(
-        rate_of(1e14), vocab_size=_VOCAB, seq_len=_ROW, seconds=1e5, unique_tokens=20e6
-    )
+    much = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5)
+    little = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5, unique_tokens=20e6)
     assert little.parameters >= much.parameters
     assert little.epochs == pytest.approx(little.tokens / 20e6)
     assert much.epochs is None
@@ -126,4 +125,4 @@ def test_little_text_makes_the_model_larger_and_the_loss_worse() -> None:
 def test_a_budget_is_time_or_tokens() -> None:
     for budget in ({}, {"seconds": 1.0, "tokens": 1.0}):
         with pytest.raises(ConfigError, match="either a time or a number of tokens"):
-            suggest(rate_of(1e12), vocab_size=_VOCAB, seq_len=_ROW, **budget)
+            suggest(rate_of(1e12), _MODELS, seq_len=_ROW, **budget)

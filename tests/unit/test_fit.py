@@ -206,7 +206,7 @@ sys.exit(firstlight.training.fit.main())
 def test_where_memory_is_short_a_smaller_micro_batch_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # 4 rows of 512 tokens have 490 MB of logits, which are in memory several times: 1.3 GB hold
+    # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: 0.7 GB hold
     # fewer than 4 rows, and one.
     recipe = parse_recipe(
         {
@@ -214,7 +214,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
                 "hidden_size": 16,
                 "num_hidden_layers": 1,
                 "num_attention_heads": 2,
-                "vocab_size": 60_000,
+                "vocab_size": 30_000,
                 "max_position_embeddings": 512,
             },
             "data": {"dir": "data", "seq_len": 512},
@@ -226,7 +226,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
 
     def limited(command: list[str], **options: Any) -> Any:
         assert command[-2:] == ["-m", "firstlight.training.fit"]
-        program = _LIMIT.format(more=1_300_000_000)
+        program = _LIMIT.format(more=700_000_000)
         return run([sys.executable, "-P", "-c", program], **options)
 
     monkeypatch.setattr(subprocess, "run", limited)

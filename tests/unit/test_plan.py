@@ -251,6 +251,29 @@ def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
         Budget(**budget)
 
 
+@pytest.mark.parametrize("cut", [{"tensor_parallel": 2}, {"pipeline": 2}])
+def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int]) -> None:
+    machine = find_machine("RTX 4090", count=2)
+    written = recipe(distributed=cut, efficiency={"compile": False, "loss_chunk_tokens": 0})
+    plan = make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+    assert plan.suggestion is not None
+    assert plan.suggested is not None
+    assert plan.suggested.fits
+    config = plan.suggestion.config
+    assert config.tie_word_embeddings is ("pipeline" not in cut)
+    assert config.num_key_value_heads % cut.get("tensor_parallel", 1) == 0
+
+
+def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
+    machine = find_machine("RTX 4090", count=128)
+    model = {**_MODEL, "num_attention_heads": 128, "hidden_size": 256, "intermediate_size": 512}
+    written = recipe(
+        model=model, distributed={"tensor_parallel": 128}, efficiency={"compile": False}
+    )
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+
+
 def test_a_recipe_that_can_not_be_trained_says_why() -> None:
     wrong = recipe(
         efficiency={"optimizer_in_backward": True, "compile": False},

@@ -530,7 +530,7 @@ def test_resuming_what_was_never_begun_begins_it(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe, resume=True, progress=True)
-    assert "has no checkpoint yet: starting from step 0" in capsys.readouterr().err
+    assert "has no checkpoint yet: starting at the beginning" in capsys.readouterr().err
     other = changed(recipe, run={"dir": str(tmp_path / "other")})
     train(other)
     assert losses(recipe) == losses(other)

@@ -18,6 +18,7 @@ from firstlight.bench.forked import ForkServer, end_group, signals_waiting
 from firstlight.bench.fresh_process import last_words
 from firstlight.bench.methods_rows import Row, changes_up_to, recipe_of
 from firstlight.console import progress_bar
+from firstlight.environment import TRAINING
 from firstlight.errors import ConfigError
 
 #: The tables' names: each method alone, and each added to those before it.
@@ -189,8 +190,7 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
         huge_pages: whether torch takes them for large tensors.
         caches: for what torch.compile keeps.
     """
-    ours = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
-    environment = ours | os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    environment = TRAINING | os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
     if not huge_pages:
         environment["THP_MEM_ALLOC_ENABLE"] = "0"
     return environment

@@ -8,7 +8,7 @@ follows from how fast each size trains on the hardware at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
@@ -117,8 +117,8 @@ class Suggestion:
 
 def suggest(
     rate: Callable[[LlamaConfig], float | None],
+    models: Iterable[LlamaConfig],
     *,
-    vocab_size: int,
     seq_len: int,
     seconds: float | None = None,
     tokens: float | None = None,
@@ -128,7 +128,9 @@ def suggest(
 
     Args:
         rate: tokens a second at which a model trains here; None where it doesn't fit. Called for
-            some models of rising size until they get worse.
+            some models until they get worse.
+        models: of rising size, see `model_ladder`.
+        seq_len: of a row.
         seconds: the budget as time, or
         tokens: the budget as tokens.
         unique_tokens: of the text at hand.
@@ -139,7 +141,7 @@ def suggest(
     if (seconds is None) is (tokens is None):
         raise ConfigError("give either a time or a number of tokens as the budget")
     best: tuple[float, Suggestion] | None = None
-    for config in model_ladder(vocab_size, seq_len):
+    for config in models:
         speed = rate(config)
         if speed is None:
             break
@@ -204,10 +206,13 @@ _SHAPES = (
 )
 
 
-def model_ladder(vocab_size: int, seq_len: int) -> Iterator[LlamaConfig]:
+def model_ladder(vocab_size: int, seq_len: int, *, ties: bool = True) -> Iterator[LlamaConfig]:
     """Models of the Llama family of rising size: SwiGLU of 8/3 the width, heads of 64 or, from a
-    width of 2,048 on, of 128 with a quarter of key-value heads; up to 1,024 the embedding is the
-    head."""
+    width of 2,048 on, of 128 with a quarter of key-value heads.
+
+    Args:
+        ties: whether the embedding is the head up to a width of 1,024.
+    """
     for hidden, layers in _SHAPES:
         head_dim = 64 if hidden < 2048 else 128
         heads = hidden // head_dim
@@ -220,5 +225,5 @@ def model_ladder(vocab_size: int, seq_len: int) -> Iterator[LlamaConfig]:
             num_attention_heads=heads,
             num_key_value_heads=heads // 4 if hidden >= 2048 and heads % 4 == 0 else heads,
             max_position_embeddings=seq_len,
-            tie_word_embeddings=hidden <= 1024,
+            tie_word_embeddings=ties and hidden <= 1024,
         )

@@ -9,14 +9,15 @@ micro-batches that are on their way through a pipeline, are arithmetic on that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from firstlight.efficiency.engine import engine_name
+from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.efficiency.pipeline import unstageable
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
-from firstlight.models import LlamaConfig
+from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.training.config import Recipe
@@ -48,11 +49,7 @@ def own_part(recipe: Recipe, processes: int) -> Recipe:
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens // copies
         batch = batch.model_copy(update={"global_batch_tokens": tokens})
-    problems = [
-        *(uncuttable(model, cut.tensor_parallel) if cut.tensor_parallel > 1 else ()),
-        *(unstageable(model, cut.pipeline) if cut.pipeline > 1 else ()),
-    ]
-    if problems:
+    if problems := list(why_not_cut(model, cut)):
         raise ConfigError("; ".join(problems))
     if isinstance(model, LlamaConfig):
         size = cut.tensor_parallel
@@ -69,6 +66,14 @@ def own_part(recipe: Recipe, processes: int) -> Recipe:
     # Of one process there are no pieces.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
+
+
+def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
+    """Why a model can't be spread over processes as a recipe asks, each reason a sentence."""
+    if cut.tensor_parallel > 1:
+        yield from uncuttable(model, cut.tensor_parallel)
+    if cut.pipeline > 1:
+        yield from unstageable(model, cut.pipeline)
 
 
 def engine_of(recipe: Recipe, processes: int) -> str:

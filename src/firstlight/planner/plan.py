@@ -11,10 +11,11 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.compute_optimal import Suggestion, suggest
+from firstlight.planner.compute_optimal import Suggestion, model_ladder, suggest
 from firstlight.planner.machine import Machine
 from firstlight.planner.methods import method_table
 from firstlight.planner.outcome import Oracle, Outcome, Question
+from firstlight.planner.parts import copies_of, why_not_cut
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.search import best_way, cut_freely, nearest_ways
 from firstlight.planner.settling import prepared_vocabulary, settle, with_changes
@@ -182,7 +183,13 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     assert best.tokens_per_second is not None
     flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
     prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
-    pieces = machine.count if recipe.distributed.engine == "fsdp" else 1
+    cut = recipe.distributed
+    copies = 1 if cut.engine == "fsdp" else copies_of(recipe, machine.count)
+    pieces = machine.count // copies
+    ladder = list(model_ladder(vocab_size, seq_len, ties=cut.pipeline == 1))
+    models = [one for one in ladder if not any(why_not_cut(one, cut))]
+    if not models:
+        raise ConfigError("; ".join(why_not_cut(ladder[-1], cut)))
     most_parameters = pieces * machine.usable_bytes / _STATE_BYTES
     for _ in range(_TRIES):
 
@@ -193,7 +200,7 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
 
         found = suggest(
             rate,
-            vocab_size=vocab_size,
+            models,
             seq_len=seq_len,
             seconds=budget.seconds,
             tokens=budget.tokens,

@@ -258,7 +258,7 @@ def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], Non
     for problem in problems:
         tell(f"warning: {problem}: an older checkpoint is taken")
     if newest is None:
-        tell(f"{run_folder} has no checkpoint yet: starting from step 0")
+        tell(f"{run_folder} has no checkpoint yet: starting at the beginning")
     return newest
 
 
