@@ -34,6 +34,13 @@ def shared() -> Path:
     return _SHARED
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's report is drawn in the tests of reports alone, and where `draw_report` is put back:
+    that takes longer than most runs here."""
+    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+
+
 def make_texts(count: int, seed: int = 0) -> list[str]:
     """Deterministic documents of a few hundred characters, several scripts, many lines."""
     generator = random.Random(seed)

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 import firstlight
+import firstlight.training.loop
 from firstlight.training.job import Job
 
 
@@ -25,6 +26,8 @@ def main(request: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(dict(record)) + "\n")
         sys.stdout.flush()
 
+    if not request.get("draws"):
+        firstlight.training.loop.draw_report = lambda folder: folder
     if "captured" in request:
         _capture_first(Path(request["captured"]))
     if "dies" in request and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -34,12 +34,6 @@ from firstlight.training.saving import CheckpointSaver
 from firstlight.weights import weights_to_save
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def content(step: int, val_loss: float | None = None) -> Checkpoint:
     """A small checkpoint whose numbers say of which step it is."""
     return Checkpoint(

@@ -24,12 +24,6 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def rows_from(dataset: TokenDataset, rows_seen: int, count: int, **options: Any) -> list[list[int]]:
     """The first `count` rows, one a batch, from a position on."""
     with TokenLoader(dataset, 8, 1, 1, rows_seen=rows_seen, workers=0, **options) as loader:

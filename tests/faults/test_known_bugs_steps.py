@@ -32,10 +32,9 @@ from firstlight.training.step import train_step
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tensors are too small for more; and drawing takes longer than these runs."""
+def one_thread() -> None:
+    """These tensors are too small for more."""
     torch.set_num_threads(1)
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
 
 
 def gradients(batches: list[Batch], **settings: Any) -> dict[str, Tensor]:

@@ -86,8 +86,7 @@ class Memory:
 
 
 @pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.training.job.peak_flops", lambda *_: 1e12)
 
 

@@ -64,7 +64,6 @@ class BadData:
 
 @pytest.fixture
 def bad_data(monkeypatch: pytest.MonkeyPatch) -> BadData:
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
     monkeypatch.setattr("firstlight.training.job.peak_flops", lambda *_: 1e12)
     return BadData(monkeypatch)
 

@@ -30,6 +30,11 @@ _START = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_report() -> None:
+    """Here, they are drawn."""
+
+
 def page_of(run: Path) -> Page:
     return Page(run_page(read_run(run))).harmless()
 

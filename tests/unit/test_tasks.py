@@ -498,12 +498,6 @@ def test_the_command_names_a_bad_line(
 # In training
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def with_tasks(recipe: dict[str, Any], file: Path, **values: Any) -> dict[str, Any]:
     """The recipe, scored at steps 6 and 12, with dropout, into a folder of its own."""
     changed = copy.deepcopy(recipe)

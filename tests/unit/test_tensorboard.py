@@ -32,12 +32,6 @@ class StoppedError(Exception):
     """Ends a run from within, as a kill would."""
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def accumulated(folder: Path) -> Any:
     """What TensorBoard finds in a folder, with nothing left out."""
     with warnings.catch_warnings():

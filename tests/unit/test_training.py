@@ -58,12 +58,6 @@ class StoppedError(Exception):
     """Ends a run from within, as Ctrl-C would."""
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs; `draw_report` put back draws again."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def changed(recipe: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
     """The recipe with some keys of some sections set."""
     result = copy.deepcopy(recipe)
