@@ -541,7 +541,7 @@ def test_the_other_programs_do_not_get_what_firstlight_sets(
 
 
 def test_the_environment_is_that_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli_main._environment(["train"]) == TRAINING
+    assert cli_main._environment(["train"]) == cli_main._environment(["plan"]) == TRAINING
     assert cli_main._environment(["eval"]) == SHORT_SPIN
     for running, spin in ((0, "30000"), (os.cpu_count(), "5000")):
         monkeypatch.setattr("firstlight.environment._running", lambda running=running: running)

@@ -106,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
     """What is set for a verb, unless it is set."""
-    if "train" in verb:
+    if set(verb) & {"train", "plan"}:
+        # A plan times operators as training runs them.
         return environment.TRAINING
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
