@@ -173,6 +173,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "selective checkpointing": {"efficiency": {"activation_checkpointing": "selective"}},
     "offload": {"efficiency": {"activation_offload": True}},
     "chunked loss": {"efficiency": {"loss_chunk_tokens": 64}},
+    "chunked loss, bf16": {"efficiency": {"loss_chunk_tokens": 256, "precision": "bf16"}},
     "documents": {"data": {"document_masking": True}},
     "foreach": {"optimizer": {"implementation": "foreach"}, "batch": {"micro_batch_size": 1}},
     "for-loop": {"optimizer": {"implementation": "for-loop"}, "batch": {"micro_batch_size": 1}},

@@ -134,7 +134,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase, self._phase_index = "", -1
         self._recomputed_since = -1
         self._host = 0
-        self._is_paused = False
+        self._is_paused, self._is_inside = False, False
         self._part = ""
         # Otherwise torch refuses operators on functions, which recomputation in compiled code has.
         self.supports_higher_order_operators = True
@@ -224,21 +224,31 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
             # Its own code comes first, which calls operators on what it consists of.
             return NotImplemented
-        if torch.is_inference_mode_enabled() and _is_composite(func):
+        if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
             # Not `decompose`, which has code in Python for some that copies where the kernel
             # doesn't.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         inner = _implementation(func) if isinstance(func, OpOverload) else None
         if inner is not None:
-            with self:
-                return inner(*args, **kwargs)
+            return self._trace_inside(inner, args, kwargs)
         result = func(*args, **kwargs)
         self._follow_recomputation()
         self._count(func, args, kwargs, result)
         for tensor in _tensors_in(result):
             self._storage_of(tensor)
         return result
+
+    def _trace_inside(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator's code, in which autograd takes no composite operator apart."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            with self:
+                return inner(*args, **kwargs)
+        finally:
+            self._is_inside = before
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
