@@ -17,11 +17,13 @@ from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
+from firstlight.planner import recipes
 from firstlight.planner.compiling import stubbed_compiler
+from firstlight.planner.equivalents import Equivalent
 from firstlight.planner.kernels import Target, cuda_target
 from firstlight.planner.layers import from_fewer_layers
 from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
-from firstlight.planner.recipes import predict_generation, trace_memory
+from firstlight.planner.recipes import predict_evaluation, predict_generation, trace_memory
 from firstlight.planner.speed_kinds import streamed_bytes
 from firstlight.planner.trace import Storage, Trace
 from firstlight.training.config import Recipe
@@ -57,6 +59,31 @@ def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> No
     ]
     assert listed[0] == pytest.approx(listed[1], rel=1e-4)
     assert listed[0] > 0
+
+
+@pytest.mark.parametrize("in_run", [True, False])
+def test_a_deep_models_evaluation_is_planned_from_few_layers(
+    in_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 7})
+    whole = predict_evaluation(deep, in_run=in_run)
+    monkeypatch.setattr("firstlight.planner.recipes._FULLY_TRACED", 3)
+    traced: list[int] = []
+    full = recipes._evaluate
+
+    def counted(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
+        assert planned.recipe.model is not None
+        traced.append(planned.recipe.model.num_hidden_layers)
+        return full(planned, target, in_run)
+
+    monkeypatch.setattr(recipes, "_evaluate", counted)
+    found = predict_evaluation(deep, in_run=in_run)
+    assert traced == [2, 3]
+    assert (found.peak_bytes, found.parts, found.phase) == (
+        whole.peak_bytes,
+        whole.parts,
+        "evaluation",
+    )
 
 
 def _made_up(layers: int) -> MemoryPrediction:

@@ -151,7 +151,7 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
             traced = trace_memory(uncompiled(part, machine.hardware), machine.target, workers)
         evaluation: MemoryPrediction | None = None
         if question.evaluates:
-            evaluation = predict_evaluation(part, machine.target)
+            evaluation = predict_evaluation(part, machine.target, workers)
             evaluation = of_one_rank(evaluation, recipe, machine.count)
     except TrainingError:
         # Not about this way to train.

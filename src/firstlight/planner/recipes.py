@@ -80,12 +80,16 @@ def trace_memory(
 
 
 def predict_evaluation(
-    recipe: Recipe, target: Target | None = None, *, in_run: bool = True
+    recipe: Recipe,
+    target: Target | None = None,
+    workers: Workers | None = None,
+    *,
+    in_run: bool = True,
 ) -> MemoryPrediction:
     """What evaluating one batch takes, of the recipe's micro-batch size and row length.
 
     Args:
-        recipe, target: as for `trace_memory`.
+        recipe, target, workers: as for `trace_memory`.
         in_run: between training steps, with the optimizer's state in memory; else of the model
             alone.
 
@@ -95,6 +99,19 @@ def predict_evaluation(
     target = target or this_cpu()
     plain = recipe.efficiency.model_copy(update={"compile": False})
     planned = equivalent(recipe.model_copy(update={"efficiency": plain}), target)
+    assert planned.recipe.model is not None
+    if planned.recipe.model.num_hidden_layers <= _FULLY_TRACED:
+        return _evaluate(planned, target, in_run)
+    where = workers or Workers()
+    return from_fewer_layers(
+        planned.recipe,
+        lambda parts: list(
+            where.map(_evaluate, [(planned.with_(one), target, in_run) for one in parts])
+        ),
+    )
+
+
+def _evaluate(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
     with _traced(planned, target) as (tracer, program, batch):
         if in_run:
             watch_program(program, tracer)

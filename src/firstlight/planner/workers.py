@@ -23,6 +23,9 @@ T = TypeVar("T")
 #: More gain little: the search needs one answer to ask the next question.
 _COUNT = 2
 
+#: Python takes some tenths of a second to end.
+_ENDING_SECONDS = 1.0
+
 _PRELOADED = ["firstlight.planner.recipes", "torch._dynamo"]
 
 
@@ -108,11 +111,13 @@ def started() -> Iterator[Workers]:
             there.close()
         yield Workers(ends)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
         for end in ends:
             end.close()
+        for process in processes:
+            # Who is asked nothing ends by itself, and cleans up; who still works is ended.
+            process.join(_ENDING_SECONDS)
+            process.kill()
+            process.join()
 
 
 def _work(end: Connection) -> None:
