@@ -181,6 +181,53 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
     assert small.batch.rows == 6
 
 
+@pytest.mark.parametrize("compiled_bytes, chosen_is_bound", [(_GIB, False), (99 * _GIB, True)])
+def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
+    monkeypatch: pytest.MonkeyPatch, compiled_bytes: int, chosen_is_bound: bool
+) -> None:
+    asked: list[bool] = []
+
+    def answer(_: Oracle, question: Question) -> Outcome:
+        asked.append(question.compiles)
+        changed = with_changes(question.recipe, question.changes)
+        size = compiled_bytes if question.compiles else 2 * _GIB
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        return Outcome(
+            question.name,
+            question.changes,
+            changed,
+            memory,
+            usable_bytes=question.machine.usable_bytes,
+            is_bound=not question.compiles,
+        )
+
+    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(
+        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+    )
+    machine = find_machine(memory_bytes=24 * _GIB)
+    compiled = settle(recipe(efficiency={"compile": True}), machine)
+    best = search.best_way(compiled, machine)
+    assert best is not None
+    assert best.is_bound is chosen_is_bound
+    assert best.fits
+    assert asked == [False] * (len(asked) - 1) + [True]
+
+
+def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
+    machine = find_machine("RTX 4090")
+    counts = []
+    for compiles in (False, True):
+        asked.clear()
+        plain = settle(recipe(efficiency={"compile": compiles}), machine)
+        assert search.best_way(plain, machine) is None
+        counts.append(len(asked))
+    assert counts[1] == 2 * counts[0] > 0
+
+
 def test_where_nothing_fits_the_nearest_that_does_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

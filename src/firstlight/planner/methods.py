@@ -17,7 +17,8 @@ def method_table(
     oracle: Oracle | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Each method that the recipe does not have, alone beside it.
+    """Each method that the recipe does not have, alone beside it. Of those that compile, memory is
+    that without torch.compile, unless it is the method.
 
     Args:
         recipe: settled.
@@ -26,7 +27,14 @@ def method_table(
         tell: called with what has been tried.
     """
     questions = [
-        Question(recipe, machine, name, changes, evaluates=False)
+        Question(
+            recipe,
+            machine,
+            name,
+            changes,
+            evaluates=False,
+            compiles="efficiency.compile" in changes,
+        )
         for name, changes in methods(recipe, machine)
     ]
     found = []

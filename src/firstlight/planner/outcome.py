@@ -35,6 +35,7 @@ class Outcome:
         speed: None where the device's rates are not known.
         usable_bytes: that there are.
         problem: why it can't be; "" where it can.
+        is_bound: whether training's memory is that without torch.compile, which takes less.
         traced: training in one process, for its speed, until that is known.
     """
 
@@ -46,6 +47,7 @@ class Outcome:
     speed: SpeedPrediction | None = None
     usable_bytes: int = 0
     problem: str = ""
+    is_bound: bool = False
     traced: MemoryPrediction | None = field(default=None, repr=False)
 
     @property
@@ -70,6 +72,7 @@ class Outcome:
             "changes": dict(self.changes),
             "fits": self.fits,
             "problem": self.problem,
+            "is_bound": self.is_bound,
             "needed_bytes": self.needed_bytes,
             "usable_bytes": self.usable_bytes,
             "training": None if self.training is None else self.training.to_json(),
@@ -87,6 +90,8 @@ class Question:
         machine: to run on.
         name, changes: see `Outcome`.
         evaluates: whether evaluation's memory is looked at too.
+        compiles: whether what torch.compile makes of a step is looked at, for ten seconds and more;
+            else the step without it stands for it.
     """
 
     recipe: Recipe
@@ -94,6 +99,7 @@ class Question:
     name: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
     evaluates: bool = True
+    compiles: bool = True
 
 
 class Oracle:
@@ -144,11 +150,13 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
         part = own_part(recipe, machine.count)
-        traced = trace_memory(part, machine.target, workers)
-        training = of_one_rank(traced, recipe, machine.count)
-        if recipe.efficiency.compile is True:
-            # Speed is worked out from what is compiled.
-            traced = trace_memory(uncompiled(part, machine.hardware), machine.target, workers)
+        compiles = recipe.efficiency.compile is True
+        # Speed is worked out from what is compiled.
+        plain = uncompiled(part, machine.hardware) if compiles else part
+        taken = traced = trace_memory(plain, machine.target, workers)
+        if compiles and question.compiles:
+            taken = trace_memory(part, machine.target, workers)
+        training = of_one_rank(taken, recipe, machine.count)
         evaluation: MemoryPrediction | None = None
         if question.evaluates:
             evaluation = predict_evaluation(part, machine.target, workers)
@@ -165,5 +173,6 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         training,
         evaluation,
         usable_bytes=machine.usable_bytes,
+        is_bound=compiles and not question.compiles,
         traced=traced,
     )

@@ -33,6 +33,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     if plan.methods:
         yield "what each method alone would change:"
         yield method_rows(plan)
+        if any(one.is_bound for one in plan.methods):
+            yield "  < is without torch.compile, which takes less; it saves beside a step without"
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -56,7 +58,8 @@ def in_words(one: Outcome) -> str:
         return one.problem
     fits = "fits" if one.fits else "DOES NOT FIT"
     phase = "" if one.training is None else f", at its peak in the {one.training.phase}"
-    text = f"{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
+    most = "at most " if one.is_bound else ""
+    text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
     if one.speed is None:
         return text
     return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
@@ -84,18 +87,24 @@ def memory_table(one: Outcome) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Memory and speed of each method beside those of the recipe as it stands."""
+    """Memory and speed of each method beside those of the recipe as it stands; memory that is
+    known without torch.compile alone beside that of the recipe without it."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
     base, rate = first.training.total_bytes, first.tokens_per_second
     rows.append(("as it stands", gib(base), "", _rate(rate), ""))
+    plain = next((one for one in plan.methods if "efficiency.compile" in one.changes), first)
+    plain_base = base if plain.training is None else plain.training.total_bytes
     for one in plan.methods:
         if one.training is None:
             continue
         needed, own = one.training.total_bytes, one.tokens_per_second
         ratio = f"{own.expected / rate.expected:.2f}x" if own and rate else ""
-        rows.append((one.name, gib(needed), f"{1 - needed / base:.0%}", _rate(own), ratio))
+        saves = f"{1 - needed / (plain_base if one.is_bound else base):.0%}"
+        rows.append(
+            (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(own), ratio)
+        )
     return rows
 
 

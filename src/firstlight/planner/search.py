@@ -57,7 +57,8 @@ def best_way(
 
     What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
     micro-batches; memory is bought with the methods that cost the least, and no more than it takes
-    to keep the device busy.
+    to keep the device busy. What compiles is looked at without torch.compile, which is quicker and
+    takes more memory, and with it in the end; from the beginning where nothing fits without.
 
     Args:
         recipe: settled.
@@ -66,6 +67,24 @@ def best_way(
         tell: called with what is being tried.
     """
     oracle = oracle or Oracle()
+    found = _best_way(recipe, machine, oracle, tell, compiles=False)
+    if recipe.efficiency.compile is not True:
+        return found
+    if found is None:
+        return _best_way(recipe, machine, oracle, tell, compiles=True)
+    tell(f"{found.name}, compiled")
+    compiled = oracle.answer(Question(recipe, machine, found.name, found.changes))
+    return compiled if compiled.fits else found
+
+
+def _best_way(
+    recipe: Recipe,
+    machine: Machine,
+    oracle: Oracle,
+    tell: Callable[[str], None],
+    *,
+    compiles: bool,
+) -> Outcome | None:
     found: list[Outcome] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
@@ -75,7 +94,7 @@ def best_way(
             # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
             continue
         tell(name)
-        one = largest_that_fits(recipe, machine, name, wanted, oracle)
+        one = largest_that_fits(recipe, machine, name, wanted, oracle, compiles=compiles)
         if one is None:
             continue
         found.append(one)
@@ -85,7 +104,13 @@ def best_way(
 
 
 def largest_that_fits(
-    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any], oracle: Oracle
+    recipe: Recipe,
+    machine: Machine,
+    name: str,
+    changes: dict[str, Any],
+    oracle: Oracle,
+    *,
+    compiles: bool,
 ) -> Outcome | None:
     """With the largest micro-batch that fits and cuts the step evenly; None if no row does.
 
@@ -93,9 +118,12 @@ def largest_that_fits(
     there is looked at itself.
     """
     cuts = list(micro_batches(recipe, machine))
-    first, *more = oracle.answers(
-        [_with_rows(recipe, machine, name, changes, rows) for rows in cuts[:-3:-1]]
-    )
+
+    def asked(rows: int) -> Question:
+        question = _with_rows(recipe, machine, name, changes, rows)
+        return dataclasses.replace(question, compiles=compiles)
+
+    first, *more = oracle.answers([asked(rows) for rows in cuts[:-3:-1]])
     if not first.fits:
         return None
     if not more:
@@ -111,7 +139,7 @@ def largest_that_fits(
         # Twice what keeps the device busy gains nothing.
         if expected > machine.usable_bytes or rows * seq_len > 2 * busy:
             continue
-        one = oracle.answer(_with_rows(recipe, machine, name, changes, rows))
+        one = oracle.answer(asked(rows))
         if one.fits:
             return one
     return second
@@ -204,7 +232,7 @@ def nearest_ways(
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
             least["batch.gradient_accumulation_steps"] = rows_a_step(recipe, where)
-        questions.append(Question(recipe, where, name, {**least, **changes}))
+        questions.append(Question(recipe, where, name, {**least, **changes}, compiles=False))
     found = []
     for one in (oracle or Oracle()).answers(questions):
         tell(one.name)
