@@ -17,7 +17,8 @@ from firstlight.planner.machine import find_machine, parse_bytes
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import engine_of
-from firstlight.planner.plan import Budget, make_plan
+from firstlight.planner.plan import Budget, Plan, make_plan
+from firstlight.planner.plan_text import blocks, method_rows
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.settling import settle, with_changes
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
@@ -181,9 +182,9 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
     assert small.batch.rows == 6
 
 
-@pytest.mark.parametrize("compiled_bytes, chosen_is_bound", [(_GIB, False), (99 * _GIB, True)])
+@pytest.mark.parametrize("compiled_bytes, fits", [(_GIB, True), (99 * _GIB, False)])
 def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
-    monkeypatch: pytest.MonkeyPatch, compiled_bytes: int, chosen_is_bound: bool
+    monkeypatch: pytest.MonkeyPatch, compiled_bytes: int, fits: bool
 ) -> None:
     asked: list[bool] = []
 
@@ -208,24 +209,61 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
     machine = find_machine(memory_bytes=24 * _GIB)
     compiled = settle(recipe(efficiency={"compile": True}), machine)
     best = search.best_way(compiled, machine)
-    assert best is not None
-    assert best.is_bound is chosen_is_bound
-    assert best.fits
-    assert asked == [False] * (len(asked) - 1) + [True]
+    first = asked.index(True)
+    assert first > 0
+    assert all(asked[first:])
+    # What does not fit as it is meant is not called a plan.
+    assert (best is not None) is fits
+    if best is not None:
+        assert best.fits
+        assert not best.is_bound
+        assert len(asked) == first + 1
 
 
 def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
+    def answer(_: Oracle, question: Question) -> Outcome:
+        changed = with_changes(question.recipe, question.changes)
+        # Smaller micro-batches alone fit, and only compiled.
+        size = changed.batch.rows * _GIB + (0 if question.compiles else 99 * _GIB)
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        made = (question.name, question.changes, changed, memory)
+        usable = 3 * _GIB // 2
+        return Outcome(*made, usable_bytes=usable, is_bound=not question.compiles)
+
+    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(
+        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+    )
     machine = find_machine("RTX 4090")
-    counts = []
-    for compiles in (False, True):
-        asked.clear()
-        plain = settle(recipe(efficiency={"compile": compiles}), machine)
-        assert search.best_way(plain, machine) is None
-        counts.append(len(asked))
-    assert counts[1] == 2 * counts[0] > 0
+    written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
+    best = search.best_way(search.cut_freely(settle(written, machine)), machine)
+    assert best is not None
+    assert (best.fits, best.is_bound) == (True, False)
+    assert best.recipe is not None
+    assert best.recipe.batch.rows == 1
+    # So are ways out of what does not fit.
+    assert all(not one.is_bound for one in search.nearest_ways(settle(written, machine), machine))
+    assert search.nearest_ways(settle(written, machine), machine)
+
+
+def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
+    def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Outcome:
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        return Outcome(name, changes, recipe(), memory, usable_bytes=9, is_bound=is_bound)
+
+    methods_found = [
+        outcome("no torch.compile", 4 * _GIB, {"efficiency.compile": False}, False),
+        outcome("chunked loss", 3 * _GIB, {"efficiency.loss_chunk_tokens": 8}, True),
+    ]
+    machine = find_machine("RTX 4090")
+    first = outcome("as it stands", 2 * _GIB, {}, False)
+    plan = Plan(machine, recipe(), 1, first, methods=methods_found)
+    rows = {row[0]: row[1:3] for row in method_rows(plan)}
+    assert rows["no torch.compile"] == ("4.00 GiB", "-100%")
+    assert rows["chunked loss"] == ("< 3.00 GiB", "25%")
+    assert any("< is without torch.compile" in line for line in blocks(plan) if type(line) is str)
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named(
@@ -317,7 +355,7 @@ def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
     written = recipe(
         model=model, distributed={"tensor_parallel": 128}, efficiency={"compile": False}
     )
-    with pytest.raises(ConfigError, match="tensor_parallel"):
+    with pytest.raises(ConfigError, match="no model of the ladder can be cut"):
         make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
 
 

@@ -84,6 +84,8 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
         whole.parts,
         "evaluation",
     )
+    # What the training step took before it has been given back.
+    assert found.total_bytes == whole.total_bytes == whole.peak_bytes
 
 
 def _made_up(layers: int) -> MemoryPrediction:

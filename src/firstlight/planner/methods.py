@@ -69,7 +69,15 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
     if config.compile is not True:
         yield "torch.compile", {"efficiency.compile": True}
     else:
-        yield "no torch.compile", {"efficiency.compile": False}
+        changes = {"efficiency.compile": False}
+        # What says how to compile goes with it.
+        if config.compile_regional:
+            changes["efficiency.compile_regional"] = False
+        if config.compile_mode != "default":
+            changes["efficiency.compile_mode"] = "default"
+        if config.activation_checkpointing == "budget":
+            changes["efficiency.activation_checkpointing"] = "none"
+        yield "no torch.compile", changes
     if config.attention != "plain":
         yield "attention without a fused kernel", {"efficiency.attention": "plain"}
     for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):

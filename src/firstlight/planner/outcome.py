@@ -35,7 +35,7 @@ class Outcome:
         speed: None where the device's rates are not known.
         usable_bytes: that there are.
         problem: why it can't be; "" where it can.
-        is_bound: whether training's memory is that without torch.compile, which takes less.
+        is_bound: whether training's memory is that without torch.compile, which mostly takes less.
         traced: training in one process, for its speed, until that is known.
     """
 

@@ -149,7 +149,7 @@ def make_plan(
         raise ConfigError(first.problem)
     plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first)
     if searches:
-        best = best_way(cut_freely(settled), machine, oracle, tell)
+        best = best_way(cut_freely(settled), machine, oracle, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
         nearest = [] if best is not None else nearest_ways(settled, machine, oracle, tell)
         methods = method_table(settled, machine, oracle, tell)
@@ -189,7 +189,10 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     ladder = list(model_ladder(vocab_size, seq_len, ties=cut.pipeline == 1))
     models = [one for one in ladder if not any(why_not_cut(one, cut))]
     if not models:
-        raise ConfigError("; ".join(why_not_cut(ladder[-1], cut)))
+        why = "; ".join(why_not_cut(ladder[-1], cut))
+        raise ConfigError(
+            f"no model of the ladder can be cut as the recipe asks, the largest: {why}"
+        )
     most_parameters = pieces * machine.usable_bytes / _STATE_BYTES
     for _ in range(_TRIES):
 

@@ -34,7 +34,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
         yield "what each method alone would change:"
         yield method_rows(plan)
         if any(one.is_bound for one in plan.methods):
-            yield "  < is without torch.compile, which takes less; it saves beside a step without"
+            yield "  < is without torch.compile, which mostly takes less; it saves beside a step without"
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -95,13 +95,14 @@ def method_rows(plan: Plan) -> Table:
     base, rate = first.training.total_bytes, first.tokens_per_second
     rows.append(("as it stands", gib(base), "", _rate(rate), ""))
     plain = next((one for one in plan.methods if "efficiency.compile" in one.changes), first)
-    plain_base = base if plain.training is None else plain.training.total_bytes
+    plain_base = None if plain.training is None else plain.training.total_bytes
     for one in plan.methods:
         if one.training is None:
             continue
         needed, own = one.training.total_bytes, one.tokens_per_second
         ratio = f"{own.expected / rate.expected:.2f}x" if own and rate else ""
-        saves = f"{1 - needed / (plain_base if one.is_bound else base):.0%}"
+        beside = plain_base if one.is_bound else base
+        saves = "" if beside is None else f"{1 - needed / beside:.0%}"
         rows.append(
             (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(own), ratio)
         )

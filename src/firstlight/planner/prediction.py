@@ -146,7 +146,7 @@ def predict(
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    reserved = timeline.reserved_bytes()
+    reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
         peak_bytes=peak,
@@ -231,12 +231,26 @@ class Timeline:
         found = {part: int(self.parts[part][tick]) for part in PARTS if part in self.parts}
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 
-    def reserved_bytes(self) -> int:
-        """The most that the target's allocator held."""
+    def first_tick(self, phases: Sequence[str]) -> int:
+        """Of any of these phases."""
+        wanted = [index for index, name in enumerate(self._names) if name in phases]
+        return int(np.argmax(np.isin(self._phases, wanted)))
+
+    def reserved_bytes(self, first: int = 0) -> int:
+        """The most that the target's allocator held.
+
+        Args:
+            first: what was given up before this tick does not count: the allocator gives it back
+                when it has to.
+        """
         if self.target.kind == "cpu":
-            return int(self.total.max())
+            return int(self.total[first:].max())
         lifetimes = [(self.target.library_bytes, 0, ALIVE)]
-        lifetimes += [(s.size, s.birth, s.death) for s in self.trace.storages]
+        lifetimes += [
+            (s.size, max(s.birth - first, 0), s.death - first)
+            for s in self.trace.storages
+            if s.death >= first
+        ]
         return reserved_bytes(lifetimes)
 
 

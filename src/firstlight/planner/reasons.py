@@ -37,7 +37,8 @@ def reasons_for(recipe: Recipe, best: Outcome, first: Outcome, machine: Machine)
     if rows == rows_a_step(best.recipe, machine):
         why = "the whole step at once"
     else:
-        why = "more gain nothing" if needed < 0.6 * usable else "more do not fit"
+        more = "more may not fit" if config.compile is True else "more do not fit"
+        why = "more gain nothing" if needed < 0.6 * usable else more
     reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
     saves = "" if first.fits else " (as it stands, the recipe does not fit)"
     if "efficiency.activation_checkpointing" in best.changes:

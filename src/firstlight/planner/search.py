@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from firstlight.planner.machine import Machine
@@ -52,29 +52,37 @@ def best_way(
     machine: Machine,
     oracle: Oracle | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    known: Outcome | None = None,
 ) -> Outcome | None:
     """The settings with the most tokens a second among those that fit; None if none does.
 
     What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
     micro-batches; memory is bought with the methods that cost the least, and no more than it takes
-    to keep the device busy. What compiles is looked at without torch.compile, which is quicker and
-    takes more memory, and with it in the end; from the beginning where nothing fits without.
+    to keep the device busy. What compiles is looked for without torch.compile, which is quicker and
+    mostly takes more memory; what was found, and the recipe as it stands, are looked at with it; where
+    neither fits, everything is.
 
     Args:
         recipe: settled.
         machine: to run on.
         oracle: who is asked.
         tell: called with what is being tried.
+        known: what the recipe as it stands comes to, if that is known.
     """
     oracle = oracle or Oracle()
     found = _best_way(recipe, machine, oracle, tell, compiles=False)
     if recipe.efficiency.compile is not True:
         return found
-    if found is None:
+    ways: list[Outcome] = []
+    if found is not None:
+        tell(f"{found.name}, compiled")
+        ways.append(oracle.answer(Question(recipe, machine, found.name, found.changes)))
+    if found is None or found.changes:
+        ways.append(known or oracle.answer(Question(recipe, machine, "as it stands")))
+    fitting = [one for one in ways if one.fits]
+    if not fitting:
         return _best_way(recipe, machine, oracle, tell, compiles=True)
-    tell(f"{found.name}, compiled")
-    compiled = oracle.answer(Question(recipe, machine, found.name, found.changes))
-    return compiled if compiled.fits else found
+    return max(fitting, key=_rate)
 
 
 def _best_way(
@@ -227,14 +235,23 @@ def nearest_ways(
         oracle: who is asked.
         tell: called with what has been tried.
     """
-    questions = []
+    oracle, questions = oracle or Oracle(), []
     for name, changes, where in _ways_out(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
             least["batch.gradient_accumulation_steps"] = rows_a_step(recipe, where)
         questions.append(Question(recipe, where, name, {**least, **changes}, compiles=False))
+    found = _fitting(questions, oracle, tell)
+    if found or recipe.efficiency.compile is not True:
+        return found
+    return _fitting([dataclasses.replace(one, compiles=True) for one in questions], oracle, tell)
+
+
+def _fitting(
+    questions: Sequence[Question], oracle: Oracle, tell: Callable[[str], None]
+) -> list[Outcome]:
     found = []
-    for one in (oracle or Oracle()).answers(questions):
+    for one in oracle.answers(questions):
         tell(one.name)
         if one.fits:
             found.append(one)

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import multiprocessing.reduction
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -113,11 +114,15 @@ def started() -> Iterator[Workers]:
     finally:
         for end in ends:
             end.close()
-        for process in processes:
-            # Who is asked nothing ends by itself, and cleans up; who still works is ended.
-            process.join(_ENDING_SECONDS)
-            process.kill()
-            process.join()
+        # Who is asked nothing ends by itself, and cleans up; who still works is ended.
+        end_by = time.monotonic() + _ENDING_SECONDS
+        try:
+            for process in processes:
+                process.join(max(end_by - time.monotonic(), 0.0))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _work(end: Connection) -> None:
@@ -140,7 +145,8 @@ def _work(end: Connection) -> None:
 def _sendable(error: Exception) -> Exception:
     """The error, or one with its text where it does not survive being sent."""
     try:
-        multiprocessing.reduction.ForkingPickler.dumps(error)
+        sent = multiprocessing.reduction.ForkingPickler.dumps(error)
+        multiprocessing.reduction.ForkingPickler.loads(sent)
     except Exception:  # noqa: BLE001  (what an object that can't be sent raises is its own choice)
         return TrainingError(f"{type(error).__name__}: {error}")
     return error
