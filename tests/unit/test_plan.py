@@ -259,7 +259,7 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     ]
     machine = find_machine("RTX 4090")
     first = outcome("as it stands", 2 * _GIB, {}, False)
-    plan = Plan(machine, recipe(), 1, first, methods=methods_found)
+    plan = Plan(machine, settle(recipe(), machine), 1, first, methods=methods_found)
     rows = {row[0]: row[1:3] for row in method_rows(plan)}
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%")
     assert rows["chunked loss"] == ("< 3.00 GiB", "25%")

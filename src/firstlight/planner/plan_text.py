@@ -34,7 +34,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
         yield "what each method alone would change:"
         yield method_rows(plan)
         if any(one.is_bound for one in plan.methods):
-            yield "  < is without torch.compile, which mostly takes less; it saves beside a step without"
+            yield "  < is without torch.compile, and what it saves beside a step without"
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)

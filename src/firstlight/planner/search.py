@@ -59,8 +59,8 @@ def best_way(
     What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
     micro-batches; memory is bought with the methods that cost the least, and no more than it takes
     to keep the device busy. What compiles is looked for without torch.compile, which is quicker and
-    mostly takes more memory; what was found, and the recipe as it stands, are looked at with it; where
-    neither fits, everything is.
+    mostly takes more memory; what was found, and the recipe as it stands, are looked at with it;
+    where neither fits, everything is.
 
     Args:
         recipe: settled.
