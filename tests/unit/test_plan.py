@@ -248,6 +248,42 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     assert search.nearest_ways(settle(written, machine), machine)
 
 
+def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    sections = {"efficiency": {"compile": True}, "batch": {"micro_batch_size": 8}}
+    compiled = search.cut_freely(settle(recipe(**sections), machine))
+    small = MemoryPrediction(_GIB, "backward", {}, {}, _GIB, 0, 0, ())
+    known = Outcome("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
+    assert search.best_way(compiled, machine, known=known) is known
+    assert any("efficiency.activation_checkpointing" in one for one in asked)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"compile_regional": True}, {"compile_mode": "max-autotune"}],
+    ids=["regional", "mode"],
+)
+def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
+    machine = find_machine("RTX 4090")
+    compiled = settle(recipe(efficiency={"compile": True, **how}), machine)
+    changes = dict(methods(compiled, machine))["no torch.compile"]
+    assert changes == {
+        "efficiency.compile": False,
+        **{
+            f"efficiency.{key}": False if value is True else "default" for key, value in how.items()
+        },
+    }
+    for question in (
+        Question(compiled, machine, compiles=False, evaluates=False),
+        Question(compiled, machine, changes=changes, evaluates=False),
+    ):
+        found = Oracle().answer(question)
+        assert found.fits, found.problem
+
+
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
     def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Outcome:
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())

@@ -59,8 +59,15 @@ class StubbornError(Exception):
         self.held = lambda: None
 
 
+class ForgetfulError(Exception):
+    """One that can be sent and not made anew from what was."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} or {other}")
+
+
 def stubborn(number: int) -> int:
-    raise StubbornError(number, 2)
+    raise StubbornError(number, 2) if number == 1 else ForgetfulError(number, 2)
 
 
 def lacking(number: int) -> int:
@@ -70,6 +77,8 @@ def lacking(number: int) -> int:
 def test_errors_that_are_hard_to_send_come_too(processes: Workers) -> None:
     with pytest.raises(TrainingError, match="StubbornError: 1 and 2"):
         list(processes.map(stubborn, [(1,), (1,)]))
+    with pytest.raises(TrainingError, match="ForgetfulError: 3 or 2"):
+        list(processes.map(stubborn, [(3,), (3,)]))
     with pytest.raises(MissingDependencyError, match=r"number 3 needs .* 'firstlight\[y\]'"):
         list(processes.map(lacking, [(3,), (3,)]))
 

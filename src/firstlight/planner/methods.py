@@ -8,6 +8,7 @@ from typing import Any
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import rows_a_step
+from firstlight.planner.speed_recipes import without_compile
 from firstlight.training.config import Recipe
 
 
@@ -69,15 +70,8 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
     if config.compile is not True:
         yield "torch.compile", {"efficiency.compile": True}
     else:
-        changes = {"efficiency.compile": False}
-        # What says how to compile goes with it.
-        if config.compile_regional:
-            changes["efficiency.compile_regional"] = False
-        if config.compile_mode != "default":
-            changes["efficiency.compile_mode"] = "default"
-        if config.activation_checkpointing == "budget":
-            changes["efficiency.activation_checkpointing"] = "none"
-        yield "no torch.compile", changes
+        plain = without_compile(config)
+        yield "no torch.compile", {f"efficiency.{key}": value for key, value in plain.items()}
     if config.attention != "plain":
         yield "attention without a fused kernel", {"efficiency.attention": "plain"}
     for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):

@@ -74,11 +74,12 @@ def best_way(
     if recipe.efficiency.compile is not True:
         return found
     ways: list[Outcome] = []
+    # First, so that of equal ones it is the one that changes nothing.
+    if found is None or found.changes:
+        ways.append(known or oracle.answer(Question(recipe, machine, "as it stands")))
     if found is not None:
         tell(f"{found.name}, compiled")
         ways.append(oracle.answer(Question(recipe, machine, found.name, found.changes)))
-    if found is None or found.changes:
-        ways.append(known or oracle.answer(Question(recipe, machine, "as it stands")))
     fitting = [one for one in ways if one.fits]
     if not fitting:
         return _best_way(recipe, machine, oracle, tell, compiles=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from firstlight.efficiency import resolve_attention, resolve_precision
+from firstlight.efficiency import EfficiencyConfig, resolve_attention, resolve_precision
 from firstlight.gpus import GPU
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -46,10 +46,18 @@ def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
     )
 
 
+def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
+    """The keys of a section that compiles that have another value without torch.compile: what says
+    how to compile goes with it. What is computed again within a memory budget is the compiler's own
+    choice; nothing is taken for that."""
+    plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
+    if config.activation_checkpointing == "budget":
+        plain["activation_checkpointing"] = "none"
+    return {key: value for key, value in plain.items() if getattr(config, key) != value}
+
+
 def uncompiled(recipe: Recipe, hardware: Hardware) -> Recipe:
     """The same step, operator by operator: what torch.compile starts from.
-
-    What it computes again within a memory budget is its own choice; nothing is taken for that.
 
     Args:
         recipe: with model and row length decided.
@@ -60,14 +68,12 @@ def uncompiled(recipe: Recipe, hardware: Hardware) -> Recipe:
     config, seq_len = recipe.efficiency, recipe.data.seq_len
     assert recipe.model is not None
     assert seq_len is not None
-    changes: dict[str, Any] = {"compile": False, "compile_mode": "default"}
+    changes = without_compile(config)
     if hardware.device.type == "cpu":
         dtype = resolve_precision(config, hardware)
         changes["attention"] = resolve_attention(
             config, hardware, dtype, recipe.model, seq_len, recipe.data.document_masking
         )
-    if config.activation_checkpointing == "budget":
-        changes["activation_checkpointing"] = "none"
     return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
 
 
