@@ -3,7 +3,7 @@ trace and against real runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from planner_recipes import GPT2, LLAMA, real_steps, recipe
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from firstlight.bench.planner_measure import measure_step
 from firstlight.errors import ConfigError
@@ -19,21 +20,26 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner import recipes
 from firstlight.planner.compiling import stubbed_compiler
-from firstlight.planner.equivalents import Equivalent
-from firstlight.planner.kernels import Target, cuda_target
-from firstlight.planner.layers import from_fewer_layers
+from firstlight.planner.equivalents import Equivalent, equivalent
+from firstlight.planner.kernels import Target, cuda_target, this_cpu
+from firstlight.planner.layers import in_fewer_layers, merged
 from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
-from firstlight.planner.recipes import predict_evaluation, predict_generation, trace_memory
+from firstlight.planner.recipes import (
+    Job,
+    predict_evaluation,
+    predict_generation,
+    run_jobs,
+    trace_memory,
+)
 from firstlight.planner.speed_kinds import streamed_bytes
 from firstlight.planner.trace import Storage, Trace
 from firstlight.training.config import Recipe
 
 
-def each(
-    trace: Callable[[Recipe], MemoryPrediction],
-) -> Callable[[Sequence[Recipe]], list[MemoryPrediction]]:
-    """One after the other."""
-    return lambda recipes: [trace(one) for one in recipes]
+def from_few(recipe: Recipe, trace: Callable[[Recipe], MemoryPrediction]) -> MemoryPrediction:
+    """Planned from what the recipes with fewer layers take."""
+    recipes, join = in_fewer_layers(recipe)
+    return join([trace(one) for one in recipes])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,7 @@ def each(
 )
 def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **settings)
-    whole, found = trace_memory(deep), from_fewer_layers(deep, each(trace_memory))
+    whole, found = trace_memory(deep), from_few(deep, trace_memory)
     assert found.peak_bytes == whole.peak_bytes
     assert found.parts == whole.parts
     assert found.phase == whole.phase
@@ -78,7 +84,7 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
 
     monkeypatch.setattr(recipes, "_evaluate", counted)
     found = predict_evaluation(deep, in_run=in_run)
-    assert traced == [2, 3]
+    assert traced == [3, 2]
     assert (found.peak_bytes, found.parts, found.phase) == (
         whole.peak_bytes,
         whole.parts,
@@ -104,10 +110,42 @@ def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
     def shallow(part: Any) -> MemoryPrediction:
         return _made_up(part.model.num_hidden_layers)
 
-    found = from_fewer_layers(deep, each(shallow))
+    found = from_few(deep, shallow)
     assert (found.peak_bytes, found.phase) == (80 + 12 * 50, "backward")
     assert found.parts == {"gradients": 680}
     assert list(found.phases) == ["backward"]
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "counts"),
+    [
+        ({}, [3, 2]),
+        ({"compile": True}, [2, 1]),
+        ({"compile": True, "activation_checkpointing": "full"}, [3, 2]),
+        ({"compile": True, "compile_regional": True}, [3, 2]),
+    ],
+)
+def test_compiled_layers_that_keep_what_they_make_are_planned_from_one_and_two(
+    efficiency: dict[str, Any], counts: list[int]
+) -> None:
+    def depths(layers: int) -> list[int]:
+        deep = recipe(model=GPT2 | {"num_hidden_layers": layers}, efficiency=efficiency)
+        return [one.model.num_hidden_layers for one in in_fewer_layers(deep)[0] if one.model]
+
+    assert depths(12) == counts
+    # With no more layers than that there is nothing to gain.
+    assert depths(counts[0]) == [counts[0]]
+
+
+def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
+    def job(*layers: int) -> Job:
+        return Job(
+            tuple((_made_up, count) for count in layers),
+            lambda found: replace(_made_up(0), peak_bytes=sum(one.peak_bytes for one in found)),
+        )
+
+    found = run_jobs([job(1, 2), job(), job(3)])
+    assert [one.peak_bytes for one in found] == [110 + 120, 0, 130]
 
 
 def test_layers_that_differ_are_all_traced() -> None:
@@ -123,7 +161,7 @@ def test_layers_that_differ_are_all_traced() -> None:
         asked.append(part.model.num_hidden_layers)
         return replace(_made_up(1))
 
-    from_fewer_layers(recipe(model=model), each(trace))
+    from_few(recipe(model=model), trace)
     assert asked == [8]
 
 
@@ -165,6 +203,41 @@ def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, An
     predicted = trace_memory(deep).peak_bytes
     measured = measure_step(lambda: real_steps(deep)).peak_bytes
     assert measured * 0.98 <= predicted <= measured * 1.05
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_with = torch.compile
+
+    def with_dynamo_alone(function: Any, **options: Any) -> Any:
+        return compile_with(function, **options | {"backend": "eager"})
+
+    monkeypatch.setattr(torch, "compile", with_dynamo_alone)
+    target = cuda_target("H100", (9, 0))
+    efficiency = {"compile": True, "precision": "bf16", "attention": "sdpa"}
+    planned = equivalent(recipe(model=LLAMA, efficiency=efficiency), target)
+    automatic = recipe(model=LLAMA, efficiency=efficiency | {"attention": "auto"})
+    assert equivalent(automatic, target) == planned
+    torch._dynamo.reset()
+    counters.clear()
+    with recipes._traced(planned, target) as (tracer, program, batch), tracer.paused():
+        recipes._compile(program, batch)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_planned_from_one_and_two_layers_as_from_more() -> None:
+    deep = recipe(
+        model=GPT2 | {"num_hidden_layers": 4},
+        efficiency={"compile": True, "precision": "bf16"},
+    )
+    whole = merged(recipes._train(equivalent(deep, this_cpu()), this_cpu()))
+    found = trace_memory(deep)
+    assert found.peak_bytes == whole.peak_bytes
 
 
 @pytest.mark.slow

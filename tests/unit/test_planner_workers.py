@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 
@@ -81,6 +82,16 @@ def test_errors_that_are_hard_to_send_come_too(processes: Workers) -> None:
         list(processes.map(stubborn, [(3,), (3,)]))
     with pytest.raises(MissingDependencyError, match=r"number 3 needs .* 'firstlight\[y\]'"):
         list(processes.map(lacking, [(3,), (3,)]))
+
+
+def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
+    before = set(multiprocessing.active_children())
+    with workers.started() as some:
+        # One would be waited for until it has imported torch.
+        assert set(multiprocessing.active_children()) == before
+        list(some.map(squared, [(1,), (2,)]))
+        assert len(set(multiprocessing.active_children()) - before) == 2
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_a_killed_process_is_an_error_and_nothing_hangs() -> None:

@@ -102,6 +102,10 @@ class CudaKernels(TorchFunctionMode):
     def __init__(self, target: Target, kernel: str | None = None) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
+        # Asked of torch here, since what torch.compile traces can't ask: its graph would end there.
+        cuda: Any = torch.backends.cuda
+        self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
+        self._has_efficient = cuda.mem_efficient_sdp_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -167,13 +171,11 @@ class CudaKernels(TorchFunctionMode):
     def _chosen(self, query: Tensor, mask: Tensor | None, grouped: bool) -> str:
         """torch's choice (sdp_utils.cpp): flash needs half precision, no mask, heads of 256 at
         most and Ampere; the memory-efficient kernel any of its dtypes, but no groups."""
-        cuda: Any = torch.backends.cuda
         half = query.dtype in (torch.float16, torch.bfloat16)
-        ampere = self._target.capability >= (8, 0)
-        if cuda.flash_sdp_enabled() and half and mask is None and ampere and query.shape[-1] <= 256:
+        if self._has_flash and half and mask is None and query.shape[-1] <= 256:
             return "flash"
-        bf16_missing = query.dtype == torch.bfloat16 and not ampere
-        if cuda.mem_efficient_sdp_enabled() and not grouped and not bf16_missing:
+        bf16_missing = query.dtype == torch.bfloat16 and self._target.capability < (8, 0)
+        if self._has_efficient and not grouped and not bf16_missing:
             return "efficient"
         return "math"
 

@@ -63,7 +63,8 @@ def equivalent(recipe: Recipe, target: Target) -> Equivalent:
         chosen["loss_chunk_tokens"] = 0
     if target.kind == "cuda":
         kernel = _GPU_KERNELS.get(config.attention)
-        if kernel is not None or config.attention == "flex":
+        # What is automatic on the CPU that is traced on is not what a GPU takes.
+        if kernel is not None or config.attention in ("auto", "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"

@@ -16,26 +16,45 @@ from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, Phase
 from firstlight.planner.speed_kinds import at_depth
 from firstlight.training.config import Recipe
 
-#: Layers of the two models that are traced. One is too few: compiled with recomputation, a layer
-#: that is first and last was seen to keep what no other keeps (12 % at 8 layers).
-FEW, MORE = 2, 3
+#: Layers of the shallower of the two models that are traced; the other has one more. Where forward
+#: passes are computed again, compiled, one is too few: a layer that is first and last keeps what no
+#: other keeps (3 to 47 % at 12 layers). Otherwise 1 and 2 were seen to give the same bytes as 2 and
+#: 3, and take two thirds of the time.
+_FEW, _FEW_COMPILED = 2, 1
+
+Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
-def from_fewer_layers(
-    recipe: Recipe, trace: Callable[[Sequence[Recipe]], Sequence[MemoryPrediction]]
-) -> MemoryPrediction:
-    """What a recipe takes, from its model with `FEW` and with `MORE` layers.
+def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
+    """Recipes to be traced in full, and what makes of their predictions that of the recipe.
 
     Args:
-        recipe: where its layers are not alike, all of them are traced.
-        trace: what recipes take, traced in full, with `LATE_BACKWARD` as a phase.
+        recipe: where its layers are not alike, or it has no more of them, it is to be traced
+            itself.
+
+    Returns:
+        The recipes, the deepest first; and a function of what they take, with `LATE_BACKWARD` as a
+        phase.
     """
     assert recipe.model is not None
-    depth = recipe.model.num_hidden_layers
-    if depth <= MORE or not _are_alike(recipe.model):
-        return merged(trace([recipe])[0])
-    few, more = trace([_with_layers(recipe, count) for count in (FEW, MORE)])
-    steps = depth - MORE
+    depth, few = recipe.model.num_hidden_layers, _few(recipe)
+    if depth <= few + 1 or not _are_alike(recipe.model):
+        return [recipe], lambda found: merged(found[0])
+    steps = depth - few - 1
+    return (
+        [_with_layers(recipe, count) for count in (few + 1, few)],
+        lambda found: _deeper(found[1], found[0], steps),
+    )
+
+
+def _few(recipe: Recipe) -> int:
+    config = recipe.efficiency
+    compiles = config.compile is True and not config.compile_regional
+    return _FEW_COMPILED if compiles and config.activation_checkpointing == "none" else _FEW
+
+
+def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
+    """Of a model with `steps` layers more than `more`, which has one more than `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase].bytes

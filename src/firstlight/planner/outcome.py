@@ -13,7 +13,7 @@ from firstlight.planner.pace import speed_of
 from firstlight.planner.parts import engine_of, own_part
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.ranks import of_one_rank
-from firstlight.planner.recipes import predict_evaluation, trace_memory
+from firstlight.planner.recipes import evaluation_job, run_jobs, training_job
 from firstlight.planner.roofline import Range
 from firstlight.planner.settling import with_changes
 from firstlight.planner.speed_recipes import uncompiled
@@ -153,14 +153,17 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         compiles = recipe.efficiency.compile is True
         # Speed is worked out from what is compiled.
         plain = uncompiled(part, machine.hardware) if compiles else part
-        taken = traced = trace_memory(plain, machine.target, workers)
+        jobs = [training_job(plain, machine.target)]
         if compiles and question.compiles:
-            taken = trace_memory(part, machine.target, workers)
-        training = of_one_rank(taken, recipe, machine.count)
+            jobs.insert(0, training_job(part, machine.target))
+        if question.evaluates:
+            jobs.append(evaluation_job(part, machine.target))
+        found = run_jobs(jobs, workers)
+        traced = found[1] if compiles and question.compiles else found[0]
+        training = of_one_rank(found[0], recipe, machine.count)
         evaluation: MemoryPrediction | None = None
         if question.evaluates:
-            evaluation = predict_evaluation(part, machine.target, workers)
-            evaluation = of_one_rank(evaluation, recipe, machine.count)
+            evaluation = of_one_rank(found[-1], recipe, machine.count)
     except TrainingError:
         # Not about this way to train.
         raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.int8 import quantize_int8
 from firstlight.models import Model, ModelConfig, build_model
-from firstlight.planner.compiling import replaced, stubbed_compiler
+from firstlight.planner.compiling import (
+    replaced,
+    stubbed_compiler,
+    without_garbage_collection,
+)
 from firstlight.planner.cuda_kernels import CudaKernels
 from firstlight.planner.equivalents import PLANNED, Equivalent, equivalent
 from firstlight.planner.kernels import Target, this_cpu
-from firstlight.planner.layers import from_fewer_layers, merged
+from firstlight.planner.layers import Join, in_fewer_layers, merged
 from firstlight.planner.prediction import MemoryPrediction, predict
 from firstlight.planner.trace import Trace, Tracer
 from firstlight.planner.watching import (
@@ -42,13 +47,40 @@ from firstlight.training.program import TrainingProgram
 #: What there are of them changes little: each answer has a mask of its row's tokens.
 _PAIRS_A_ROW = 4
 
-#: Up to so many layers, all are traced: those of compiled models take two seconds each.
-_FULLY_TRACED, _FULLY_COMPILED = 8, 3
+#: Up to so many layers, all are traced, where nothing is compiled: that takes seconds for each.
+_FULLY_TRACED = 8
 
 
-def trace_memory(
-    recipe: Recipe, target: Target | None = None, workers: Workers | None = None
-) -> MemoryPrediction:
+@dataclass(frozen=True)
+class Job:
+    """A prediction that is to be made.
+
+    Attributes:
+        calls: functions that trace, with their arguments; none needs what another finds.
+        join: makes the prediction of what they found.
+    """
+
+    calls: tuple[tuple[Any, ...], ...]
+    join: Join
+
+
+def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[MemoryPrediction]:
+    """The predictions of jobs.
+
+    Args:
+        jobs: those that take longest first.
+        workers: that trace; None does it here.
+    """
+    calls = [call for job in jobs for call in job.calls]
+    found = iter(list((workers or Workers()).map(_call, calls)))
+    return [job.join([next(found) for _ in job.calls]) for job in jobs]
+
+
+def _call(function: Callable[..., MemoryPrediction], *arguments: Any) -> MemoryPrediction:
+    return function(*arguments)
+
+
+def training_job(recipe: Recipe, target: Target | None = None) -> Job:
     """What the training step of a recipe takes.
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
@@ -60,55 +92,54 @@ def trace_memory(
     Args:
         recipe: with model, row length and micro-batch size decided.
         target: that it will run on; None is this machine's CPU.
-        workers: that trace parts of it; None does all here.
 
     Raises:
         ConfigError: something is undecided, or the recipe's methods can't work together.
-        MissingDependencyError: a library that the recipe needs is not installed.
+        MissingDependencyError: a library that the recipe needs is not installed; when it runs.
     """
     target = target or this_cpu()
     planned = equivalent(recipe, target)
-    assert planned.recipe.model is not None
-    whole = _FULLY_COMPILED if planned.recipe.efficiency.compile is True else _FULLY_TRACED
-    if planned.recipe.model.num_hidden_layers > whole:
-        where = workers or Workers()
-        return from_fewer_layers(
-            planned.recipe,
-            lambda parts: list(where.map(_train, [(planned.with_(one), target) for one in parts])),
-        )
-    return merged(_train(planned, target))
+    limit = 0 if planned.recipe.efficiency.compile is True else _FULLY_TRACED
+    recipes, join = _in_parts(planned.recipe, limit)
+    return Job(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
 
-def predict_evaluation(
-    recipe: Recipe,
-    target: Target | None = None,
-    workers: Workers | None = None,
-    *,
-    in_run: bool = True,
-) -> MemoryPrediction:
+def evaluation_job(recipe: Recipe, target: Target | None = None, *, in_run: bool = True) -> Job:
     """What evaluating one batch takes, of the recipe's micro-batch size and row length.
 
     Args:
-        recipe, target, workers: as for `trace_memory`.
+        recipe, target: as for `training_job`.
         in_run: between training steps, with the optimizer's state in memory; else of the model
             alone.
 
     Raises:
-        ConfigError, MissingDependencyError: see `trace_memory`.
+        ConfigError, MissingDependencyError: see `training_job`.
     """
     target = target or this_cpu()
     plain = recipe.efficiency.model_copy(update={"compile": False})
     planned = equivalent(recipe.model_copy(update={"efficiency": plain}), target)
-    assert planned.recipe.model is not None
-    if planned.recipe.model.num_hidden_layers <= _FULLY_TRACED:
-        return _evaluate(planned, target, in_run)
-    where = workers or Workers()
-    return from_fewer_layers(
-        planned.recipe,
-        lambda parts: list(
-            where.map(_evaluate, [(planned.with_(one), target, in_run) for one in parts])
-        ),
-    )
+    recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
+    return Job(tuple((_evaluate, planned.with_(one), target, in_run) for one in recipes), join)
+
+
+def _in_parts(recipe: Recipe, limit: int) -> tuple[list[Recipe], Join]:
+    """Up to so many layers, in one."""
+    assert recipe.model is not None
+    if recipe.model.num_hidden_layers <= limit:
+        return [recipe], lambda found: merged(found[0])
+    return in_fewer_layers(recipe)
+
+
+def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+    """A `training_job`, done here."""
+    return run_jobs([training_job(recipe, target)])[0]
+
+
+def predict_evaluation(
+    recipe: Recipe, target: Target | None = None, *, in_run: bool = True
+) -> MemoryPrediction:
+    """An `evaluation_job`, done here."""
+    return run_jobs([evaluation_job(recipe, target, in_run=in_run)])[0]
 
 
 def _evaluate(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
@@ -270,7 +301,7 @@ def _few_rows_product(
 def _compile(program: TrainingProgram, batch: Batch) -> None:
     """Have forward and backward pass compiled, which is no part of a step's memory."""
     program.model.train()
-    with same_bits(program.recipe.efficiency, program.hardware):
+    with without_garbage_collection(), same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)
         (loss / 1.0).backward()  # type: ignore[no-untyped-call]
     for parameter in program.model.parameters():

@@ -7,6 +7,7 @@ imported torch while this one did.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import multiprocessing.reduction
@@ -14,6 +15,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -40,14 +42,19 @@ class Workers:
     """Runs functions in processes of its own, or here.
 
     Args:
-        ends: of the pipes to the processes; none is here, one after the other.
+        start: starts the processes, when they are first needed, and returns the ends of the pipes
+            to them; none is here, one after the other.
     """
 
-    def __init__(self, ends: Sequence[Connection] = ()) -> None:
-        self._ends = ends
+    def __init__(self, start: Callable[[], Sequence[Connection]] = tuple) -> None:
+        self._start = start
         #: What each that works is working on, by the number of the call.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
+
+    @functools.cached_property
+    def _ends(self) -> Sequence[Connection]:
+        return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
         """A function's results, in the order of its arguments, as they come.
@@ -59,7 +66,7 @@ class Workers:
         Raises:
             TrainingError: a process was killed. What a function raises is raised here.
         """
-        if not self._ends or len(arguments) < 2:
+        if len(arguments) < 2 or not self._ends:
             yield from (function(*one) for one in arguments)
             return
         first = self._calls
@@ -100,8 +107,12 @@ def started() -> Iterator[Workers]:
     """Workers; they import while this process does. Ended when the block is left, however."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    ends, processes = [], []
-    try:
+    # To start a process would be to wait until that has imported.
+    forkserver.ensure_running()
+    ends: list[Connection] = []
+    processes = []
+
+    def start() -> Sequence[Connection]:
         for _ in range(_COUNT):
             here, there = context.Pipe()
             ends.append(here)
@@ -110,7 +121,10 @@ def started() -> Iterator[Workers]:
             processes.append(process)
             # So that the pipe ends when the process does.
             there.close()
-        yield Workers(ends)
+        return ends
+
+    try:
+        yield Workers(start)
     finally:
         for end in ends:
             end.close()
