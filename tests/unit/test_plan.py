@@ -332,6 +332,18 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
         assert any("optimizer.name" in one for one in asked) is is_asked
 
 
+def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 9, "full": 3 * _GIB}, 4 * _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    # Of what is cut and computed again already, two ways of saving are the same.
+    efficiency = {"activation_checkpointing": "full", "compile": False}
+    batch = {"global_batch_tokens": 64 * 64}
+    search.best_way(settle(recipe(efficiency=efficiency, batch=batch), machine), machine)
+    ways = [tuple(sorted(one.items())) for one in asked]
+    assert len(ways) > 3
+    assert len(set(ways)) == len(ways)
+
+
 def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     machine = find_machine("V100 16GB")
     plain = settle(recipe(efficiency={"precision": "fp16"}), machine)

@@ -95,10 +95,13 @@ def _best_way(
     compiles: bool,
 ) -> Outcome | None:
     found: list[Outcome] = []
+    tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        if changes and not wanted:
+        # What the recipe has already is no other way.
+        if wanted in tried:
             continue
+        tried.append(wanted)
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
             # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
             continue
