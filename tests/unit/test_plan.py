@@ -333,7 +333,7 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
 
 
 def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 9, "full": 3 * _GIB}, 4 * _GIB)
+    asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 3 * _GIB, "full": 3 * _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     # Of what is cut and computed again already, two ways of saving are the same.
     efficiency = {"activation_checkpointing": "full", "compile": False}
