@@ -126,3 +126,19 @@ def test_a_budget_is_time_or_tokens() -> None:
     for budget in ({}, {"seconds": 1.0, "tokens": 1.0}):
         with pytest.raises(ConfigError, match="either a time or a number of tokens"):
             suggest(rate_of(1e12), _MODELS, seq_len=_ROW, **budget)
+
+
+def test_models_that_are_cut_have_key_value_heads_for_all() -> None:
+    cut = list(model_ladder(_VOCAB, _ROW, cuts=8))
+    assert [one.hidden_size for one in cut] == [one.hidden_size for one in _MODELS]
+    shared = {one.hidden_size: one.num_key_value_heads for one in cut}
+    # Of 16 heads a quarter is 4, of 40 it is 10: as near to that as can be shared by 8.
+    assert {width: shared[width] for width in (1024, 2048, 4096, 5120)} == {
+        1024: 16,
+        2048: 8,
+        4096: 8,
+        5120: 8,
+    }
+    # Where the heads themselves can't be shared, nothing is gained by others.
+    assert shared[768] == 12
+    assert all(one.num_attention_heads % one.num_key_value_heads == 0 for one in cut)

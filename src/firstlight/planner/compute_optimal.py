@@ -206,24 +206,30 @@ _SHAPES = (
 )
 
 
-def model_ladder(vocab_size: int, seq_len: int, *, ties: bool = True) -> Iterator[LlamaConfig]:
+def model_ladder(
+    vocab_size: int, seq_len: int, *, ties: bool = True, cuts: int = 1
+) -> Iterator[LlamaConfig]:
     """Models of the Llama family of rising size: SwiGLU of 8/3 the width, heads of 64 or, from a
     width of 2,048 on, of 128 with a quarter of key-value heads.
 
     Args:
         ties: whether the embedding is the head up to a width of 1,024.
+        cuts: processes that share the key-value heads evenly; there are as many of them as come
+            nearest to the usual. Where no number of them does, they are as usual.
     """
     for hidden, layers in _SHAPES:
         head_dim = 64 if hidden < 2048 else 128
         heads = hidden // head_dim
         step = 64 if hidden < 1024 else 256
+        usual = heads // 4 if hidden >= 2048 and heads % 4 == 0 else heads
+        shared = [count for count in range(cuts, heads + 1, cuts) if heads % count == 0]
         yield LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=math.ceil(hidden * 8 / 3 / step) * step,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads // 4 if hidden >= 2048 and heads % 4 == 0 else heads,
+            num_key_value_heads=min(shared, key=lambda count: abs(count - usual), default=usual),
             max_position_embeddings=seq_len,
             tie_word_embeddings=ties and hidden <= 1024,
         )

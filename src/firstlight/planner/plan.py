@@ -186,7 +186,9 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     cut = recipe.distributed
     copies = 1 if cut.engine == "fsdp" else copies_of(recipe, machine.count)
     pieces = machine.count // copies
-    ladder = list(model_ladder(vocab_size, seq_len, ties=cut.pipeline == 1))
+    ladder = list(
+        model_ladder(vocab_size, seq_len, ties=cut.pipeline == 1, cuts=cut.tensor_parallel)
+    )
     models = [one for one in ladder if not any(why_not_cut(one, cut))]
     if not models:
         why = "; ".join(why_not_cut(ladder[-1], cut))
