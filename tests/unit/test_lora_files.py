@@ -190,7 +190,8 @@ def test_adapters_of_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -
     save_tensors(narrow, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
     fill_adapter(model, narrow, "the adapter")
     found = logits(load_model(tmp_path / "adapter").model)
-    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-5)
+    # Merged and beside the weights round otherwise; what these dtypes round is a thousand times that.
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=5e-5)
 
 
 def test_a_path_to_the_base_may_be_relative_to_the_adapter(

@@ -119,8 +119,8 @@ def test_a_run_beside_4_bits_learns_and_goes_on(recipe: dict[str, Any], base: Pa
     pytest.importorskip("bitsandbytes")
     settings = lora_recipe(recipe, quantize="nf4", dropout=0.0)
     settings["schedule"] = {**recipe["schedule"], "max_steps": 24}
-    settings["optimizer"] = {"learning_rate": 0.02}
+    settings["optimizer"] = {"learning_rate": 0.006}
     train(parse_recipe(settings), init_from=base)
-    assert losses(recipe["run"]["dir"])[-1] < losses(str(base))[-1] - 0.002
+    assert losses(recipe["run"]["dir"])[-1] < losses(str(base))[-1] - 0.02
     settings["schedule"]["max_steps"] = 26
     train(parse_recipe(settings), resume=True)
