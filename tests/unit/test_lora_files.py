@@ -190,7 +190,7 @@ def test_adapters_of_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -
     save_tensors(narrow, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
     fill_adapter(model, narrow, "the adapter")
     found = logits(load_model(tmp_path / "adapter").model)
-    # Merged and beside the weights round otherwise; what these dtypes round is a thousand times that.
+    # Merged and beside the weights round otherwise; what the dtype rounds is a thousand times that.
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=5e-5)
 
 
