@@ -18,8 +18,8 @@ from firstlight.training.config import Recipe
 
 #: Layers of the shallower of the two models that are traced; the other has one more. Where forward
 #: passes are computed again, compiled, one is too few: a layer that is first and last keeps what no
-#: other keeps (3 to 47 % at 12 layers). Otherwise 1 and 2 were seen to give the same bytes as 2 and
-#: 3, and take two thirds of the time.
+#: other keeps (3 to 47 % at 12 layers). Of models that are compiled whole without that, 1 and 2
+#: were seen to give the same bytes as 2 and 3, and take two thirds of the time.
 _FEW, _FEW_COMPILED = 2, 1
 
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
