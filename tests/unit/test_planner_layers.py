@@ -117,19 +117,20 @@ def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("efficiency", "counts"),
+    ("sections", "counts"),
     [
         ({}, [3, 2]),
-        ({"compile": True}, [2, 1]),
-        ({"compile": True, "activation_checkpointing": "full"}, [3, 2]),
-        ({"compile": True, "compile_regional": True}, [3, 2]),
+        ({"efficiency": {"compile": True}}, [2, 1]),
+        ({"efficiency": {"compile": True}, "lora": {"rank": 4}}, [3, 2]),
+        ({"efficiency": {"compile": True, "activation_checkpointing": "full"}}, [3, 2]),
+        ({"efficiency": {"compile": True, "compile_regional": True}}, [3, 2]),
     ],
 )
 def test_compiled_layers_that_keep_what_they_make_are_planned_from_one_and_two(
-    efficiency: dict[str, Any], counts: list[int]
+    sections: dict[str, Any], counts: list[int]
 ) -> None:
     def depths(layers: int) -> list[int]:
-        deep = recipe(model=GPT2 | {"num_hidden_layers": layers}, efficiency=efficiency)
+        deep = recipe(model=GPT2 | {"num_hidden_layers": layers}, **sections)
         return [one.model.num_hidden_layers for one in in_fewer_layers(deep)[0] if one.model]
 
     assert depths(12) == counts

@@ -18,8 +18,8 @@ from firstlight.training.config import Recipe
 
 #: Layers of the shallower of the two models that are traced; the other has one more. Where forward
 #: passes are computed again, compiled, one is too few: a layer that is first and last keeps what no
-#: other keeps (3 to 47 % at 12 layers). Of models that are compiled whole without that, 1 and 2
-#: were seen to give the same bytes as 2 and 3, and take two thirds of the time.
+#: other keeps (3 to 47 % at 12 layers); so with adapters (60 %). Of models that are compiled whole
+#: without these, 1 and 2 were seen to give the same bytes as 2 and 3, in two thirds of the time.
 _FEW, _FEW_COMPILED = 2, 1
 
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
@@ -50,7 +50,9 @@ def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
 def _few(recipe: Recipe) -> int:
     config = recipe.efficiency
     compiles = config.compile is True and not config.compile_regional
-    return _FEW_COMPILED if compiles and config.activation_checkpointing == "none" else _FEW
+    is_plain = recipe.lora is None and recipe.preference is None
+    keeps = config.activation_checkpointing == "none"
+    return _FEW_COMPILED if compiles and is_plain and keeps else _FEW
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
