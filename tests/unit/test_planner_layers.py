@@ -1,5 +1,4 @@
-"""Deep models from shallow ones, compiled code without kernels, and generation: against the full
-trace and against real runs."""
+"""Deep models from shallow ones, and generation: against the full trace and against real runs."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner_recipes import GPT2, LLAMA, real_steps, recipe
-from torch import Tensor
-from torch._dynamo.utils import counters
+from planner_recipes import GPT2, LLAMA, recipe
 
 from firstlight.bench.planner_measure import measure_step
 from firstlight.errors import ConfigError
@@ -19,11 +16,18 @@ from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner import recipes
-from firstlight.planner.compiling import stubbed_compiler
-from firstlight.planner.equivalents import Equivalent, equivalent
-from firstlight.planner.kernels import Target, cuda_target, this_cpu
-from firstlight.planner.layers import in_fewer_layers, merged
-from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak, predict
+from firstlight.planner.equivalents import Equivalent
+from firstlight.planner.kernels import Target, cuda_target
+from firstlight.planner.layers import (
+    in_fewer_layers,
+)
+from firstlight.planner.prediction import (
+    LATE_BACKWARD,
+    MemoryPrediction,
+    PhasePeak,
+    cut,
+    predict,
+)
 from firstlight.planner.recipes import (
     Job,
     predict_evaluation,
@@ -32,7 +36,7 @@ from firstlight.planner.recipes import (
     trace_memory,
 )
 from firstlight.planner.speed_kinds import streamed_bytes
-from firstlight.planner.trace import Storage, Trace
+from firstlight.planner.trace import ALIVE, Storage, Trace
 from firstlight.training.config import Recipe
 
 
@@ -116,26 +120,30 @@ def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
     assert list(found.phases) == ["backward"]
 
 
-@pytest.mark.parametrize(
-    ("sections", "counts"),
-    [
-        ({}, [3, 2]),
-        ({"efficiency": {"compile": True}}, [2, 1]),
-        ({"efficiency": {"compile": True}, "lora": {"rank": 4}}, [3, 2]),
-        ({"efficiency": {"compile": True, "activation_checkpointing": "full"}}, [3, 2]),
-        ({"efficiency": {"compile": True, "compile_regional": True}}, [3, 2]),
-    ],
-)
-def test_compiled_layers_that_keep_what_they_make_are_planned_from_one_and_two(
-    sections: dict[str, Any], counts: list[int]
-) -> None:
-    def depths(layers: int) -> list[int]:
-        deep = recipe(model=GPT2 | {"num_hidden_layers": layers}, **sections)
-        return [one.model.num_hidden_layers for one in in_fewer_layers(deep)[0] if one.model]
-
-    assert depths(12) == counts
-    # With no more layers than that there is nothing to gain.
-    assert depths(counts[0]) == [counts[0]]
+def test_part_of_a_trace_begins_with_what_was_alive() -> None:
+    trace = Trace(phase_names=["forward", "backward"])
+    trace.calls.extend([0, 1, 2, 3, 4, 5])
+    trace.phases.extend([0, 0, 1, 1, 0, 1])
+    trace.segments, trace.recomputations = [(0, 1), (4, 4)], [(3, 3), (2, 5)]
+    trace.storages = [
+        Storage(1, 0, "forward", death=1),
+        Storage(2, 1, "forward", "weights", death=4),
+        Storage(4, 3, "backward", death=3),
+        Storage(8, 4, "forward"),
+        Storage(16, 5, "backward"),
+    ]
+    found = cut(trace, 2, 4)
+    assert list(found.calls) == [2, 3, 4]
+    assert list(found.phases) == [1, 1, 0]
+    assert found.segments == [(2, 2)]
+    assert found.recomputations == [(1, 1)]
+    assert found.storages == [
+        Storage(2, 0, "forward", "weights", death=2),
+        Storage(4, 1, "backward", death=1),
+        Storage(8, 2, "forward"),
+    ]
+    assert cut(trace, 0, 2).storages[1].death == ALIVE
+    assert trace.storages[1].death == 4
 
 
 def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
@@ -184,75 +192,6 @@ def predict_of(trace: Trace) -> MemoryPrediction:
 
     trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
     return predict(trace, Target(), len(trace.calls), splits_backward=True)
-
-
-# Compiled
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}}],
-)
-def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, Any]) -> None:
-    efficiency = {"compile": True} | settings.get("efficiency", {})
-    deep = recipe(
-        model=GPT2 | {"num_hidden_layers": 5, "hidden_size": 128},
-        efficiency=efficiency,
-    )
-    predicted = trace_memory(deep).peak_bytes
-    measured = measure_step(lambda: real_steps(deep)).peak_bytes
-    assert measured * 0.98 <= predicted <= measured * 1.05
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compile_with = torch.compile
-
-    def with_dynamo_alone(function: Any, **options: Any) -> Any:
-        return compile_with(function, **options | {"backend": "eager"})
-
-    monkeypatch.setattr(torch, "compile", with_dynamo_alone)
-    target = cuda_target("H100", (9, 0))
-    efficiency = {"compile": True, "precision": "bf16", "attention": "sdpa"}
-    planned = equivalent(recipe(model=LLAMA, efficiency=efficiency), target)
-    automatic = recipe(model=LLAMA, efficiency=efficiency | {"attention": "auto"})
-    assert equivalent(automatic, target) == planned
-    torch._dynamo.reset()
-    counters.clear()
-    with recipes._traced(planned, target) as (tracer, program, batch), tracer.paused():
-        recipes._compile(program, batch)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_is_planned_from_one_and_two_layers_as_from_more() -> None:
-    deep = recipe(
-        model=GPT2 | {"num_hidden_layers": 4},
-        efficiency={"compile": True, "precision": "bf16"},
-    )
-    whole = merged(recipes._train(equivalent(deep, this_cpu()), this_cpu()))
-    found = trace_memory(deep)
-    assert found.peak_bytes == whole.peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_what_was_compiled_without_kernels_is_forgotten() -> None:
-    def double(x: Tensor) -> Tensor:
-        return torch.sin(x) * 2
-
-    from firstlight.planner.watching import fake_tensors
-
-    with stubbed_compiler(), fake_tensors():
-        assert torch.compile(double)(torch.empty(8)).shape == (8,)
-    x = torch.linspace(0, 1, 8)
-    assert torch.allclose(torch.compile(double)(x), torch.sin(x) * 2)
 
 
 # Generation

@@ -3,7 +3,8 @@
 What inductor generates is Python code that allocates buffers, calls kernels and libraries, and
 gives buffers up; that code, with kernels that do nothing, is run on fake tensors, so that the
 lifetime of every buffer is the real one. What it costs is the pipeline's own time, some two
-seconds a layer: so whole models are planned from their first few layers, see `layers.py`.
+seconds a layer: so whole models are planned from their first few layers, see `layers.py`. Half of
+that time goes into graphs, before inductor fuses their operators; graphs alone can be run too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ def stubbed_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
+    # It takes a tenth of a second or two, and fake tensors have no memory to give back.
+    collects = torch._dynamo.config.patch(run_gc_after_compile=False)
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
@@ -43,6 +47,7 @@ def stubbed_compiler() -> Iterator[None]:
         # Without a look at the machine's vector units, for which it would start the C++ compiler.
         replaced(vector_units, "valid_vec_isa_list", list),
         config.patch(options),
+        collects,
         functorch_config.patch(enable_autograd_cache=False),
     ):
         try:
@@ -50,6 +55,59 @@ def stubbed_compiler() -> Iterator[None]:
         finally:
             torch._dynamo.reset()
             PyCodeCache.cache_clear()
+
+
+@dataclass
+class Graphs:
+    """What runs of a compiled step.
+
+    Attributes:
+        runs: the graphs of its forward and backward pass, operator by operator as they were before
+            inductor fused them; else what inductor made of them.
+    """
+
+    runs: bool
+
+
+@contextlib.contextmanager
+def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
+    """Inside, of what is compiled the graphs stay.
+
+    What is saved for the backward pass is decided by then, so each layer of a model adds the same
+    to both.
+
+    Args:
+        fuses: whether inductor compiles them as well; else they are all that there is to run.
+    """
+    with quiet_import():
+        import torch._inductor.compile_fx as compile_fx
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    chosen = Graphs(runs=not fuses)
+    compile_graph = compile_fx._compile_fx_inner
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
+        # Inductor changes the one that it is given.
+        plain = boxed_nop(_copied(graph), inputs)
+        if not fuses:
+            return plain
+        fused: Any = compile_graph(graph, inputs, *args, **options)
+
+        def run(arguments: list[Any]) -> Any:
+            return (plain if chosen.runs else fused)(arguments)
+
+        # The list is emptied by who takes it, so that what is in it can go early.
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with replaced(compile_fx, "_compile_fx_inner", keep):
+        yield chosen
+
+
+def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,10 @@ All layers being alike, each adds the same: bytes at a given place of a step are
 the number of layers. But the peak may be at another place with more of them, early in the backward
 pass, where all activations are there, or late, where all gradients are. So lines are drawn through
 stretches of the step, and the highest counts.
+
+What torch.compile makes of a model with a layer more costs seconds. But what a layer adds to it is
+known before inductor fuses operators: what is saved for the backward pass, and gradients. So the
+line begins at a model that is compiled to the end, and has the slope of its graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +20,15 @@ from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, Phase
 from firstlight.planner.speed_kinds import at_depth
 from firstlight.training.config import Recipe
 
-#: Layers of the shallower of the two models that are traced; the other has one more. Where forward
-#: passes are computed again, compiled, one is too few: a layer that is first and last keeps what no
-#: other keeps (3 to 47 % at 12 layers); so with adapters (60 %). Of models that are compiled whole
-#: without these, 1 and 2 were seen to give the same bytes as 2 and 3, in two thirds of the time.
-_FEW, _FEW_COMPILED = 2, 1
+#: Layers of the shallower of the two models that are traced; the other has one more.
+_FEW = 2
+
+#: The same of one that is compiled whole, by what is computed again in its backward pass: with all
+#: of it, the peak is often at a layer that is neither first nor last.
+_FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
+
+#: Phases in which nothing compiled runs.
+_EAGER = ("setup", "clipping", "optimizer")
 
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
@@ -37,22 +45,79 @@ def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
         phase.
     """
     assert recipe.model is not None
-    depth, few = recipe.model.num_hidden_layers, _few(recipe)
-    if depth <= few + 1 or not _are_alike(recipe.model):
+    depth = recipe.model.num_hidden_layers
+    if depth <= _FEW + 1 or not _are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    steps = depth - few - 1
+    steps = depth - _FEW - 1
     return (
-        [_with_layers(recipe, count) for count in (few + 1, few)],
+        [_with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
         lambda found: _deeper(found[1], found[0], steps),
     )
 
 
-def _few(recipe: Recipe) -> int:
-    config = recipe.efficiency
-    compiles = config.compile is True and not config.compile_regional
-    is_plain = recipe.lora is None and recipe.preference is None
-    keeps = config.activation_checkpointing == "none"
-    return _FEW_COMPILED if compiles and is_plain and keeps else _FEW
+def few_compiled_layers(recipe: Recipe) -> tuple[Recipe, Recipe, int] | None:
+    """What a recipe that is compiled whole can be planned from, by `from_graphs`.
+
+    Returns:
+        The recipe with few layers and with one more, and how many it has beyond the few. None where
+        its layers are not alike, or it has no more of them.
+    """
+    assert recipe.model is not None
+    depth = recipe.model.num_hidden_layers
+    few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
+    if depth <= few + 1 or not _are_alike(recipe.model):
+        return None
+    return _with_layers(recipe, few), _with_layers(recipe, few + 1), depth - few
+
+
+def from_graphs(
+    fused: MemoryPrediction, graphs: MemoryPrediction, more: MemoryPrediction, steps: int
+) -> MemoryPrediction:
+    """The memory of a compiled model from that of one with fewer layers, and of graphs.
+
+    Args:
+        fused: the shallow model, as inductor compiles it.
+        graphs: the same, its graphs run as they are.
+        more: the graphs of the model with one layer more.
+        steps: layers to be added to the shallow model.
+
+    Returns:
+        The prediction, with the operators of the graphs.
+    """
+    # Late in the backward pass all gradients are there, as after it.
+    eager = [name for name in ("clipping", "optimizer") if name in more.phases]
+    ending = min(eager, key=lambda name: more.phases[name].bytes)
+    phases = {}
+    for name, peak in fused.phases.items():
+        place = ending if name == LATE_BACKWARD else name
+        before = fused if place in _EAGER or place not in graphs.phases else graphs
+        phases[name] = _continued(peak, before.phases[place], more.phases[place], steps)
+    phase = max(phases, key=lambda name: phases[name].bytes)
+    peak_bytes = phases[phase].bytes
+    found = replace(
+        fused,
+        peak_bytes=peak_bytes,
+        phase=phase,
+        parts=phases[phase].parts,
+        phases=phases,
+        # Of layers that are alike, the next reuses what the last left.
+        reserved_bytes=peak_bytes + fused.reserved_bytes - fused.peak_bytes,
+        host_bytes=fused.host_bytes + (more.host_bytes - graphs.host_bytes) * steps,
+        operators=tuple(at_depth(graphs.operators, more.operators, steps - 1)),
+    )
+    return merged(found)
+
+
+def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
+    """A peak with `steps` times as much more as there is between two others."""
+    total = peak.bytes + (more.bytes - few.bytes) * steps
+    parts = {}
+    for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
+        each = more.parts.get(name, 0) - few.parts.get(name, 0)
+        parts[name] = max(peak.parts.get(name, 0) + each * steps, 0)
+    # The peak of graphs may consist of other parts.
+    parts[max(parts, key=parts.__getitem__)] += total - sum(parts.values())
+    return PhasePeak(total, {name: size for name, size in parts.items() if size})
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:

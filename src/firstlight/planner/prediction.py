@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,36 @@ def predict(
 def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
     counts = collections.Counter(trace.calls[first:])
     return tuple(OperatorCount(trace.operators[i], count) for i, count in counts.items())
+
+
+def cut(trace: Trace, first: int, last: int) -> Trace:
+    """Part of a trace, as one of its own.
+
+    Args:
+        trace: complete.
+        first, last: ticks; what was alive at the first was so from the beginning.
+    """
+    storages = [
+        replace(
+            storage,
+            birth=max(storage.birth - first, 0),
+            death=storage.death - first if storage.death <= last else ALIVE,
+        )
+        for storage in trace.storages
+        if storage.birth <= last and storage.death >= first
+    ]
+
+    def inside(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(a - first, b - first) for a, b in stretches if first <= a and b <= last]
+
+    return replace(
+        trace,
+        storages=storages,
+        calls=trace.calls[first : last + 1],
+        phases=trace.phases[first : last + 1],
+        segments=inside(trace.segments),
+        recomputations=inside(trace.recomputations),
+    )
 
 
 class Timeline:

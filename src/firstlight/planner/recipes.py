@@ -18,6 +18,7 @@ from firstlight.generation.engine import DTYPES
 from firstlight.generation.int8 import quantize_int8
 from firstlight.models import Model, ModelConfig, build_model
 from firstlight.planner.compiling import (
+    graphs_kept,
     replaced,
     stubbed_compiler,
     without_garbage_collection,
@@ -25,8 +26,14 @@ from firstlight.planner.compiling import (
 from firstlight.planner.cuda_kernels import CudaKernels
 from firstlight.planner.equivalents import PLANNED, Equivalent, equivalent
 from firstlight.planner.kernels import Target, this_cpu
-from firstlight.planner.layers import Join, in_fewer_layers, merged
-from firstlight.planner.prediction import MemoryPrediction, predict
+from firstlight.planner.layers import (
+    Join,
+    few_compiled_layers,
+    from_graphs,
+    in_fewer_layers,
+    merged,
+)
+from firstlight.planner.prediction import MemoryPrediction, cut, predict
 from firstlight.planner.trace import Trace, Tracer
 from firstlight.planner.watching import (
     allow_casts,
@@ -61,7 +68,7 @@ class Job:
     """
 
     calls: tuple[tuple[Any, ...], ...]
-    join: Join
+    join: Callable[[Sequence[Any]], MemoryPrediction]
 
 
 def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[MemoryPrediction]:
@@ -76,7 +83,7 @@ def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[Memory
     return [job.join([next(found) for _ in job.calls]) for job in jobs]
 
 
-def _call(function: Callable[..., MemoryPrediction], *arguments: Any) -> MemoryPrediction:
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
@@ -99,9 +106,22 @@ def training_job(recipe: Recipe, target: Target | None = None) -> Job:
     """
     target = target or this_cpu()
     planned = equivalent(recipe, target)
-    limit = 0 if planned.recipe.efficiency.compile is True else _FULLY_TRACED
-    recipes, join = _in_parts(planned.recipe, limit)
+    config = planned.recipe.efficiency
+    if config.compile is True and not config.compile_regional:
+        return _compiled_job(planned, target)
+    recipes, join = _in_parts(planned.recipe, 0 if config.compile is True else _FULLY_TRACED)
     return Job(tuple((_train, planned.with_(one), target) for one in recipes), join)
+
+
+def _compiled_job(planned: Equivalent, target: Target) -> Job:
+    shallow = few_compiled_layers(planned.recipe)
+    if shallow is None:
+        return Job(((_train, planned, target),), lambda found: merged(found[0]))
+    few, more, steps = shallow
+    return Job(
+        ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
+        lambda found: from_graphs(found[0][0], found[0][1], found[1], steps),
+    )
 
 
 def evaluation_job(recipe: Recipe, target: Target | None = None, *, in_run: bool = True) -> Job:
@@ -214,16 +234,49 @@ def _train(planned: Equivalent, target: Target) -> MemoryPrediction:
         stubbed_compiler() if compiles else contextlib.nullcontext(),
         _traced(planned, target) as (tracer, program, batch),
     ):
-        count = min(2, planned.recipe.batch.accumulation(batch.input_ids.shape[1]))
-        if compiles:
-            with tracer.paused():
-                _compile(program, batch)
-        watch_program(program, tracer)
-        program.step([batch], share_of_peak=1.0)
-        second = tracer.tick + 1
-        program.step([batch] * count, share_of_peak=1.0)
+        second = _two_steps(tracer, program, batch)
         trace = _finished(tracer, planned)
     return predict(trace, target, second, splits_backward=True)
+
+
+def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
+    """The training step compiled, and with the graphs that were compiled."""
+    with (
+        stubbed_compiler(),
+        graphs_kept(fuses=True) as graphs,
+        _traced(planned, target) as (tracer, program, batch),
+    ):
+        second = _two_steps(tracer, program, batch)
+        last, graphs.runs = tracer.tick, True
+        program.step(_micro_batches(program, batch), share_of_peak=1.0)
+        trace = _finished(tracer, planned)
+    parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
+    return (
+        predict(parts[0], target, second, splits_backward=True),
+        predict(parts[1], target, splits_backward=True),
+    )
+
+
+def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
+    """The training step with the graphs that would be compiled."""
+    with graphs_kept(fuses=False):
+        return _train(planned, target)
+
+
+def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
+    """Returns the first tick of the second."""
+    if program.recipe.efficiency.compile is True:
+        with tracer.paused():
+            _compile(program, batch)
+    watch_program(program, tracer)
+    program.step([batch], share_of_peak=1.0)
+    second = tracer.tick + 1
+    program.step(_micro_batches(program, batch), share_of_peak=1.0)
+    return second
+
+
+def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
+    return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,216 @@
+"""Deep compiled models from shallow ones and graphs, and compiled code without kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner_recipes import GPT2, LLAMA, real_steps, recipe
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from firstlight.bench.planner_measure import measure_step
+from firstlight.planner import recipes
+from firstlight.planner.compiling import graphs_kept, stubbed_compiler
+from firstlight.planner.equivalents import equivalent
+from firstlight.planner.kernels import cuda_target, this_cpu
+from firstlight.planner.layers import few_compiled_layers, from_graphs, merged
+from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak
+from firstlight.planner.recipes import trace_memory
+from firstlight.planner.trace import Tracer
+from firstlight.planner.watching import fake_tensors
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "few"),
+    [
+        ({}, 1),
+        ({"activation_checkpointing": "selective"}, 2),
+        ({"activation_checkpointing": "budget"}, 2),
+        ({"activation_checkpointing": "full"}, 3),
+    ],
+)
+def test_compiled_layers_are_planned_from_as_few_as_show_what_all_do(
+    efficiency: dict[str, Any], few: int
+) -> None:
+    def depths(layers: int) -> tuple[int, int, int] | None:
+        model = GPT2 | {"num_hidden_layers": layers}
+        found = few_compiled_layers(recipe(model=model, efficiency={"compile": True} | efficiency))
+        if found is None:
+            return None
+        shallow, more, steps = found
+        assert shallow.model is not None
+        assert more.model is not None
+        return shallow.model.num_hidden_layers, more.model.num_hidden_layers, steps
+
+    assert depths(12) == (few, few + 1, 12 - few)
+    # With no more layers than that there is nothing to gain.
+    assert depths(few + 1) is None
+
+
+def _compiled_made_up(layers: int, *, fused: bool) -> MemoryPrediction:
+    """Each layer saves 10 and has gradients of 15; unfused, 400 are there for a time as well."""
+    extra = 0 if fused else 400
+    saved, gradients = 10 * layers, 15 * layers
+    phases = {
+        "setup": PhasePeak(5 * layers, {"weights": 5 * layers}),
+        "forward": PhasePeak(70 + extra + saved, {"activations": saved, "temporaries": 70 + extra}),
+        "backward": PhasePeak(
+            100 + extra + saved, {"activations": saved, "temporaries": 100 + extra}
+        ),
+        # With few layers, any of its places may be the highest.
+        LATE_BACKWARD: PhasePeak(80 + 2 * extra + saved, {"temporaries": 80 + 2 * extra + saved}),
+        "clipping": PhasePeak(20 + gradients, {"gradients": gradients, "temporaries": 20}),
+        "optimizer": PhasePeak(60 + 16 * layers, {"gradients": 60 + 16 * layers}),
+    }
+    phase = max(phases, key=lambda name: phases[name].bytes)
+    peak = phases[phase]
+    return MemoryPrediction(peak.bytes, phase, peak.parts, phases, peak.bytes + 7, 0, layers, ())
+
+
+@pytest.mark.parametrize(
+    ("depth", "phase", "parts"),
+    [
+        (20, "optimizer", {"gradients": 60 + 16 * 20}),
+        (2, "backward", {"activations": 20, "temporaries": 100}),
+    ],
+)
+def test_a_compiled_models_line_has_the_slope_of_its_graphs(
+    depth: int, phase: str, parts: dict[str, int]
+) -> None:
+    found = from_graphs(
+        _compiled_made_up(1, fused=True),
+        _compiled_made_up(1, fused=False),
+        _compiled_made_up(2, fused=False),
+        depth - 1,
+    )
+    whole = _compiled_made_up(depth, fused=True)
+    assert (found.phase, found.parts) == (phase, parts)
+    assert found.peak_bytes == whole.peak_bytes
+    assert found.reserved_bytes == whole.reserved_bytes
+    assert found.host_bytes == depth
+    assert LATE_BACKWARD not in found.phases
+    for name in ("setup", "forward", "clipping", "optimizer"):
+        assert found.phases[name] == whole.phases[name]
+    # Late in the backward pass there are all gradients.
+    assert found.phases["backward"].bytes == max(100 + 10 * depth, 90 + 15 * (depth - 1))
+
+
+def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes() -> None:
+    def with_backward(found: MemoryPrediction, **parts: int) -> MemoryPrediction:
+        peak = PhasePeak(sum(parts.values()), parts)
+        return replace(found, phases=found.phases | {"backward": peak})
+
+    fused = with_backward(_compiled_made_up(1, fused=True), activations=900, gradients=3)
+    graphs = with_backward(_compiled_made_up(1, fused=False), activations=500, gradients=4)
+    more = with_backward(_compiled_made_up(2, fused=False), activations=510, gradients=2)
+    found = from_graphs(fused, graphs, more, 4)
+    assert found.phases["backward"].bytes == 903 + 8 * 4
+    assert found.phases["backward"].parts == {"activations": 903 + 8 * 4}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}}],
+)
+def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, Any]) -> None:
+    efficiency = {"compile": True} | settings.get("efficiency", {})
+    deep = recipe(
+        model=GPT2 | {"num_hidden_layers": 5, "hidden_size": 128},
+        efficiency=efficiency,
+    )
+    predicted = trace_memory(deep).peak_bytes
+    measured = measure_step(lambda: real_steps(deep)).peak_bytes
+    assert measured * 0.98 <= predicted <= measured * 1.05
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_with = torch.compile
+
+    def with_dynamo_alone(function: Any, **options: Any) -> Any:
+        return compile_with(function, **options | {"backend": "eager"})
+
+    monkeypatch.setattr(torch, "compile", with_dynamo_alone)
+    target = cuda_target("H100", (9, 0))
+    efficiency = {"compile": True, "precision": "bf16", "attention": "sdpa"}
+    planned = equivalent(recipe(model=LLAMA, efficiency=efficiency), target)
+    automatic = recipe(model=LLAMA, efficiency=efficiency | {"attention": "auto"})
+    assert equivalent(automatic, target) == planned
+    torch._dynamo.reset()
+    counters.clear()
+    with recipes._traced(planned, target) as (tracer, program, batch), tracer.paused():
+        recipes._compile(program, batch)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("sections", "off_by"),
+    [
+        ({}, 0.0),
+        ({"efficiency": {"activation_checkpointing": "selective"}}, 0.0),
+        ({"efficiency": {"activation_checkpointing": "full"}}, 0.005),
+        ({"efficiency": {"activation_checkpointing": "full", "loss_chunk_tokens": 64}}, 0.005),
+        ({"lora": {"rank": 4}}, 0.0),
+        ({"batch": {"gradient_accumulation_steps": 2}}, 0.0),
+    ],
+)
+def test_a_compiled_model_is_planned_from_few_layers_as_from_all(
+    sections: dict[str, Any], off_by: float
+) -> None:
+    efficiency = {"compile": True, "precision": "bf16"} | sections.get("efficiency", {})
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **sections | {"efficiency": efficiency})
+    whole = merged(recipes._train(equivalent(deep, this_cpu()), this_cpu()))
+    found = trace_memory(deep)
+    assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=off_by, abs=0)
+    assert found.phase == whole.phase
+    for name in ("setup", "clipping", "optimizer"):
+        assert found.phases[name] == whole.phases[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_graphs_of_what_is_compiled_run_when_asked() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2 + y).relu().exp()
+
+    def steps(fuses: bool, *chosen: bool) -> list[list[str]]:
+        found = []
+        with stubbed_compiler(), graphs_kept(fuses=fuses) as graphs, fake_tensors():
+            compiled = torch.compile(function)
+            x, y = torch.empty(2, 8, requires_grad=True), torch.empty(2, 8)
+            compiled(x, y).sum().backward()
+            for graphs.runs in chosen:
+                tracer = Tracer()
+                with tracer, tracer.forward_pass():
+                    out = compiled(x, y)
+                found.append([tracer.trace.operators[i].name for i in tracer.trace.calls])
+                # Its backward pass runs too.
+                out.sum().backward()
+        return found
+
+    operators = [f"aten.{name}" for name in ("mul.Tensor", "add.Tensor", "relu.default")]
+    fused, plain = steps(True, False, True)
+    assert not {*operators} & {*fused}
+    assert plain[:3] == operators
+    assert steps(False, True) == [plain]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_compiled_without_kernels_is_forgotten() -> None:
+    def double(x: Tensor) -> Tensor:
+        return torch.sin(x) * 2
+
+    with stubbed_compiler(), fake_tensors():
+        assert torch.compile(double)(torch.empty(8)).shape == (8,)
+    x = torch.linspace(0, 1, 8)
+    assert torch.allclose(torch.compile(double)(x), torch.sin(x) * 2)
