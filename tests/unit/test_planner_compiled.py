@@ -187,14 +187,16 @@ def test_the_graphs_of_what_is_compiled_run_when_asked() -> None:
         with stubbed_compiler(), graphs_kept(fuses=fuses) as graphs, fake_tensors():
             compiled = torch.compile(function)
             x, y = torch.empty(2, 8, requires_grad=True), torch.empty(2, 8)
-            compiled(x, y).sum().backward()
+            loss: Any = compiled(x, y).sum()
+            loss.backward()
             for graphs.runs in chosen:
                 tracer = Tracer()
                 with tracer, tracer.forward_pass():
                     out = compiled(x, y)
                 found.append([tracer.trace.operators[i].name for i in tracer.trace.calls])
                 # Its backward pass runs too.
-                out.sum().backward()
+                loss = out.sum()
+                loss.backward()
         return found
 
     operators = [f"aten.{name}" for name in ("mul.Tensor", "add.Tensor", "relu.default")]
