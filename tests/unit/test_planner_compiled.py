@@ -17,7 +17,12 @@ from firstlight.planner.compiling import graphs_kept, stubbed_compiler
 from firstlight.planner.equivalents import equivalent
 from firstlight.planner.kernels import cuda_target, this_cpu
 from firstlight.planner.layers import few_compiled_layers, from_graphs, merged
-from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak
+from firstlight.planner.prediction import (
+    LATE_BACKWARD,
+    MIDDLE_BACKWARD,
+    MemoryPrediction,
+    PhasePeak,
+)
 from firstlight.planner.recipes import trace_memory
 from firstlight.planner.trace import Tracer
 from firstlight.planner.watching import fake_tensors
@@ -27,7 +32,7 @@ from firstlight.planner.watching import fake_tensors
     ("efficiency", "few"),
     [
         ({}, 1),
-        ({"activation_checkpointing": "selective"}, 2),
+        ({"activation_checkpointing": "selective"}, 1),
         ({"activation_checkpointing": "budget"}, 2),
         ({"activation_checkpointing": "full"}, 3),
     ],
@@ -50,20 +55,23 @@ def test_compiled_layers_are_planned_from_as_few_as_show_what_all_do(
     assert depths(few + 1) is None
 
 
-def _compiled_made_up(layers: int, *, fused: bool) -> MemoryPrediction:
-    """Each layer saves 10 and has gradients of 15; unfused, 400 are there for a time as well."""
+def _compiled_made_up(layers: int, *, fused: bool, each: int = 15) -> MemoryPrediction:
+    """Each layer saves 10 and has gradients of `each`; unfused, 400 more are there for a time."""
     extra = 0 if fused else 400
-    saved, gradients = 10 * layers, 15 * layers
+    saved, gradients = 10 * layers, each * layers
+    # Of a layer with all others before or behind it.
+    middle = 82 + max(saved, gradients)
     phases = {
         "setup": PhasePeak(5 * layers, {"weights": 5 * layers}),
         "forward": PhasePeak(70 + extra + saved, {"activations": saved, "temporaries": 70 + extra}),
         "backward": PhasePeak(
             100 + extra + saved, {"activations": saved, "temporaries": 100 + extra}
         ),
+        MIDDLE_BACKWARD: PhasePeak(middle + extra, {"temporaries": middle + extra}),
         # With few layers, any of its places may be the highest.
         LATE_BACKWARD: PhasePeak(80 + 2 * extra + saved, {"temporaries": 80 + 2 * extra + saved}),
         "clipping": PhasePeak(20 + gradients, {"gradients": gradients, "temporaries": 20}),
-        "optimizer": PhasePeak(60 + 16 * layers, {"gradients": 60 + 16 * layers}),
+        "optimizer": PhasePeak(70 + gradients + layers, {"gradients": 70 + gradients + layers}),
     }
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
@@ -73,7 +81,7 @@ def _compiled_made_up(layers: int, *, fused: bool) -> MemoryPrediction:
 @pytest.mark.parametrize(
     ("depth", "phase", "parts"),
     [
-        (20, "optimizer", {"gradients": 60 + 16 * 20}),
+        (20, "optimizer", {"gradients": 70 + 16 * 20}),
         (2, "backward", {"activations": 20, "temporaries": 100}),
     ],
 )
@@ -91,11 +99,30 @@ def test_a_compiled_models_line_has_the_slope_of_its_graphs(
     assert found.peak_bytes == whole.peak_bytes
     assert found.reserved_bytes == whole.reserved_bytes
     assert found.host_bytes == depth
-    assert LATE_BACKWARD not in found.phases
+    assert not {MIDDLE_BACKWARD, LATE_BACKWARD} & {*found.phases}
     for name in ("setup", "forward", "clipping", "optimizer"):
         assert found.phases[name] == whole.phases[name]
-    # Late in the backward pass there are all gradients.
-    assert found.phases["backward"].bytes == max(100 + 10 * depth, 90 + 15 * (depth - 1))
+    assert found.phases["backward"].bytes == max(100 + 10 * depth, 82 + 15 * depth)
+
+
+@pytest.mark.parametrize(
+    ("at_one", "at_twenty"),
+    [
+        # Early in the backward pass all activations are there, late all gradients; a layer in the
+        # middle has what is more before or behind it.
+        ({}, 110 + 10 * 19),
+        ({"backward": 10}, 92 + 10 * 19),
+        ({"backward": 10, MIDDLE_BACKWARD: 10, LATE_BACKWARD: 500}, 500 + 4 * 19),
+    ],
+)
+def test_each_stretch_of_the_backward_pass_has_its_own_slope(
+    at_one: dict[str, int], at_twenty: int
+) -> None:
+    fused = _compiled_made_up(1, fused=True, each=4)
+    for name, size in at_one.items():
+        fused.phases[name] = PhasePeak(size, {"temporaries": size})
+    graphs, more = (_compiled_made_up(n, fused=False, each=4) for n in (1, 2))
+    assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == at_twenty
 
 
 def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes() -> None:

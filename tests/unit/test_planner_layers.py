@@ -23,6 +23,7 @@ from firstlight.planner.layers import (
 )
 from firstlight.planner.prediction import (
     LATE_BACKWARD,
+    MIDDLE_BACKWARD,
     MemoryPrediction,
     PhasePeak,
     cut,
@@ -36,7 +37,7 @@ from firstlight.planner.recipes import (
     trace_memory,
 )
 from firstlight.planner.speed_kinds import streamed_bytes
-from firstlight.planner.trace import ALIVE, Storage, Trace
+from firstlight.planner.trace import ALIVE, Operator, Storage, Trace
 from firstlight.training.config import Recipe
 
 
@@ -174,24 +175,27 @@ def test_layers_that_differ_are_all_traced() -> None:
     assert asked == [8]
 
 
-def test_the_second_half_of_each_backward_pass_can_be_a_phase() -> None:
+@pytest.mark.parametrize(
+    ("stretches", "peaks"),
+    [
+        (1, {"backward": 9}),
+        (2, {"backward": 5, LATE_BACKWARD: 9}),
+        (3, {"backward": 5, MIDDLE_BACKWARD: 9, LATE_BACKWARD: 7}),
+    ],
+)
+def test_each_backward_pass_can_be_cut_into_stretches(
+    stretches: int, peaks: dict[str, int]
+) -> None:
     trace = Trace(phase_names=["forward", "backward"])
-    # Two steps: forward, then four operators backward, the third of which has most.
-    for _ in range(2):
-        trace.phases.extend([0, 1, 1, 1, 1])
-        trace.calls.extend([0] * 5)
-    trace.storages = [Storage(5, 2, "backward", death=2), Storage(9, 8, "backward", death=8)]
-    trace.operators = []
-    found = predict_of(trace)
-    assert found.phases["backward"].bytes == 5
-    assert found.phases[LATE_BACKWARD].bytes == 9
-
-
-def predict_of(trace: Trace) -> MemoryPrediction:
-    from firstlight.planner.trace import Operator
-
     trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
-    return predict(trace, Target(), len(trace.calls), splits_backward=True)
+    # Two steps: forward, then six operators backward, the fourth of which has most in the second.
+    for _ in range(2):
+        trace.phases.extend([0, 1, 1, 1, 1, 1, 1])
+        trace.calls.extend([0] * 7)
+    sizes = {2: 5, 11: 9, 13: 7}
+    trace.storages = [Storage(size, at, "backward", death=at) for at, size in sizes.items()]
+    found = predict(trace, Target(), len(trace.calls), stretches=stretches)
+    assert {name: peak.bytes for name, peak in found.phases.items() if peak.bytes} == peaks
 
 
 # Generation

@@ -16,7 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from firstlight.models import GPT2Config, ModelConfig, MoEConfig
-from firstlight.planner.prediction import LATE_BACKWARD, MemoryPrediction, PhasePeak
+from firstlight.planner.prediction import (
+    LATE_BACKWARD,
+    MIDDLE_BACKWARD,
+    MemoryPrediction,
+    PhasePeak,
+)
 from firstlight.planner.speed_kinds import at_depth
 from firstlight.training.config import Recipe
 
@@ -25,7 +30,7 @@ _FEW = 2
 
 #: The same of one that is compiled whole, by what is computed again in its backward pass: with all
 #: of it, the peak is often at a layer that is neither first nor last.
-_FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
+_FEW_COMPILED = {"none": 1, "selective": 1, "budget": 2, "full": 3}
 
 #: Phases in which nothing compiled runs.
 _EAGER = ("setup", "clipping", "optimizer")
@@ -41,8 +46,8 @@ def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
             itself.
 
     Returns:
-        The recipes, the deepest first; and a function of what they take, with `LATE_BACKWARD` as a
-        phase.
+        The recipes, the deepest first; and a function of what they take, each with its backward
+        pass in two stretches.
     """
     assert recipe.model is not None
     depth = recipe.model.num_hidden_layers
@@ -78,7 +83,8 @@ def from_graphs(
     Args:
         fused: the shallow model, as inductor compiles it.
         graphs: the same, its graphs run as they are.
-        more: the graphs of the model with one layer more.
+        more: the graphs of the model with one layer more. All three have their backward pass in
+            three stretches.
         steps: layers to be added to the shallow model.
 
     Returns:
@@ -87,11 +93,19 @@ def from_graphs(
     # Late in the backward pass all gradients are there, as after it.
     eager = [name for name in ("clipping", "optimizer") if name in more.phases]
     ending = min(eager, key=lambda name: more.phases[name].bytes)
-    phases = {}
-    for name, peak in fused.phases.items():
-        place = ending if name == LATE_BACKWARD else name
+
+    def slope(place: str) -> tuple[PhasePeak, PhasePeak]:
         before = fused if place in _EAGER or place not in graphs.phases else graphs
-        phases[name] = _continued(peak, before.phases[place], more.phases[place], steps)
+        return before.phases[place], more.phases[place]
+
+    places = {name: slope(name) for name in fused.phases if name in more.phases}
+    if LATE_BACKWARD in places:
+        places[LATE_BACKWARD] = slope(ending)
+    if MIDDLE_BACKWARD in places:
+        # A layer that is neither first nor last has further ones before or behind it.
+        ends = (places["backward"], places[LATE_BACKWARD])
+        places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
+    phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak_bytes = phases[phase].bytes
     found = replace(
@@ -141,14 +155,14 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
-    """Without `LATE_BACKWARD`: the backward pass is one phase."""
+    """With the backward pass as one phase."""
     phases = dict(prediction.phases)
-    late = phases.pop(LATE_BACKWARD, None)
-    if late is not None:
-        early = phases.get("backward", late)
-        phases["backward"] = max(early, late, key=lambda peak: peak.bytes)
-    phase = "backward" if prediction.phase == LATE_BACKWARD else prediction.phase
-    return replace(prediction, phases=phases, phase=phase)
+    later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
+    if later:
+        early = phases.get("backward", later[0])
+        phases["backward"] = max(early, *later, key=lambda peak: peak.bytes)
+    is_later = prediction.phase in (MIDDLE_BACKWARD, LATE_BACKWARD)
+    return replace(prediction, phases=phases, phase="backward" if is_later else prediction.phase)
 
 
 def _are_alike(config: ModelConfig) -> bool:

@@ -27,7 +27,7 @@ PARTS = (
 )
 
 #: See `predict`.
-LATE_BACKWARD = "late backward"
+MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
 Ticks = npt.NDArray[np.int64]
 
@@ -128,7 +128,7 @@ def predict(
     first_counted_tick: int = 0,
     *,
     phases: Sequence[str] | None = None,
-    splits_backward: bool = False,
+    stretches: int = 1,
 ) -> MemoryPrediction:
     """What a traced run takes on a target.
 
@@ -137,12 +137,11 @@ def predict(
         target: whose kernels and allocator.
         first_counted_tick: operators are counted from here on.
         phases: that count; None is all.
-        splits_backward: the second halves of backward passes are a phase of their own,
-            `LATE_BACKWARD`.
+        stretches: that backward passes are cut into, equal in operators: with 2 the second is a
+            phase of its own, `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
     """
     timeline = Timeline(trace, target)
-    if splits_backward:
-        timeline.split_backward()
+    timeline.split_backward(stretches)
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
@@ -247,14 +246,17 @@ class Timeline:
                 peaks[name] = self.at(int(ticks[np.argmax(self.total[ticks])]))
         return peaks or {"setup": PhasePeak(0, {})}
 
-    def split_backward(self) -> None:
-        """Give the second half of each backward pass a phase of its own."""
+    def split_backward(self, stretches: int) -> None:
+        """Give the later stretches of each backward pass phases of their own."""
         if "backward" not in self._names:
             return
+        names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
         ticks = np.flatnonzero(self._phases == self._names.index("backward"))
         for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
-            self._phases[passed[len(passed) // 2 :]] = len(self._names)
-        self._names.append(LATE_BACKWARD)
+            for number in range(1, stretches):
+                first = len(passed) * number // stretches
+                self._phases[passed[first:]] = len(self._names) + number - 1
+        self._names += names
 
     def at(self, tick: int) -> PhasePeak:
         """What was in memory at a tick."""

@@ -228,7 +228,7 @@ def predict_generation(
     return predict(trace, target, first, phases=("prefill", "decode"))
 
 
-def _train(planned: Equivalent, target: Target) -> MemoryPrediction:
+def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPrediction:
     compiles = planned.recipe.efficiency.compile is True
     with (
         stubbed_compiler() if compiles else contextlib.nullcontext(),
@@ -236,7 +236,7 @@ def _train(planned: Equivalent, target: Target) -> MemoryPrediction:
     ):
         second = _two_steps(tracer, program, batch)
         trace = _finished(tracer, planned)
-    return predict(trace, target, second, splits_backward=True)
+    return predict(trace, target, second, stretches=stretches)
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
@@ -252,15 +252,15 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
         trace = _finished(tracer, planned)
     parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
     return (
-        predict(parts[0], target, second, splits_backward=True),
-        predict(parts[1], target, splits_backward=True),
+        predict(parts[0], target, second, stretches=3),
+        predict(parts[1], target, stretches=3),
     )
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
     """The training step with the graphs that would be compiled."""
     with graphs_kept(fuses=False):
-        return _train(planned, target)
+        return _train(planned, target, stretches=3)
 
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
