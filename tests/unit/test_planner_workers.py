@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +37,20 @@ def test_results_come_in_the_order_of_the_arguments(processes: Workers) -> None:
     ids = {process for _, process in found}
     assert len(ids) == 2
     assert os.getpid() not in ids
+
+
+def test_workers_have_imported_and_collect_garbage_of_their_own_alone() -> None:
+    script = """
+import gc
+from firstlight.planner import workers
+
+with workers.started() as found:
+    print(*found.map(gc.isenabled, [(), ()]))
+    print(*(count > 100_000 for count in found.map(gc.get_freeze_count, [(), ()])))
+"""
+    # In this process the one that forks may have been started by another test.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True True\nTrue True\n", 0)
 
 
 def test_one_call_and_calls_without_processes_are_made_here(processes: Workers) -> None:

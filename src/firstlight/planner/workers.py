@@ -29,8 +29,7 @@ _COUNT = 2
 #: Python takes some tenths of a second to end.
 _ENDING_SECONDS = 1.0
 
-_PRELOADED = ["firstlight.planner.recipes", "torch._dynamo"]
-
+_PRELOADED = ["firstlight.planner.preloaded"]
 
 _KILLED = (
     "a process that traced the model was killed, most likely for want of memory: end other "
