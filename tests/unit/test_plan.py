@@ -20,6 +20,7 @@ from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, Plan, make_plan
 from firstlight.planner.plan_text import blocks, method_rows
 from firstlight.planner.prediction import MemoryPrediction
+from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import settle, with_changes
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 
@@ -300,6 +301,22 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%")
     assert rows["chunked loss"] == ("< 3.00 GiB", "25%")
     assert any("< is without torch.compile" in line for line in blocks(plan) if type(line) is str)
+
+
+def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> None:
+    # Of their bytes it is not known which are logits.
+    machine = find_machine("H100")
+    chunked = settle(
+        recipe(
+            data={"dir": "/nowhere", "seq_len": 64},
+            batch={"micro_batch_size": 2**20},
+            efficiency={"compile": True, "precision": "bf16", "loss_chunk_tokens": 1024},
+        ),
+        machine,
+    )
+    best = Outcome("", {"efficiency.loss_chunk_tokens": 1024}, chunked)
+    reasons = reasons_for(chunked, best, Outcome("", recipe=chunked), machine)
+    assert "75.0 GiB in fp32" in reasons["efficiency.loss_chunk_tokens"]
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named(

@@ -125,17 +125,62 @@ def test_each_stretch_of_the_backward_pass_has_its_own_slope(
     assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == at_twenty
 
 
-def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes() -> None:
-    def with_backward(found: MemoryPrediction, **parts: int) -> MemoryPrediction:
-        peak = PhasePeak(sum(parts.values()), parts)
-        return replace(found, phases=found.phases | {"backward": peak})
+def _with(found: MemoryPrediction, phase: str, **parts: int) -> MemoryPrediction:
+    """With other parts in a phase."""
+    return replace(found, phases=found.phases | {phase: PhasePeak(sum(parts.values()), parts)})
 
-    fused = with_backward(_compiled_made_up(1, fused=True), activations=900, gradients=3)
-    graphs = with_backward(_compiled_made_up(1, fused=False), activations=500, gradients=4)
-    more = with_backward(_compiled_made_up(2, fused=False), activations=510, gradients=2)
-    found = from_graphs(fused, graphs, more, 4)
-    assert found.phases["backward"].bytes == 903 + 8 * 4
-    assert found.phases["backward"].parts == {"activations": 903 + 8 * 4}
+
+@pytest.mark.parametrize(("weights", "more"), [(15, 15), (8, 8), (100, 15)])
+def test_accumulated_gradients_lie_beside_new_ones_of_the_parameters_dtype(
+    weights: int, more: int
+) -> None:
+    one, graphs, two = (
+        _with(_compiled_made_up(n, fused=fused), "optimizer", weights=weights * n, gradients=15 * n)
+        for n, fused in ((1, True), (1, False), (2, False))
+    )
+    one.phases[LATE_BACKWARD] = PhasePeak(2000, {"gradients": 2000})
+    # Weights that are not trained have no gradients; narrow ones have narrow gradients.
+    plain = from_graphs(one, graphs, two, 10).phases["backward"].bytes
+    accumulated = from_graphs(one, graphs, two, 10, accumulates=True).phases["backward"].bytes
+    assert accumulated == plain + more * 10
+
+
+def test_what_is_updated_in_the_backward_pass_has_its_gradients_before_the_update() -> None:
+    one, graphs, two = (
+        _with(_compiled_made_up(n, fused=fused), "clipping", weights=2 * n)
+        for n, fused in ((1, True), (1, False), (2, False))
+    )
+    one.phases[LATE_BACKWARD] = PhasePeak(2000, {"gradients": 2000})
+    assert from_graphs(one, graphs, two, 10).phases["backward"].bytes == 2000 + 16 * 10
+
+
+@pytest.mark.parametrize(
+    ("first", "each", "found"),
+    [
+        (
+            {"activations": 900, "gradients": 3},
+            {"activations": 10, "gradients": -2},
+            {"activations": 935},
+        ),
+        # What is missing may be more than the largest part has.
+        (
+            {"activations": 9, "gradients": 8, "temporaries": 1},
+            {"activations": 0, "gradients": 0, "temporaries": -3},
+            {"gradients": 6},
+        ),
+    ],
+)
+def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes(
+    first: dict[str, int], each: dict[str, int], found: dict[str, int]
+) -> None:
+    fused = _with(_compiled_made_up(1, fused=True), "forward", **first)
+    parts = dict.fromkeys(first, 100)
+    graphs = _with(_compiled_made_up(1, fused=False), "forward", **parts)
+    parts = {name: 100 + each[name] for name in first}
+    more = _with(_compiled_made_up(2, fused=False), "forward", **parts)
+    peak = from_graphs(fused, graphs, more, 4).phases["forward"]
+    assert peak.bytes == sum(first.values()) + 4 * sum(each.values())
+    assert peak.parts == found
 
 
 @pytest.mark.slow
@@ -188,7 +233,15 @@ def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
         ({"efficiency": {"activation_checkpointing": "full"}}, 0.005),
         ({"efficiency": {"activation_checkpointing": "full", "loss_chunk_tokens": 64}}, 0.005),
         ({"lora": {"rank": 4}}, 0.0),
-        ({"batch": {"gradient_accumulation_steps": 2}}, 0.0),
+        # Few tokens: gradients are more than activations.
+        (
+            {
+                "data": {"seq_len": 32},
+                "batch": {"gradient_accumulation_steps": 2, "micro_batch_size": 1},
+                "efficiency": {"activation_checkpointing": "full"},
+            },
+            0.0,
+        ),
     ],
 )
 def test_a_compiled_model_is_planned_from_few_layers_as_from_all(
@@ -200,6 +253,8 @@ def test_a_compiled_model_is_planned_from_few_layers_as_from_all(
     found = trace_memory(deep)
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=off_by, abs=0)
     assert found.phase == whole.phase
+    for name in ("forward", "backward"):
+        assert found.phases[name].bytes == pytest.approx(whole.phases[name].bytes, rel=0.01)
     for name in ("setup", "clipping", "optimizer"):
         assert found.phases[name] == whole.phases[name]
 

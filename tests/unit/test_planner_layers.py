@@ -18,9 +18,7 @@ from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner import recipes
 from firstlight.planner.equivalents import Equivalent
 from firstlight.planner.kernels import Target, cuda_target
-from firstlight.planner.layers import (
-    in_fewer_layers,
-)
+from firstlight.planner.layers import in_fewer_layers
 from firstlight.planner.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,

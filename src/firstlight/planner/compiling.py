@@ -38,8 +38,8 @@ def stubbed_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
-    # It takes a tenth of a second or two, and fake tensors have no memory to give back.
-    collects = torch._dynamo.config.patch(run_gc_after_compile=False)
+    # Collecting garbage would take 0.1 to 0.2 s, and fake tensors have no memory to give back.
+    quickly = torch._dynamo.config.patch(run_gc_after_compile=False)
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
@@ -47,7 +47,7 @@ def stubbed_compiler() -> Iterator[None]:
         # Without a look at the machine's vector units, for which it would start the C++ compiler.
         replaced(vector_units, "valid_vec_isa_list", list),
         config.patch(options),
-        collects,
+        quickly,
         functorch_config.patch(enable_autograd_cache=False),
     ):
         try:

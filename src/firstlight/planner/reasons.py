@@ -46,9 +46,9 @@ def reasons_for(recipe: Recipe, best: Outcome, first: Outcome, machine: Machine)
             f"activations would take most of the memory{saves}: computed again instead"
         )
     if "efficiency.loss_chunk_tokens" in best.changes:
-        logits = 0 if first.training is None else first.training.parts.get("logits_and_loss", 0)
         reasons["efficiency.loss_chunk_tokens"] = (
-            f"logits and loss would take {logits / _GIB:.1f} GiB at the peak{saves}"
+            f"a micro-batch's logits would take {_logits_bytes(best.recipe) / _GIB:.1f} GiB in fp32"
+            f"{saves}: computed in chunks instead"
         )
     if "optimizer.name" in best.changes:
         reasons["optimizer.name"] = f"moments in 8 bits take a quarter of the memory{saves}"
@@ -60,6 +60,13 @@ _ATTENTION = {
     "blockwise": "compiled, it is faster than the fused kernel on CPUs",
     "flex": "masks of documents cost no memory",
 }
+
+
+def _logits_bytes(recipe: Recipe) -> int:
+    """Not from a trace: of a compiled step that doesn't say which bytes are logits."""
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    return 4 * recipe.batch.rows * recipe.data.seq_len * recipe.model.vocab_size
 
 
 def _precision(precision: str, machine: Machine) -> str:

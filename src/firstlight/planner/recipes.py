@@ -92,9 +92,9 @@ def training_job(recipe: Recipe, target: Target | None = None) -> Job:
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
     second has up to two micro-batches: with the second of those, the gradients of the first are
-    there.
+    there. Of a compiled step, the second is traced once more with the graphs that were compiled.
 
-    A deep model is planned from the same with few layers, which is as exact: see `layers.py`.
+    A deep model is planned from the same with few layers: see `layers.py`.
 
     Args:
         recipe: with model, row length and micro-batch size decided.
@@ -118,9 +118,13 @@ def _compiled_job(planned: Equivalent, target: Target) -> Job:
     if shallow is None:
         return Job(((_train, planned, target),), lambda found: merged(found[0]))
     few, more, steps = shallow
+    assert few.data.seq_len is not None
+    accumulates = few.batch.accumulation(few.data.seq_len) > 1
     return Job(
         ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
-        lambda found: from_graphs(found[0][0], found[0][1], found[1], steps),
+        lambda found: from_graphs(
+            found[0][0], found[0][1], found[1], steps, accumulates=accumulates
+        ),
     )
 
 
@@ -246,15 +250,12 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
         graphs_kept(fuses=True) as graphs,
         _traced(planned, target) as (tracer, program, batch),
     ):
-        second = _two_steps(tracer, program, batch)
+        _two_steps(tracer, program, batch)
         last, graphs.runs = tracer.tick, True
         program.step(_micro_batches(program, batch), share_of_peak=1.0)
         trace = _finished(tracer, planned)
     parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
-    return (
-        predict(parts[0], target, second, stretches=3),
-        predict(parts[1], target, stretches=3),
-    )
+    return predict(parts[0], target, stretches=3), predict(parts[1], target, stretches=3)
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
