@@ -32,7 +32,7 @@ from firstlight.planner.watching import fake_tensors
     ("efficiency", "few"),
     [
         ({}, 1),
-        ({"activation_checkpointing": "selective"}, 1),
+        ({"activation_checkpointing": "selective"}, 2),
         ({"activation_checkpointing": "budget"}, 2),
         ({"activation_checkpointing": "full"}, 3),
     ],
