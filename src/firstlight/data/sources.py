@@ -8,6 +8,7 @@ reason, so that documents in = documents out + rejected.
 from __future__ import annotations
 
 import bz2
+import gc
 import glob
 import gzip
 import importlib
@@ -389,3 +390,7 @@ def dataset_rows(source: Source) -> Iterator[object]:
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"dataset {source.name} can't be read: {first_line}") from error
+    finally:
+        # A scan that is not read to its end and lives on in a cycle until Python ends has pyarrow
+        # abort the process (https://github.com/apache/arrow/issues/45214).
+        gc.collect()
