@@ -121,20 +121,12 @@ def from_graphs(
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
-    phase = max(phases, key=lambda name: phases[name].bytes)
-    peak_bytes = phases[phase].bytes
     found = replace(
         fused,
-        peak_bytes=peak_bytes,
-        phase=phase,
-        parts=phases[phase].parts,
-        phases=phases,
-        # Of layers that are alike, the next reuses what the last left.
-        reserved_bytes=peak_bytes + fused.reserved_bytes - fused.peak_bytes,
         host_bytes=fused.host_bytes + (more.host_bytes - graphs.host_bytes) * steps,
         operators=tuple(at_depth(graphs.operators, more.operators, steps - 1)),
     )
-    return merged(found)
+    return _with_phases(found, phases, fused.reserved_bytes - fused.peak_bytes)
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
@@ -168,19 +160,29 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
     """Of a model with `steps` layers more than `more`, which has one more than `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
-    phase = max(phases, key=lambda name: phases[name].bytes)
-    peak = phases[phase].bytes
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
     found = replace(
         more,
-        peak_bytes=peak,
-        phase=phase,
-        parts=phases[phase].parts,
-        phases=phases,
-        # Of layers that are alike, the next reuses what the last left.
-        reserved_bytes=peak + max(gaps),
         host_bytes=more.host_bytes + (more.host_bytes - few.host_bytes) * steps,
         operators=tuple(at_depth(few.operators, more.operators, steps)),
+    )
+    return _with_phases(found, phases, max(gaps))
+
+
+def _with_phases(
+    prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
+) -> MemoryPrediction:
+    """With the phases of a deep model, and what its allocator holds beyond its peak."""
+    phase = max(phases, key=lambda name: phases[name].bytes)
+    peak = phases[phase]
+    found = replace(
+        prediction,
+        peak_bytes=peak.bytes,
+        phase=phase,
+        parts=peak.parts,
+        phases=phases,
+        # Of layers that are alike, the next reuses what the last left.
+        reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
 
