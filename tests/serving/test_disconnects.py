@@ -355,3 +355,48 @@ def test_of_a_thousand_dropped_connections_nothing_is_left() -> None:
         assert jobs_left() <= before + 1
         assert process.memory_info().rss - memory < 30e6
         assert process.num_fds() <= files + 8
+
+
+def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pieces(app: Direct, request: Request) -> list[dict[str, Any]]:
+        answer = app.run(asyncio.wait_for(app.answer(request), PATIENCE))
+        assert answer.status == 200
+        lines = answer.body.decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    content = content_for(PATHS[0], stream=True, max_tokens=30, logprobs=0)
+    with held() as app:
+        app.decoder.release()
+        whole = pieces(app, request_for(PATHS[0], content))
+        before = app.decoder.steps
+
+        def fail(token_ids: list[int]) -> None:
+            if app.decoder.steps == before + 5:
+                raise RuntimeError("broken")
+
+        app.decoder.before_step = fail
+        failed = asyncio.Event()
+        plain_cancel = app.service.scheduler.cancel
+
+        def cancel(jobs: Sequence[Job]) -> None:
+            failed.set()
+            plain_cancel(jobs)
+
+        monkeypatch.setattr(app.service.scheduler, "cancel", cancel)
+        request = request_for(PATHS[0], content)
+        plain_send = request.send
+
+        async def send(message: Any) -> None:
+            await failed.wait()  # the first piece is on its way until then
+            await plain_send(message)
+
+        request.send = send  # type: ignore[method-assign]
+        *found, error = pieces(app, request)
+    assert error["error"]["type"] == "server_error"
+    assert sum(len(piece["choices"][0]["logprobs"]["tokens"]) for piece in found) == 1 + 5
+    text = "".join(piece["choices"][0]["text"] for piece in found)
+    assert text
+    assert "".join(piece["choices"][0]["text"] for piece in whole).startswith(text)

@@ -214,11 +214,13 @@ class Progress:
         self._last[update.job] = now
 
     def end(self, error: Exception) -> None:
-        """Have nothing more computed; whoever iterates gets the error."""
+        """Have nothing more computed; whoever iterates gets the error, after what came before it
+        if there is somebody to read that."""
         if self._error is None:
             self._error = error
             self._service.scheduler.cancel(self.jobs)
             if isinstance(error, ClientGoneError):
+                self._unread.clear()
                 self._service.metrics.disconnects.inc()
             self._changed.set()
 
@@ -243,13 +245,13 @@ class Progress:
             RequestError: a text failed, or it took too long.
             ClientGoneError: nobody reads it.
         """
-        while self._error is None and not self._unread:
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
             if not self._left:
                 raise StopAsyncIteration
             await self._changed.wait()
             self._changed.clear()
-        if self._error is not None:
-            raise self._error
         updates = list(self._unread)
         self._unread.clear()
         return updates
