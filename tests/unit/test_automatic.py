@@ -77,6 +77,15 @@ def test_everything_automatic_becomes_a_value(machine: dict[str, Any]) -> None:
     assert found.model_dump(exclude=sections) == recipe.model_dump(exclude=sections)
 
 
+def test_large_heads_in_bf16_have_an_attention_of_their_own(machine: dict[str, Any]) -> None:
+    model = recipe_of().model
+    assert model is not None
+    recipe = recipe_of(model={**model.model_dump(), "hidden_size": 128, "head_dim": 64})
+    assert decided(recipe).efficiency.attention == "blockwise"
+    machine["dtype"] = torch.float32
+    assert decided(recipe).efficiency.attention == "sdpa"
+
+
 def test_what_is_given_is_left_alone(machine: dict[str, Any]) -> None:
     recipe = recipe_of(
         efficiency={
@@ -116,8 +125,6 @@ def test_a_run_compiles_where_that_pays_and_can_be_done(machine: dict[str, Any])
     machine["rate"] = 1e3
     found = decided(recipe_of())
     assert found.efficiency.compile is True
-    # Compiled bf16 on a CPU has an attention of its own.
-    assert found.efficiency.attention == "blockwise"
     machine["compiler"] = False
     assert decided(recipe_of()).efficiency.compile is False
 

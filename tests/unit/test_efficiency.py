@@ -23,10 +23,10 @@ from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
 from firstlight.models.ops import (
     attention,
-    blockwise_attention,
     dense_mask,
     document_positions,
     head_loss,
+    plain_attention,
 )
 from firstlight.training.adapters import attach
 from firstlight.training.config import parse_recipe
@@ -86,12 +86,11 @@ def gradients(model: Model, config: EfficiencyConfig) -> tuple[float, dict[str, 
     st.integers(1, 3),
     st.integers(1, 40),
     st.integers(0, 9),
-    st.integers(1, 6),
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_blockwise_attention_is_attention(
-    groups: int, heads: int, new: int, before: int, blocks: int, windowed: bool
+def test_plain_attention_is_attention(
+    groups: int, heads: int, new: int, before: int, windowed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(new * 100 + before)
     total = new + before
@@ -102,7 +101,7 @@ def test_blockwise_attention_is_attention(
     q, k, v = drawn(heads * groups, new), drawn(heads, total), drawn(heads, total)
     mask = dense_mask(torch.arange(before, total), total, 3 if windowed else None, None)
     expected = attention(q, k, v, mask=mask)
-    torch.testing.assert_close(blockwise_attention(q, k, v, mask=mask, blocks=blocks), expected)
+    torch.testing.assert_close(plain_attention(q, k, v, mask=mask), expected)
 
 
 def test_positions_start_anew_in_each_document() -> None:
@@ -312,33 +311,36 @@ def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "device, dtype, compiled, documents, dropout, seq_len, expected",
+    "device, dtype, heads, documents, dropout, expected",
     [
-        ("cpu", torch.float32, True, False, 0.0, 512, "sdpa"),
-        ("cpu", torch.bfloat16, False, False, 0.0, 512, "sdpa"),
-        ("cpu", torch.bfloat16, True, False, 0.0, 512, "blockwise"),
-        ("cpu", torch.bfloat16, True, False, 0.0, 2048, "sdpa"),
-        ("cuda", torch.bfloat16, True, False, 0.0, 512, "sdpa"),
-        ("cuda", torch.bfloat16, True, True, 0.0, 512, "flex"),
-        ("cuda", torch.bfloat16, True, True, 0.1, 512, "sdpa"),
+        ("cpu", torch.float32, 4, False, 0.0, "sdpa"),
+        ("cpu", torch.bfloat16, 4, False, 0.0, "blockwise"),
+        ("cpu", torch.bfloat16, 4, True, 0.1, "blockwise"),
+        ("cpu", torch.bfloat16, 8, False, 0.0, "sdpa"),
+        ("cpu", torch.bfloat16, 8, False, 0.1, "blockwise"),
+        ("cpu", torch.float32, 4, False, 0.1, "blockwise"),
+        ("cpu", torch.float32, 8, False, 0.1, "sdpa"),
+        ("cpu", torch.float16, 4, False, 0.0, "sdpa"),
+        ("cuda", torch.bfloat16, 4, False, 0.0, "sdpa"),
+        ("cuda", torch.bfloat16, 4, True, 0.0, "flex"),
+        ("cuda", torch.bfloat16, 4, True, 0.1, "sdpa"),
     ],
 )
 def test_what_automatic_attention_is(
     device: str,
     dtype: torch.dtype,
-    compiled: bool,
+    heads: int,
     documents: bool,
     dropout: float,
-    seq_len: int,
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("firstlight.efficiency.attention.can_compile", lambda _: True)
     hardware = Hardware(torch.device(device), "a machine", 2**30, bf16=True)
-    model = GPT2Config(attn_pdrop=dropout)
+    model = GPT2Config(attn_pdrop=dropout, hidden_size=256, num_attention_heads=heads)
     for attention_, expected_ in (("auto", expected), ("math", "math")):
-        config = EfficiencyConfig.model_validate({"attention": attention_, "compile": compiled})
-        found = resolve_attention(config, hardware, dtype, model, seq_len, documents)
+        config = EfficiencyConfig.model_validate({"attention": attention_})
+        found = resolve_attention(config, hardware, dtype, model, documents)
         assert found == expected_
 
 

@@ -283,13 +283,26 @@ def test_measuring_fills_the_store_with_what_costs_most() -> None:
             "_scaled_dot_product_flash_attention_for_cpu.default",
             [((1, 2, 8, 4), FP32)] * 3,
             [((1, 2, 8, 4), FP32), ((1, 2, 8), FP32)],
-            "0.0,True",
         ),
         op(
             "_scaled_dot_product_flash_attention_for_cpu_backward.default",
             [((1, 2, 8, 4), FP32)] * 5 + [((1, 2, 8), FP32)],
             [((1, 2, 8, 4), FP32)] * 3,
-            "0.0,True",
+        ),
+        op(
+            "blockwise_attention.default",
+            [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2],
+            [((1, 4, 8, 4), FP32)],
+        ),
+        op(
+            "blockwise_attention_backward.default",
+            [
+                *[((1, 4, 8, 4), FP32)] * 2,
+                *[((1, 2, 8, 4), FP32)] * 2,
+                ((8, 8), torch.bool),
+                ((1, 4, 8, 8), torch.bool),
+            ],
+            [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2],
         ),
     ],
     ids=lambda one: one.name,

@@ -75,10 +75,10 @@ def op(
     inputs: list[Layout],
     outputs: list[Layout],
     phase: str = "forward",
-    options: str = "",
+    library: str = "aten",
 ) -> Operator:
     moved = sum(map(bytes_of, (*inputs, *outputs)))
-    return Operator(f"aten.{name}", phase, tuple(inputs), tuple(outputs), 0, moved, options)
+    return Operator(f"{library}.{name}", phase, tuple(inputs), tuple(outputs), 0, moved)
 
 
 def mm(m: int, k: int, n: int, phase: str = "forward", dtype: torch.dtype = FP32) -> Operator:
@@ -132,12 +132,39 @@ def test_causal_attention_is_half_of_the_whole() -> None:
     x: Layout = ((2, 3, 10, 5), BF16)
     sums: Layout = ((2, 3, 10), FP32)
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    forward = op(f"{name}.default", [x, x, x], [x, sums], options="0.0,True")
-    whole = replace(forward, options="0.0,False")
+    mask: Layout = ((10, 10), FP32)
+    forward = op(f"{name}.default", [x, x, x], [x, sums])
+    whole = op(f"{name}.default", [x, x, x, mask], [x, sums])
     assert attention_flops(whole) == 2 * 2 * 2 * 3 * 10 * 10 * 5
     assert attention_flops(forward) == attention_flops(whole) / 2
-    backward = op(f"{name}_backward.default", [x] * 5 + [sums], [x] * 3, "backward", "0.0,True")
+    backward = op(f"{name}_backward.default", [x] * 5 + [sums], [x] * 3, "backward")
     assert attention_flops(backward) == 2.5 * attention_flops(forward)
+    masked = op(f"{name}_backward.default", [x] * 5 + [sums, mask], [x] * 3, "backward")
+    assert attention_flops(masked) == 2 * attention_flops(backward)
+
+
+def test_blockwise_attention_leaves_out_what_is_hidden_by_a_mask_too() -> None:
+    x: Layout = ((2, 3, 10, 5), BF16)
+    seen: Layout = ((10, 10), torch.bool)
+    name = "blockwise_attention"
+    for inputs in ([x, x, x], [x, x, x, seen]):
+        one = op(f"{name}.default", inputs, [x], library="firstlight")
+        assert kind_of(one) == "attention"
+        assert attention_flops(one) == 2 * 2 * 3 * 10 * 10 * 5
+        backward = op(f"{name}_backward.default", [x, *inputs], [x] * 3, library="firstlight")
+        assert attention_flops(backward) == 2.5 * attention_flops(one)
+
+
+def test_half_of_attention_is_that_of_half_the_rows() -> None:
+    # As many rows as key-value heads, of which half would leave heads without theirs.
+    q, k = ((3, 9, 10, 5), BF16), ((3, 3, 10, 5), BF16)
+    masks: list[Layout] = [((10, 10), torch.bool), ((3, 9, 10, 10), torch.bool)]
+    half = smaller(op("blockwise_attention.default", [q, k, k, *masks], [q]))
+    assert half is not None
+    halved = [((1, 9, 10, 5), BF16), *[((1, 3, 10, 5), BF16)] * 2]
+    assert half.inputs == (*halved, masks[0], ((1, 9, 10, 10), torch.bool))
+    assert half.outputs == (halved[0],)
+    assert smaller(half) is None
 
 
 def test_fused_adamw_reads_four_tensors_and_writes_three() -> None:

@@ -14,15 +14,19 @@ from firstlight.efficiency.compilation import can_compile
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, Model, ModelConfig
+from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.gpt2 import Attention as GPT2Attention
 from firstlight.models.llama import Attention as LlamaAttention
 from firstlight.models.ops import (
     AttentionFunction,
     MaskFunction,
     attention,
-    blockwise_attention,
     dense_mask,
+    plain_attention,
 )
+
+#: From here on blockwise was measured to be faster than torch's kernel for CPUs.
+BLOCKWISE_HEAD_SIZE = 64
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,32 +36,39 @@ _BACKENDS = {
 }
 
 
-#: Up to here blockwise was measured to be faster; it keeps T x T scores for the backward pass.
-_BLOCKWISE_TOKENS = 1024
-
-
 def resolve_attention(
     config: EfficiencyConfig,
     hardware: Hardware,
     dtype: torch.dtype,
     model: ModelConfig,
-    seq_len: int,
     documents: bool,
 ) -> str:
     """What "auto" is: torch's own choice, but for two cases.
 
     Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
-    there is triton; compiled bf16 on a CPU takes blockwise, which took 0.55 to 0.93 of the time
-    there (GPT-2's heads, 256 to 1,024 tokens).
+    there is triton; see `takes_blockwise` for CPUs.
     """
     if config.attention != "auto":
         return config.attention
     dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
     if documents and hardware.device.type == "cuda":
         return "flex" if not dropout and can_compile(hardware.device) else "sdpa"
-    compiled_bf16 = config.compile is True and dtype == torch.bfloat16
-    short = seq_len <= _BLOCKWISE_TOKENS
-    return "blockwise" if compiled_bf16 and short and hardware.device.type == "cpu" else "sdpa"
+    on_cpu = hardware.device.type == "cpu"
+    return "blockwise" if on_cpu and takes_blockwise(model, dtype) else "sdpa"
+
+
+def takes_blockwise(model: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether "auto" is blockwise on a CPU: where two of bf16, dropout and heads of 64 and more
+    come together.
+
+    In bf16 it took 0.5 to 0.9 of the fused kernel's time there (64 to 2,048 tokens, 4 to 32 heads
+    of 64, compiled or not); with 4,096 tokens as long, with heads of 32 up to 1.3 times as long.
+    With dropout, which torch's fused kernel for CPUs has not, it took 0.5 to 0.9, in fp32 with
+    heads of 32 1.2 times as long.
+    """
+    drops = isinstance(model, GPT2Config) and model.attn_pdrop > 0
+    is_large = model.head_dim >= BLOCKWISE_HEAD_SIZE
+    return (dtype == torch.bfloat16) + drops + is_large >= 2
 
 
 def choose_attention(model: Model, way: str) -> None:
@@ -71,7 +82,7 @@ def choose_attention(model: Model, way: str) -> None:
 
 def _ways() -> dict[str, tuple[AttentionFunction, MaskFunction]]:
     ways: dict[str, tuple[AttentionFunction, MaskFunction]] = {
-        "plain": (functools.partial(blockwise_attention, blocks=1), dense_mask),
+        "plain": (plain_attention, dense_mask),
         "blockwise": (blockwise_attention, dense_mask),
         "sdpa": (attention, dense_mask),
         "flex": (flex_attention, flex_mask),

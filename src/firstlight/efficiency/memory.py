@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Imported for its operator, which `_KEPT` names; that of models is there with them.
-import firstlight.lora.quantized  # noqa: F401
+# Imported for their operators, which `_KEPT` names; that of MoE is there with the models.
+import firstlight.lora.quantized
+import firstlight.models.blockwise  # noqa: F401
 from firstlight.models import GPT2, Model
 
 _aten = torch.ops.aten
@@ -28,6 +29,7 @@ _KEPT = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_mm.default,
+    torch.ops.firstlight.blockwise_attention.default,
     torch.ops.firstlight.grouped_linear.default,
     torch.ops.firstlight.nf4_linear.default,
 ]

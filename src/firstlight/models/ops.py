@@ -130,42 +130,25 @@ def attention(
     )
 
 
-def blockwise_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float = 0.0,
-    mask: Any = None,
-    blocks: int = 4,
+def plain_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
 ) -> Tensor:
     """Causal attention as it is written down (Vaswani et al. 2017): two matrix products with a
-    softmax between them in fp32.
-
-    A block of queries at a time, and only the keys up to its end: with 4 blocks 5/8 of the scores,
-    a quarter of them in memory at once when compiled; with 1 block all T x S of them.
+    softmax between them in fp32. All T x S scores are in memory at once.
 
     Args:
         mask: as in `attention`.
-        blocks: of queries.
     """
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     if groups > 1:
         k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
-    new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     if mask is None:
-        mask = causal_mask(new, total, q_BHTD.device)
-    size = -(-new // blocks)
-    results = []
-    for start in range(0, new, size):
-        end = min(start + size, new)
-        seen = total - new + end
-        q_BHtD = q_BHTD[..., start:end, :] / math.sqrt(q_BHTD.shape[-1])
-        scores = at_least_fp32(q_BHtD @ k_BKSD[..., :seen, :].transpose(-2, -1))
-        scores = scores.masked_fill(~mask[..., start:end, :seen], float("-inf"))
-        weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)
-        results.append(weights @ v_BKSD[..., :seen, :])
-    return results[0] if len(results) == 1 else torch.cat(results, -2)
+        mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
+    q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1])
+    scores = at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1))
+    scores = scores.masked_fill(~mask, float("-inf"))
+    weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)
+    return weights @ v_BKSD
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:

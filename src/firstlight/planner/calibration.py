@@ -32,6 +32,7 @@ from firstlight.planner.speed_kinds import (
     base_name,
     is_attention,
     is_free,
+    is_masked,
     kind_of,
     product_of,
     smaller,
@@ -127,7 +128,7 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
     if is_attention(operator):
         shape, kept = next(layout for layout in operator.inputs if len(layout[0]) == 4)
         batch, heads, tokens, size = shape
-        masked = "causal" if "True" in operator.options else "masked"
+        masked = "masked" if is_masked(operator) else "causal"
         group = f"{name} {_dtype_text(kept)} {masked} {size}"
         work = attention_flops(operator)
         return Features(key, group, (_log2(tokens), _log2(batch * heads)), work, "float32")

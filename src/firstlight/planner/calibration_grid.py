@@ -11,6 +11,7 @@ import torch
 
 from firstlight.console import progress_bar
 from firstlight.efficiency.allocator import keep_memory
+from firstlight.efficiency.attention import BLOCKWISE_HEAD_SIZE
 from firstlight.hardware import find_hardware
 from firstlight.planner.calibration import Calibration, features_of
 from firstlight.planner.calibration_store import load_calibration, save_calibration
@@ -49,12 +50,10 @@ def standard_operators() -> list[tuple[Operator, tuple[bool, bool]]]:
 
 
 def _operator(
-    name: str, inputs: list[Layout], outputs: list[Layout], options: str = ""
+    name: str, inputs: list[Layout], outputs: list[Layout], library: str = "aten"
 ) -> Operator:
     moved = sum(map(bytes_of, (*inputs, *outputs)))
-    return Operator(
-        f"aten.{name}.default", "forward", tuple(inputs), tuple(outputs), 0, moved, options
-    )
+    return Operator(f"{library}.{name}.default", "forward", tuple(inputs), tuple(outputs), 0, moved)
 
 
 def _products(dtype: torch.dtype) -> Iterator[tuple[Operator, tuple[bool, bool]]]:
@@ -79,8 +78,13 @@ def _attention(dtype: torch.dtype) -> Iterator[Operator]:
         x: Layout = ((1, 8, rows, size), dtype)
         sums: Layout = ((1, 8, rows), torch.float32)
         name = "_scaled_dot_product_flash_attention_for_cpu"
-        yield _operator(name, [x, x, x], [x, sums], "0.0,True")
-        yield _operator(f"{name}_backward", [x, x, x, x, x, sums], [x, x, x], "0.0,True")
+        yield _operator(name, [x, x, x], [x, sums])
+        yield _operator(f"{name}_backward", [x, x, x, x, x, sums], [x, x, x])
+        # Where it is what "auto" comes to.
+        if dtype == torch.bfloat16 and size >= BLOCKWISE_HEAD_SIZE:
+            name = "blockwise_attention"
+            yield _operator(name, [x, x, x], [x], "firstlight")
+            yield _operator(f"{name}_backward", [x, x, x, x], [x, x, x], "firstlight")
 
 
 def _streams(dtype: torch.dtype) -> Iterator[Operator]:

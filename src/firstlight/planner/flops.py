@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from firstlight.models.blockwise import blocks_of
+
 _aten: Any = torch.ops.aten
+_firstlight: Any = torch.ops.firstlight
 
 
 def _cpu_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -22,12 +25,22 @@ def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Ten
     return int(counted(grad.shape, query.shape, key.shape, value.shape))
 
 
-#: Of operators that torch's counter leaves out; whole rows, as torch counts those on GPUs.
+def _blockwise(query: Tensor, key: Tensor) -> int:
+    """Of one product: the keys of a block end with it."""
+    batch, heads, new, size = query.shape
+    scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
+    return 2 * batch * heads * size * scores
+
+
+#: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _cpu_attention(q, k, v),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
         _cpu_attention_backward(g, q, k, v)
     ),
+    _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise(q, k),
+    # The scores once more, and the gradients of all that two products had.
+    _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise(q, k),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from firstlight.models.blockwise import QUERIES, blocks_of, rows_at_a_time
 from firstlight.planner.trace import Operator, bytes_of
 
 
@@ -67,13 +68,48 @@ def cuda_target(
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
     """What an operator's kernel allocates inside, through torch's allocator, at its peak."""
+    name = operator.name.split(".")[1] if "." in operator.name else operator.name
+    if name in _BLOCKWISE:
+        return blockwise_bytes(operator, target)
     if target.kind == "cuda":
         return 0
-    name = operator.name.split(".")[1] if "." in operator.name else operator.name
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)
     return promoted_operand_bytes(operator) if name in _ELEMENTWISE else 0
+
+
+def blockwise_bytes(operator: Operator, target: Target) -> int:
+    """`models.blockwise`, of some rows at a time: queries, keys and values in order, backward their
+    gradients and that of the result, too; of a block's scores two tensors, backward three; and
+    what is of the block's queries.
+
+    A CPU's products in bf16 add to a part of a gradient in a copy of it, and lay blocks of a
+    transposed factor out anew (an upper bound).
+    """
+    is_backward = operator.name.split(".")[1].endswith("backward")
+    queries, keys = operator.inputs[1:3] if is_backward else operator.inputs[:2]
+    (batch, heads, new, size), dtype = queries
+    kept, total = keys[0][1:3]
+    rows = min(rows_at_a_time(heads, new, total), batch)
+    laid_out = rows * size * (heads * new + 2 * kept * total)
+    if is_backward:
+        laid_out = 2 * laid_out + rows * size * heads * new
+    copies = is_backward and target.kind == "cpu" and dtype == torch.bfloat16
+    of_scores = rows * heads * (3 if is_backward else 2)
+    of_copy = rows * kept * size if copies else 0
+    most = max(
+        of_scores * (end - start) * seen + (of_copy * seen if end < new else 0)
+        for start, end, seen in blocks_of(new, total)
+    )
+    block = min(QUERIES, new)
+    tensors = 1 if is_backward else 0
+    if heads > kept and new > block:
+        # Queries of grouped heads, and their gradients, are brought together.
+        tensors += 2 if is_backward else 1
+    held = laid_out + most + tensors * rows * heads * size * block
+    scratch = target.threads * min(1280 * heads // kept * block, 512 * 1024) if copies else 0
+    return dtype.itemsize * held + scratch
 
 
 # CPU kernels
@@ -169,6 +205,8 @@ def promoted_operand_bytes(operator: Operator) -> int:
 
 
 _ELEMENTWISE = ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "addcmul", "lerp")
+
+_BLOCKWISE = ("blockwise_attention", "blockwise_attention_backward")
 
 _CPU_KERNELS: dict[str, Callable[[Operator, Target], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention_bytes,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.planner.speed_kinds import base_name
+from firstlight.planner.speed_kinds import base_name, is_attention
 from firstlight.planner.trace import Layout, Operator, bytes_of
 
 _aten = torch.ops.aten
@@ -100,6 +100,21 @@ def _attention_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     )
 
 
+def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
+    function = getattr(torch.ops.firstlight, base_name(operator))
+    count = 4 if base_name(operator).endswith("backward") else 3
+    heads = tensors[count - 3].shape[1]
+    mask, kept = None, None
+    for one in tensors[count:]:
+        # A query that sees nothing has no weights.
+        one.fill_(True)
+        if one.dim() == 4 and one.shape[1] == heads:
+            kept = one
+        else:
+            mask = one
+    return lambda: function(*tensors[:count], mask, kept, 1.0)
+
+
 def _softmax_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     name = getattr(_aten, base_name(operator))
     return lambda: name(tensors[0], tensors[1], -1, tensors[1].dtype)
@@ -158,6 +173,8 @@ _BUILDERS: dict[str, Builder] = {
     "linear": _like(_aten.linear),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "blockwise_attention": _blockwise,
+    "blockwise_attention_backward": _blockwise,
     "_to_copy": _cast,
     "clone": _like(_aten.clone),
     "add": _with_number(_aten.add),
@@ -298,7 +315,7 @@ def _tensors(operator: Operator, transposed: tuple[bool, bool]) -> list[Tensor]:
         place = 1 if name == "nll_loss_forward" else 2
         rows = operator.inputs[place - 1]
         tensors[place] = torch.randint(0, rows[0][-1], operator.inputs[place][0])
-    elif name.startswith("_scaled_dot_product"):
+    elif is_attention(operator):
         tensors = [
             _heads_inside(one) if one.dim() == 4 and one.shape[1] > 1 else one for one in tensors
         ]

@@ -33,6 +33,7 @@ from firstlight.planner.speed_kinds import (
     Product,
     is_attention,
     is_free,
+    is_masked,
     kind_of,
     product_of,
     streamed_bytes,
@@ -185,8 +186,7 @@ def kernel_seconds(
 def attention_flops(operator: Operator) -> float:
     """FLOPs that a fused kernel of attention does: of a causal one half of the whole rows'.
 
-    In training attention is causal, unless it is said not to be: where a mask is given it is
-    dense, and nothing is left out.
+    In training attention is causal; but where a mask is given, torch's kernel leaves nothing out.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
@@ -195,7 +195,8 @@ def attention_flops(operator: Operator) -> float:
     # Two products forward; backward the scores again, and four of their gradients.
     products = 5 if backward else 2
     whole = products * 2.0 * batch * heads * new * key[2] * size
-    return whole if "False" in operator.options.split(",") else whole / 2
+    leaves_out = not is_masked(operator) or "blockwise" in operator.name
+    return whole / 2 if leaves_out else whole
 
 
 def _over(work: float, rate: Range) -> Range:

@@ -12,6 +12,7 @@ import torch
 from firstlight.checkpoint import resolve_model_folder
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency import can_compile
+from firstlight.efficiency.attention import takes_blockwise
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
 from firstlight.models import GPT2Config
@@ -21,8 +22,8 @@ from firstlight.training.automatic import usual_rows
 from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.preference import PreferenceConfig
 
-#: A vocabulary from which the logits are worth cutting up, and by how many tokens.
-_LARGE_VOCABULARY, _CHUNK_TOKENS = 16384, 1024
+#: A vocabulary from which the logits are worth cutting up.
+_LARGE_VOCABULARY = 16384
 
 
 def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -79,9 +80,9 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         changes["efficiency.compile"] = (
             wanted and group == 1 and recipe.distributed.engine != "deepspeed"
         )
-    compiles = changes.get("efficiency.compile", config.compile) is True
     if config.attention == "auto":
-        blockwise = on_cpu and compiles and precision == "bf16" and seq_len <= _CHUNK_TOKENS
+        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+        blockwise = on_cpu and takes_blockwise(recipe.model, dtype)
         dropout = recipe.model.attn_pdrop if isinstance(recipe.model, GPT2Config) else 0.0
         flex = not on_cpu and recipe.data.document_masking and not dropout
         changes["efficiency.attention"] = "blockwise" if blockwise else "flex" if flex else "sdpa"

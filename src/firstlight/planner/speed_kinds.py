@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +41,15 @@ KINDS: tuple[Kind, ...] = (
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm")
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
+
+_INPUTS_WITHOUT_MASK = {
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
+    "blockwise_attention": 3,
+    "blockwise_attention_backward": 4,
+}
 
 #: Operators that start no kernel: they make another view, or none at all.
 _FREE = frozenset(
@@ -80,7 +89,13 @@ def kind_of(operator: Operator) -> Kind:
 def is_attention(operator: Operator) -> bool:
     """Whether it is one of the fused kernels of attention."""
     name = base_name(operator)
-    return "scaled_dot_product" in name or "flash_attention" in name or "flex_attention" in name
+    return any(kernel in name for kernel in _ATTENTION)
+
+
+def is_masked(operator: Operator) -> bool:
+    """Whether an attention kernel was given a mask, which in training is causal else."""
+    plain = _INPUTS_WITHOUT_MASK.get(base_name(operator))
+    return plain is not None and len(operator.inputs) > plain
 
 
 @dataclass(frozen=True)
@@ -219,13 +234,15 @@ def smaller(operator: Operator) -> Operator | None:
     """An operator of the same kind and about half the work, which runs at the same rate; None where
     there is none.
 
-    A product's largest size is halved, of others the first dimension of what has it; of lists of
-    tensors, the largest tensor is left out.
+    A product's largest size is halved, of attention the batch, of others the first dimension of
+    what has it; of lists of tensors, the largest tensor is left out.
     """
     if not operator.outputs:
         return _shorter_lists(operator)
     if kind_of(operator) == "matrix_products":
         return _halved(operator, _largest_size(operator))
+    if is_attention(operator):
+        return _half_the_batch(operator)
     shapes = [shape for shape, _ in (*operator.inputs, *operator.outputs) if len(shape) > 1]
     if not shapes or "embedding" in base_name(operator):
         return None
@@ -246,7 +263,25 @@ def _halved(operator: Operator, size: int) -> Operator | None:
         shape, dtype = layout
         return tuple(-(-n // 2) if n == size else n for n in shape), dtype
 
-    inputs, outputs = (tuple(map(half, group)) for group in (operator.inputs, operator.outputs))
+    return _resized(operator, half)
+
+
+def _half_the_batch(operator: Operator) -> Operator | None:
+    batch = operator.inputs[0][0][0]
+    if batch < 2:
+        return None
+
+    def half(layout: Layout) -> Layout:
+        shape, dtype = layout
+        # A mask of two dimensions is all rows'.
+        has_it = len(shape) > 2 and shape[0] == batch
+        return ((batch // 2, *shape[1:]) if has_it else shape), dtype
+
+    return _resized(operator, half)
+
+
+def _resized(operator: Operator, resize: Callable[[Layout], Layout]) -> Operator:
+    inputs, outputs = (tuple(map(resize, group)) for group in (operator.inputs, operator.outputs))
     return replace(operator, inputs=inputs, outputs=outputs, moved_bytes=_bytes(inputs + outputs))
 
 

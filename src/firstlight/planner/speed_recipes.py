@@ -65,14 +65,13 @@ def uncompiled(recipe: Recipe, hardware: Hardware) -> Recipe:
     """
     if recipe.efficiency.compile is not True:
         return recipe
-    config, seq_len = recipe.efficiency, recipe.data.seq_len
+    config = recipe.efficiency
     assert recipe.model is not None
-    assert seq_len is not None
     changes = without_compile(config)
     if hardware.device.type == "cpu":
         dtype = resolve_precision(config, hardware)
         changes["attention"] = resolve_attention(
-            config, hardware, dtype, recipe.model, seq_len, recipe.data.document_masking
+            config, hardware, dtype, recipe.model, recipe.data.document_masking
         )
     return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
 

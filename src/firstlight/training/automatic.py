@@ -77,7 +77,6 @@ def decide(
             hardware,
             dtype,
             recipe.model,
-            recipe.data.seq_len,
             recipe.data.document_masking,
         )
         # What was chosen for another precision or device may not work, or not be right, here.

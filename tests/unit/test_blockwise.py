@@ -1,0 +1,215 @@
+"""Attention a block of queries at a time: values, gradients, and what it keeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from firstlight.models import blockwise
+from firstlight.models.blockwise import blocks_of, blockwise_attention, rows_at_a_time
+from firstlight.models.ops import attention, dense_mask
+
+FP64 = torch.float64
+
+
+def drawn(*shape: int, dtype: torch.dtype = FP64, seed: int = 0) -> Tensor:
+    """[B, T, H, D] as [B, H, T, D], as projections give it."""
+    generator = torch.Generator().manual_seed(seed + math.prod(shape))
+    return torch.randn(shape, dtype=FP64, generator=generator).to(dtype).transpose(1, 2)
+
+
+def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    result = function(*leaves, **options)
+    gradient = drawn(*result.transpose(1, 2).shape, dtype=result.dtype, seed=7)
+    return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
+
+
+@given(
+    rows=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    heads=st.integers(1, 2),
+    new=st.integers(1, 20),
+    before=st.integers(0, 5),
+    queries=st.integers(1, 8),
+    scores=st.sampled_from([1, 200, 10_000]),
+    kind=st.sampled_from(["causal", "window", "documents"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_it_is_attention_forward_and_backward(
+    rows: int,
+    groups: int,
+    heads: int,
+    new: int,
+    before: int,
+    queries: int,
+    scores: int,
+    kind: str,
+) -> None:
+    before = 0 if kind == "documents" else before
+    total = new + before
+    q = drawn(rows, new, heads * groups, 4)
+    k, v = (drawn(rows, total, heads, 4, seed=seed) for seed in (1, 2))
+    documents = torch.arange(new).div(3, rounding_mode="floor") + torch.arange(rows)[:, None]
+    mask = dense_mask(
+        torch.arange(before, total),
+        total,
+        3 if kind == "window" else None,
+        documents if kind == "documents" else None,
+    )
+    expected = with_gradients(attention, (q, k, v), mask=mask)
+    with mock.patch.multiple(blockwise, QUERIES=queries, SCORES=scores):
+        found = with_gradients(blockwise_attention, (q, k, v), mask=mask)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype) -> None:
+    tensors = drawn(2, 300, 4, 32), drawn(2, 300, 2, 32, seed=1), drawn(2, 300, 2, 32, seed=2)
+    exact = with_gradients(attention, tensors)
+
+    def errors(function: Any) -> list[float]:
+        found = with_gradients(function, tuple(tensor.to(dtype) for tensor in tensors))
+        return [
+            float((one.double() - other).norm() / other.norm())
+            for one, other in zip(found, exact, strict=True)
+        ]
+
+    for ours, theirs in zip(errors(blockwise_attention), errors(attention), strict=True):
+        assert ours < 2.5 * theirs
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_torch_finds_nothing_wrong_with_the_operator(masked: bool, dropped: bool) -> None:
+    tensors = (
+        drawn(2, 9, 4, 4).requires_grad_(),
+        drawn(2, 9, 2, 4, seed=1).requires_grad_(),
+        drawn(2, 9, 2, 4, seed=2).requires_grad_(),
+    )
+    mask = dense_mask(torch.arange(9), 9, 3, None) if masked else None
+    kept = torch.arange(2 * 4 * 9 * 9).view(2, 4, 9, 9) % 3 > 0 if dropped else None
+    arguments = (*tensors, mask, kept, 1.5)
+    torch.library.opcheck(torch.ops.firstlight.blockwise_attention.default, arguments)
+
+
+def test_only_its_inputs_are_kept() -> None:
+    q, k, v = drawn(2, 64, 4, 8), drawn(2, 64, 2, 8, seed=1), drawn(2, 64, 2, 8, seed=2)
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        blockwise_attention(*leaves)
+    assert sorted(kept) == sorted(leaf.data_ptr() for leaf in leaves)
+
+
+def test_compiled_it_is_one_operator_each_way() -> None:
+    names: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            names.append([name for name in targets if name.startswith(("firstlight", "aten.bmm"))])
+            return boxed_nop(graph, inputs)
+
+        return aot_autograd(fw_compiler=keep)(graph, inputs)
+
+    q, k, v = drawn(2, 33, 4, 8), drawn(2, 33, 2, 8, seed=1), drawn(2, 33, 2, 8, seed=2)
+    compiled = torch.compile(blockwise_attention, backend=backend, fullgraph=True)
+    found = with_gradients(compiled, (q, k, v))
+    assert names == [
+        ["firstlight.blockwise_attention.default"],
+        ["firstlight.blockwise_attention_backward.default"],
+    ]
+    expected = with_gradients(blockwise_attention, (q, k, v))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_under_autocast_it_computes_in_its_dtype() -> None:
+    tensors = tuple(drawn(1, 20, 2, 8, seed=seed).float() for seed in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = with_gradients(blockwise_attention, tensors)
+    halves = tuple(tensor.bfloat16() for tensor in tensors)
+    expected = with_gradients(blockwise_attention, halves)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], expected[0])
+    assert [one.dtype for one in found[1:]] == [torch.float32] * 3
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one, other.float())
+
+
+def test_what_is_hidden_may_overflow() -> None:
+    q, k, v = (drawn(1, 4, 1, 8, dtype=torch.float16, seed=seed) for seed in range(3))
+    q, k = q.abs(), k.clone()
+    k[:, :, -1] = 6e4
+    found = with_gradients(blockwise_attention, (q, k, v))
+    # The last token's scores are infinite, which all the others don't see.
+    assert found[0][:, :, :-1].isfinite().all()
+    expected = with_gradients(attention, tuple(x[:, :, :-1] for x in (q, k, v)))
+    torch.testing.assert_close(found[0][:, :, :-1], expected[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_with_dropout_it_is_the_formula_of_the_weights_that_stay(groups: int) -> None:
+    tensors = drawn(3, 30, 2 * groups, 4), drawn(3, 33, 2, 4, seed=1), drawn(3, 33, 2, 4, seed=2)
+    mask = dense_mask(torch.arange(3, 33), 33, 7, None)
+    assert mask is not None
+    torch.manual_seed(1)
+    with mock.patch.multiple(blockwise, QUERIES=8, SCORES=2000):
+        found = with_gradients(blockwise_attention, tensors, mask=mask, dropout=0.25)
+    torch.manual_seed(1)
+    kept = torch.empty(3, 2 * groups, 30, 33, dtype=torch.bool).bernoulli_(0.75)
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.02)
+
+    def written_down(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = (q @ k.transpose(-2, -1) / 2).masked_fill(~mask, -math.inf)
+        return (scores.softmax(-1) * kept / 0.75) @ v
+
+    for one, other in zip(found, with_gradients(written_down, tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_blocks_end_with_the_queries_and_see_what_lies_before() -> None:
+    assert list(blocks_of(300, 310)) == [(0, 128, 138), (128, 256, 266), (256, 300, 310)]
+
+
+def test_scores_of_some_rows_lie_in_a_cache() -> None:
+    # 12 * 128 * 1024 of one row are more than 2 ** 20.
+    assert rows_at_a_time(12, 1024, 1024) == 1
+    assert rows_at_a_time(4, 256, 256) == 8
+    assert rows_at_a_time(4, 64, 64) == 64
+
+
+def test_a_layer_trains_with_it_in_bf16() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 3 * 64)
+    target = torch.randn(2, 130, 64)
+    x = torch.randn(2, 130, 64)
+    losses = []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k, v = layer(x).view(2, 130, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
+            y = blockwise_attention(q, k, v).transpose(1, 2).reshape(2, 130, 64)
+        loss = (y.float() - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert losses[-1] < 0.99 * losses[0]
