@@ -103,6 +103,14 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
+#: What "auto" comes to on CPUs where heads are large: family, size, row length and rows, and more.
+_BLOCKWISE: tuple[tuple[str, str, tuple[int, int], dict[str, dict[str, Any]]], ...] = (
+    ("llama", "large", (512, 4), {"bf16": {}}),
+    ("gpt2", "large", (1024, 2), {"compile bf16": {}}),
+    ("gpt2", "medium", (256, 8), {"dropout": {"model.attn_pdrop": 0.1}}),
+    ("llama", "medium", (1024, 2), {"bf16": {}, "documents": {}, "checkpointing": {}}),
+)
+
 #: What is drawn at random to stand together.
 _TOGETHER = (
     ("plain", "bf16", "bf16 weights", "fp16"),
@@ -143,6 +151,11 @@ def _cases() -> Iterator[Case]:
         yield _case(family, size, shape, [n for n in names if n != "plain"] or ["plain"], changes)
     for shape in ((256, 8), (2048, 2), (4096, 1)):
         yield _case("llama", "small", shape, ["compile"], _METHODS["compile"])
+    for family, size, shape, more in _BLOCKWISE:
+        changes = {"efficiency.attention": "blockwise"}
+        for name, keys in more.items():
+            changes |= _METHODS.get(name, {}) | keys
+        yield _case(family, size, shape, ["blockwise attention", *more], changes)
     for family, shape in (("gpt2", (1024, 8)), ("llama", (256, 32)), ("llama", (4096, 1))):
         yield _case(family, "medium", shape, ["evaluation"], {}, kind="evaluation")
     for family, dtype, count in (

@@ -57,7 +57,7 @@ def reasons_for(recipe: Recipe, best: Outcome, first: Outcome, machine: Machine)
 
 _ATTENTION = {
     "sdpa": "torch's fused kernels hold no scores",
-    "blockwise": "compiled, it is faster than the fused kernel on CPUs",
+    "blockwise": "holds no scores, and is faster than the fused kernel here",
     "flex": "masks of documents cost no memory",
 }
 
