@@ -103,14 +103,28 @@ def test_what_is_given_is_left_alone(machine: dict[str, Any]) -> None:
 
 
 def test_a_resumed_run_keeps_what_auto_came_to(machine: dict[str, Any]) -> None:
-    recipe = recipe_of(batch={"micro_batch_size": "auto", "global_batch_tokens": 128})
+    model = recipe_of().model
+    assert model is not None
+    recipe = recipe_of(
+        model={**model.model_dump(), "hidden_size": 128, "head_dim": 64},
+        batch={"micro_batch_size": "auto", "global_batch_tokens": 128},
+    )
     first = decided(recipe)
+    assert first.efficiency.attention == "blockwise"
     machine |= {"dtype": torch.float32, "rate": 1.0, "rows": 8}
     # A new run would be another one today.
     assert decided(recipe) != first
     tries = machine["tries"]
     assert decided(recipe, first) == first
     assert machine["tries"] == tries
+
+
+def test_attention_for_cpus_is_not_kept_on_a_gpu(machine: dict[str, Any]) -> None:
+    recipe, gpu = recipe_of(), Hardware(torch.device("cuda"), "a GPU", 2**40, bf16=True)
+    before = decided(recipe_of(efficiency={"attention": "blockwise"})).model_dump()
+    found = decide(recipe, before, gpu, 10**6, lambda _: None)
+    assert found.efficiency.attention == "sdpa"
+    assert decide(recipe, before, _CPU, 10**6, lambda _: None).efficiency.attention == "blockwise"
 
 
 def test_a_resumed_run_takes_what_the_recipe_says_now(machine: dict[str, Any]) -> None:

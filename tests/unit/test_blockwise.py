@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from firstlight.models import blockwise
-from firstlight.models.blockwise import blocks_of, blockwise_attention, rows_at_a_time
+from firstlight.models.blockwise import at_a_time, blocks_of, blockwise_attention
 from firstlight.models.ops import attention, dense_mask
 
 FP64 = torch.float64
@@ -35,11 +35,12 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -
 @given(
     rows=st.integers(1, 3),
     groups=st.integers(1, 3),
-    heads=st.integers(1, 2),
+    heads=st.integers(1, 3),
     new=st.integers(1, 20),
     before=st.integers(0, 5),
     queries=st.integers(1, 8),
     scores=st.sampled_from([1, 200, 10_000]),
+    least=st.integers(1, 3),
     kind=st.sampled_from(["causal", "window", "documents"]),
 )
 @settings(max_examples=80, deadline=None)
@@ -51,6 +52,7 @@ def test_it_is_attention_forward_and_backward(
     before: int,
     queries: int,
     scores: int,
+    least: int,
     kind: str,
 ) -> None:
     before = 0 if kind == "documents" else before
@@ -65,15 +67,22 @@ def test_it_is_attention_forward_and_backward(
         documents if kind == "documents" else None,
     )
     expected = with_gradients(attention, (q, k, v), mask=mask)
-    with mock.patch.multiple(blockwise, QUERIES=queries, SCORES=scores):
+    with mock.patch.multiple(blockwise, QUERIES=queries, SCORES=scores, _LEAST_HEADS=least):
         found = with_gradients(blockwise_attention, (q, k, v), mask=mask)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype) -> None:
-    tensors = drawn(2, 300, 4, 32), drawn(2, 300, 2, 32, seed=1), drawn(2, 300, 2, 32, seed=2)
+@pytest.mark.parametrize("scores", ["small", "large", "of one sign"])
+def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype, scores: str) -> None:
+    q, k, v = drawn(2, 300, 4, 32), drawn(2, 300, 2, 32, seed=1), drawn(2, 300, 2, 32, seed=2)
+    if scores == "large":
+        q = 10 * q
+    if scores == "of one sign":
+        # As biases of keys make them.
+        k = k + 30 * torch.randn(32, dtype=FP64, generator=torch.Generator().manual_seed(3))
+    tensors = q.to(dtype).double(), k.to(dtype).double(), v.to(dtype).double()
     exact = with_gradients(attention, tensors)
 
     def errors(function: Any) -> list[float]:
@@ -84,7 +93,7 @@ def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype) -> None:
         ]
 
     for ours, theirs in zip(errors(blockwise_attention), errors(attention), strict=True):
-        assert ours < 2.5 * theirs
+        assert ours < 2 * theirs
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -170,7 +179,7 @@ def test_with_dropout_it_is_the_formula_of_the_weights_that_stay(groups: int) ->
     mask = dense_mask(torch.arange(3, 33), 33, 7, None)
     assert mask is not None
     torch.manual_seed(1)
-    with mock.patch.multiple(blockwise, QUERIES=8, SCORES=2000):
+    with mock.patch.multiple(blockwise, QUERIES=8, SCORES=400, _LEAST_HEADS=1):
         found = with_gradients(blockwise_attention, tensors, mask=mask, dropout=0.25)
     torch.manual_seed(1)
     kept = torch.empty(3, 2 * groups, 30, 33, dtype=torch.bool).bernoulli_(0.75)
@@ -190,26 +199,25 @@ def test_blocks_end_with_the_queries_and_see_what_lies_before() -> None:
 
 
 def test_scores_of_some_rows_lie_in_a_cache() -> None:
-    # 12 * 128 * 1024 of one row are more than 2 ** 20.
-    assert rows_at_a_time(12, 1024, 1024) == 1
-    assert rows_at_a_time(4, 256, 256) == 8
-    assert rows_at_a_time(4, 64, 64) == 64
+    assert at_a_time(12, 12, 1024, 1024) == (1, 12)
+    assert at_a_time(4, 4, 256, 256) == (16, 4)
+    assert at_a_time(4, 2, 64, 64) == (128, 2)
+    # Of longer rows some heads, and their groups.
+    assert at_a_time(32, 8, 1024, 1024) == (1, 4)
+    assert at_a_time(12, 12, 2048, 2048) == (1, 8)
+    assert at_a_time(12, 12, 8192, 8192) == (1, 4)
+    assert at_a_time(12, 2, 8192, 8192) == (1, 1)
 
 
-def test_a_layer_trains_with_it_in_bf16() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(64, 3 * 64)
-    target = torch.randn(2, 130, 64)
-    x = torch.randn(2, 130, 64)
-    losses = []
-    optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
-    for _ in range(12):
-        with torch.autocast("cpu", torch.bfloat16):
-            q, k, v = layer(x).view(2, 130, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
-            y = blockwise_attention(q, k, v).transpose(1, 2).reshape(2, 130, 64)
-        loss = (y.float() - target).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert losses[-1] < 0.99 * losses[0]
+def test_one_mask_is_all_rows() -> None:
+    tensors = drawn(3, 5, 2, 4), drawn(3, 5, 2, 4, seed=1), drawn(3, 5, 2, 4, seed=2)
+    mask = dense_mask(torch.arange(5), 5, 2, None)
+    assert mask is not None
+    with mock.patch.multiple(blockwise, SCORES=1):
+        found = blockwise_attention(*tensors, mask=mask[None, None])
+    torch.testing.assert_close(found, blockwise_attention(*tensors, mask=mask))
+
+
+def test_no_tokens_are_no_error() -> None:
+    tensors = drawn(2, 0, 2, 4), drawn(2, 0, 2, 4), drawn(2, 0, 2, 4)
+    assert blockwise_attention(*tensors).shape == (2, 2, 0, 4)

@@ -311,19 +311,20 @@ def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "device, dtype, heads, documents, dropout, expected",
+    "device, dtype, heads, documents, dropout, seq_len, expected",
     [
-        ("cpu", torch.float32, 4, False, 0.0, "sdpa"),
-        ("cpu", torch.bfloat16, 4, False, 0.0, "blockwise"),
-        ("cpu", torch.bfloat16, 4, True, 0.1, "blockwise"),
-        ("cpu", torch.bfloat16, 8, False, 0.0, "sdpa"),
-        ("cpu", torch.bfloat16, 8, False, 0.1, "blockwise"),
-        ("cpu", torch.float32, 4, False, 0.1, "blockwise"),
-        ("cpu", torch.float32, 8, False, 0.1, "sdpa"),
-        ("cpu", torch.float16, 4, False, 0.0, "sdpa"),
-        ("cuda", torch.bfloat16, 4, False, 0.0, "sdpa"),
-        ("cuda", torch.bfloat16, 4, True, 0.0, "flex"),
-        ("cuda", torch.bfloat16, 4, True, 0.1, "sdpa"),
+        ("cpu", torch.float32, 4, False, 0.0, 1024, "sdpa"),
+        ("cpu", torch.bfloat16, 4, False, 0.0, 1024, "blockwise"),
+        ("cpu", torch.bfloat16, 4, False, 0.0, 1025, "sdpa"),
+        ("cpu", torch.bfloat16, 4, True, 0.1, 1025, "blockwise"),
+        ("cpu", torch.bfloat16, 8, False, 0.0, 1024, "sdpa"),
+        ("cpu", torch.bfloat16, 8, False, 0.1, 1024, "blockwise"),
+        ("cpu", torch.float32, 4, False, 0.1, 1024, "blockwise"),
+        ("cpu", torch.float32, 8, False, 0.1, 1024, "sdpa"),
+        ("cpu", torch.float16, 4, False, 0.0, 1024, "sdpa"),
+        ("cuda", torch.bfloat16, 4, False, 0.0, 1024, "sdpa"),
+        ("cuda", torch.bfloat16, 4, True, 0.0, 1024, "flex"),
+        ("cuda", torch.bfloat16, 4, True, 0.1, 1024, "sdpa"),
     ],
 )
 def test_what_automatic_attention_is(
@@ -332,6 +333,7 @@ def test_what_automatic_attention_is(
     heads: int,
     documents: bool,
     dropout: float,
+    seq_len: int,
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -340,7 +342,7 @@ def test_what_automatic_attention_is(
     model = GPT2Config(attn_pdrop=dropout, hidden_size=256, num_attention_heads=heads)
     for attention_, expected_ in (("auto", expected), ("math", "math")):
         config = EfficiencyConfig.model_validate({"attention": attention_})
-        found = resolve_attention(config, hardware, dtype, model, documents)
+        found = resolve_attention(config, hardware, dtype, model, seq_len, documents)
         assert found == expected_
 
 

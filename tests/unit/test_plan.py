@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,21 @@ def test_methods_are_those_that_the_recipe_does_not_have() -> None:
     # Each can be meant, alone beside the recipe.
     for changes in dict(methods(plain, machine)).values():
         with_changes(plain, changes)
+
+
+def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> None:
+    cpu = replace(find_machine(), precision="bf16")
+    model = {**_MODEL, "hidden_size": 256, "num_attention_heads": 4}
+    half, full = ({"precision": precision, "compile": False} for precision in ("bf16", "fp32"))
+
+    def changes(efficiency: dict[str, Any], name: str) -> dict[str, Any]:
+        return dict(methods(settle(recipe(model=model, efficiency=efficiency), cpu), cpu))[name]
+
+    assert settle(recipe(model=model, efficiency=half), cpu).efficiency.attention == "blockwise"
+    assert changes(half, "precision fp32")["efficiency.attention"] == "sdpa"
+    assert changes(full, "precision bf16")["efficiency.attention"] == "blockwise"
+    named = {**half, "attention": "math"}
+    assert changes(named, "precision fp32") == {"efficiency.precision": "fp32"}
 
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])

@@ -289,6 +289,7 @@ def test_measuring_fills_the_store_with_what_costs_most() -> None:
             [((1, 2, 8, 4), FP32)] * 5 + [((1, 2, 8), FP32)],
             [((1, 2, 8, 4), FP32)] * 3,
         ),
+        op("bernoulli_.float", [((6, 9), torch.bool)], [((6, 9), torch.bool)]),
         op(
             "blockwise_attention.default",
             [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2],

@@ -25,6 +25,7 @@ from firstlight.planner.exchange import (
     overlapping_bytes,
     waiting_bytes,
 )
+from firstlight.planner.flops import flops_of
 from firstlight.planner.kernels import cuda_target
 from firstlight.planner.prediction import MemoryPrediction, OperatorCount
 from firstlight.planner.reference import Reference
@@ -143,16 +144,24 @@ def test_causal_attention_is_half_of_the_whole() -> None:
     assert attention_flops(masked) == 2 * attention_flops(backward)
 
 
-def test_blockwise_attention_leaves_out_what_is_hidden_by_a_mask_too() -> None:
-    x: Layout = ((2, 3, 10, 5), BF16)
-    seen: Layout = ((10, 10), torch.bool)
+def test_blockwise_attention_leaves_out_what_lies_behind_a_block() -> None:
+    x: Layout = ((2, 3, 300, 5), BF16)
+    seen: Layout = ((300, 300), torch.bool)
+    scores = 128 * 128 + 128 * 256 + 44 * 300
     name = "blockwise_attention"
     for inputs in ([x, x, x], [x, x, x, seen]):
         one = op(f"{name}.default", inputs, [x], library="firstlight")
         assert kind_of(one) == "attention"
-        assert attention_flops(one) == 2 * 2 * 3 * 10 * 10 * 5
+        assert attention_flops(one) == 2 * 2 * 2 * 3 * 5 * scores
         backward = op(f"{name}_backward.default", [x, *inputs], [x] * 3, library="firstlight")
         assert attention_flops(backward) == 2.5 * attention_flops(one)
+    ops = torch.ops.firstlight
+    q, k = torch.empty(2, 3, 300, 5, device="meta"), torch.empty(2, 1, 300, 5, device="meta")
+    arguments = (q, k, k, None, None, 1.0)
+    found = flops_of(ops.blockwise_attention.default, arguments, {}, q)
+    assert found == 2 * 2 * 2 * 3 * 5 * scores
+    gradients = flops_of(ops.blockwise_attention_backward.default, (q, *arguments), {}, (q, k, k))
+    assert gradients == 2.5 * found
 
 
 def test_half_of_attention_is_that_of_half_the_rows() -> None:

@@ -54,7 +54,8 @@ def apply_methods(
         ConfigError: a method can't work with this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    way = resolve_attention(config, hardware, dtype, model.config, documents)
+    longest = model.config.max_position_embeddings
+    way = resolve_attention(config, hardware, dtype, model.config, longest, documents)
     choose_attention(model, way)
     if config.loss_chunk_tokens:
         chunk_loss(model, config.loss_chunk_tokens)

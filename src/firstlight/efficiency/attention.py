@@ -25,8 +25,8 @@ from firstlight.models.ops import (
     plain_attention,
 )
 
-#: From here on blockwise was measured to be faster than torch's kernel for CPUs.
-BLOCKWISE_HEAD_SIZE = 64
+#: From here on, and up to here, blockwise was measured to be faster than torch's kernel for CPUs.
+BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -41,6 +41,7 @@ def resolve_attention(
     hardware: Hardware,
     dtype: torch.dtype,
     model: ModelConfig,
+    seq_len: int,
     documents: bool,
 ) -> str:
     """What "auto" is: torch's own choice, but for two cases.
@@ -54,21 +55,21 @@ def resolve_attention(
     if documents and hardware.device.type == "cuda":
         return "flex" if not dropout and can_compile(hardware.device) else "sdpa"
     on_cpu = hardware.device.type == "cpu"
-    return "blockwise" if on_cpu and takes_blockwise(model, dtype) else "sdpa"
+    return "blockwise" if on_cpu and takes_blockwise(model, dtype, seq_len) else "sdpa"
 
 
-def takes_blockwise(model: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether "auto" is blockwise on a CPU: where two of bf16, dropout and heads of 64 and more
-    come together.
+def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
+    """Whether "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
+    with dropout, which torch's fused kernel for CPUs has not, where one of the first two holds.
 
-    In bf16 it took 0.5 to 0.9 of the fused kernel's time there (64 to 2,048 tokens, 4 to 32 heads
-    of 64, compiled or not); with 4,096 tokens as long, with heads of 32 up to 1.3 times as long.
-    With dropout, which torch's fused kernel for CPUs has not, it took 0.5 to 0.9, in fp32 with
-    heads of 32 1.2 times as long.
+    In bf16 it took 0.7 to 0.9 of the fused kernel's time there, compiled or not; with 2,048 tokens
+    1.0 to 1.2, with heads of 32 up to 1.3. With dropout it took 0.5 to 0.9 of torch's, in fp32 with
+    heads of 32 1.2.
     """
-    drops = isinstance(model, GPT2Config) and model.attn_pdrop > 0
-    is_large = model.head_dim >= BLOCKWISE_HEAD_SIZE
-    return (dtype == torch.bfloat16) + drops + is_large >= 2
+    half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
+    if isinstance(model, GPT2Config) and model.attn_pdrop > 0:
+        return half or large
+    return half and large and seq_len <= _BLOCKWISE_TOKENS
 
 
 def choose_attention(model: Model, way: str) -> None:

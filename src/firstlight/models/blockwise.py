@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.models.ops import causal_mask
+from firstlight.models.ops import at_least_fp32, causal_mask
 
-#: Queries of a block, and scores that are made at a time unless one row of a batch has more (AMD
-#: EPYC, bf16, 64 to 4,096 tokens: half or twice as many queries, or scores, took up to a fifth
-#: longer).
-QUERIES, SCORES = 128, 2**20
+#: Queries of a block, scores that are made at a time, and heads that are in any case (AMD EPYC, bf16, 256 to 8,192 tokens: half or twice as many of any took up to a fifth longer).
+QUERIES, SCORES, _LEAST_HEADS = 128, 2**21, 4
 
 
 def blockwise_attention(
@@ -61,10 +59,10 @@ def _attention(
 ) -> Tensor:
     out_BHTD = _like_projected(q_BHTD)
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for rows in _rows(q_BHTD, k_BKSD):
-            lost = _Lost(_mask_of(mask, rows), _mask_of(kept_BHTS, rows), growth)
-            part = _Rows(q_BHTD[rows], k_BKSD[rows], v_BKSD[rows], lost)
-            part.attend(out_BHTD[rows])
+        for own, shared in _parts(q_BHTD, k_BKSD):
+            lost = _lost(mask, kept_BHTS, growth, own)
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost)
+            part.attend(out_BHTD[own])
             del part  # before the next takes as much
     return out_BHTD
 
@@ -84,14 +82,13 @@ def _attention_backward(
     kept_BHTS: Tensor | None,
     growth: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(map(_like_projected, (q_BHTD, k_BKSD, v_BKSD)))
+    grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for rows in _rows(q_BHTD, k_BKSD):
-            lost = _Lost(_mask_of(mask, rows), _mask_of(kept_BHTS, rows), growth)
-            part = _Rows(q_BHTD[rows], k_BKSD[rows], v_BKSD[rows], lost)
-            part.backward(grad_BHTD[rows], [grad[rows] for grad in grads])
+        for own, shared in _parts(q_BHTD, k_BKSD):
+            lost = _lost(mask, kept_BHTS, growth, own)
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost)
+            part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             del part
-    grad_q, grad_k, grad_v = grads
     return grad_q, grad_k, grad_v
 
 
@@ -117,7 +114,7 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """What is lost of the scores of some rows.
+    """What is lost of the scores of a part.
 
     Attributes:
         mask: where a query may look, [T, S] or [B, 1, T, S]; None is causal.
@@ -144,16 +141,21 @@ class _Lost:
             weights_BHtS.mul_(self.kept[:, :, start:end, :seen]).mul_(self.growth)
 
 
-class _Rows:
-    """Some rows of a batch, with G query heads for each of their N key-value heads."""
+class _Part:
+    """Some rows of a batch, or heads of one, with G query heads for each of N key-value heads.
+
+    Scores are fp32, as in fused kernels: rounded to bf16, a score of 10 may be off by 0.03, and its
+    weight by as much. torch has no product of bf16 factors with an fp32 result on CPUs.
+    """
 
     def __init__(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, lost: _Lost) -> None:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = math.sqrt(size)
-        self._queries = self._grouped(q_BHTD / self._scale)
+        self._queries = self._grouped(at_least_fp32(q_BHTD) / self._scale)
         # In order, as they are read once for each block.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
+        self._wide_keys = at_least_fp32(self._keys)
         self._lost = lost
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
@@ -170,10 +172,11 @@ class _Rows:
     def _weights(self, start: int, end: int, seen: int) -> Tensor:
         """What the queries of a block give to the keys that they see, [N, G * t, S]."""
         queries = self._queries[:, :, start:end].flatten(1, 2)
-        scores = torch.bmm(queries, self._keys[:, :seen].transpose(1, 2))
+        scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
         self._lost.hide_(self._by_heads(scores), start, end, seen)
-        # In half precision, too, the kernel computes it in fp32.
-        return F.softmax(scores, -1)
+        weights = F.softmax(scores, -1)
+        del scores
+        return weights.to(self._keys.dtype)
 
     def attend(self, out_BHTD: Tensor) -> None:
         """Write the result."""
@@ -190,7 +193,7 @@ class _Rows:
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
         """Write the gradients of queries, keys and values, each of the shape that it came in."""
         grad = self._grouped(grad_BHTD)
-        found = tuple(map(torch.empty_like, (self._queries, self._keys, self._values)))
+        found = tuple(map(torch.empty_like, (grad, self._keys, self._values)))
         # The last block sees all keys, so that no gradient has to begin at zero.
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
@@ -203,15 +206,17 @@ class _Rows:
         start, end, seen = block
         grad_q, grad_k, grad_v = found
         is_first = block == self._blocks[-1]
-        queries, grad = (x[:, :, start:end].flatten(1, 2) for x in (self._queries, grads))
+        grad = grads[:, :, start:end].flatten(1, 2)
         weights = self._weights(start, end, seen)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        del grad_weights
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).div_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
+        queries = self._queries[:, :, start:end].flatten(1, 2).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
 
 
@@ -223,15 +228,25 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
         total.baddbmm_(first.transpose(1, 2), second)
 
 
-def rows_at_a_time(heads: int, new: int, total: int) -> int:
-    """How many rows of a batch are computed together."""
-    return max(SCORES // (heads * min(QUERIES, new) * total), 1)
+def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
+    """How many rows of a batch, and of the key-value heads of each, are computed together."""
+    groups = heads // kept
+    scores = groups * min(QUERIES, new) * total
+    count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
+    return (count // kept, kept) if count >= kept else (1, count)
 
 
-def _rows(q_BHTD: Tensor, k_BKSD: Tensor) -> Iterator[slice]:
-    count = rows_at_a_time(q_BHTD.shape[1], q_BHTD.shape[2], k_BKSD.shape[2])
-    for start in range(0, q_BHTD.shape[0], count):
-        yield slice(start, start + count)
+def _parts(
+    q_BHTD: Tensor, k_BKSD: Tensor
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Rows and query heads, and rows and key-value heads, of each part."""
+    (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
+    groups = heads // kept
+    rows, some = at_a_time(heads, kept, new, total)
+    for row in range(0, batch, rows):
+        for head in range(0, kept, some):
+            of_rows, end = slice(row, row + rows), min(head + some, kept)
+            yield (of_rows, slice(head * groups, end * groups)), (of_rows, slice(head, end))
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
@@ -241,8 +256,12 @@ def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
         yield start, end, total - new + end
 
 
-def _mask_of(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return mask if mask is None or mask.dim() == 2 else mask[rows]
+def _lost(
+    mask: Tensor | None, kept_BHTS: Tensor | None, growth: float, part: tuple[slice, slice]
+) -> _Lost:
+    if mask is not None and mask.dim() == 4 and len(mask) > 1:
+        mask = mask[part[0]]
+    return _Lost(mask, None if kept_BHTS is None else kept_BHTS[part], growth)
 
 
 def _like_projected(x_BHTD: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from firstlight.planner.speed_kinds import (
 from firstlight.planner.trace import Layout, Operator
 
 #: Of the file; others are ignored.
-FORMAT = 1
+FORMAT = 2
 #: Times of one operator that are kept.
 _KEPT_TIMES = 7
 #: Operators further apart than this factor in a size say little about each other.

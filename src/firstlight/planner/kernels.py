@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from firstlight.models.blockwise import QUERIES, blocks_of, rows_at_a_time
+from firstlight.models.blockwise import QUERIES, at_a_time, blocks_of
 from firstlight.planner.trace import Operator, bytes_of
 
 
@@ -70,7 +70,7 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     """What an operator's kernel allocates inside, through torch's allocator, at its peak."""
     name = operator.name.split(".")[1] if "." in operator.name else operator.name
     if name in _BLOCKWISE:
-        return blockwise_bytes(operator, target)
+        return blockwise_bytes(operator)
     if target.kind == "cuda":
         return 0
     kernel = _CPU_KERNELS.get(name)
@@ -79,37 +79,30 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     return promoted_operand_bytes(operator) if name in _ELEMENTWISE else 0
 
 
-def blockwise_bytes(operator: Operator, target: Target) -> int:
-    """`models.blockwise`, of some rows at a time: queries, keys and values in order, backward their
-    gradients and that of the result, too; of a block's scores two tensors, backward three; and
-    what is of the block's queries.
-
-    A CPU's products in bf16 add to a part of a gradient in a copy of it, and lay blocks of a
-    transposed factor out anew (an upper bound).
-    """
+def blockwise_bytes(operator: Operator) -> int:
+    """`models.blockwise`, of a part at a time: queries, keys and values in order, the first two in
+    fp32 too; backward their gradients and that of the result; of a block's scores two tensors in
+    fp32, and then of its weights and their gradients three."""
     is_backward = operator.name.split(".")[1].endswith("backward")
     queries, keys = operator.inputs[1:3] if is_backward else operator.inputs[:2]
     (batch, heads, new, size), dtype = queries
     kept, total = keys[0][1:3]
-    rows = min(rows_at_a_time(heads, new, total), batch)
-    laid_out = rows * size * (heads * new + 2 * kept * total)
+    narrow, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    rows, some = at_a_time(heads, kept, new, total)
+    shared = min(rows, batch) * some
+    own = shared * heads // kept
+    of_queries, of_keys = size * own * new, size * shared * total
+    held = wide * of_queries + (2 * narrow + (wide if narrow < wide else 0)) * of_keys
     if is_backward:
-        laid_out = 2 * laid_out + rows * size * heads * new
-    copies = is_backward and target.kind == "cpu" and dtype == torch.bfloat16
-    of_scores = rows * heads * (3 if is_backward else 2)
-    of_copy = rows * kept * size if copies else 0
-    most = max(
-        of_scores * (end - start) * seen + (of_copy * seen if end < new else 0)
-        for start, end, seen in blocks_of(new, total)
-    )
+        held += 2 * narrow * (of_queries + of_keys)
+    scores = own * max((end - start) * seen for start, end, seen in blocks_of(new, total))
     block = min(QUERIES, new)
-    tensors = 1 if is_backward else 0
-    if heads > kept and new > block:
-        # Queries of grouped heads, and their gradients, are brought together.
-        tensors += 2 if is_backward else 1
-    held = laid_out + most + tensors * rows * heads * size * block
-    scratch = target.threads * min(1280 * heads // kept * block, 512 * 1024) if copies else 0
-    return dtype.itemsize * held + scratch
+    # Queries of grouped heads, and their gradients, are brought together.
+    gathered = own * size * block if heads > kept and new > block else 0
+    making = 2 * wide * scores + wide * gathered
+    if not is_backward:
+        return held + making
+    return held + narrow * gathered + max(making, narrow * 3 * scores)
 
 
 # CPU kernels

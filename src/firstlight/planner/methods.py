@@ -8,6 +8,7 @@ from typing import Any
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import rows_a_step
+from firstlight.planner.settling import usual_attention
 from firstlight.planner.speed_recipes import without_compile
 from firstlight.training.config import Recipe
 
@@ -62,9 +63,9 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
     if not config.loss_chunk_tokens:
         yield "chunked loss", {"efficiency.loss_chunk_tokens": 1024}
     if config.precision != machine.precision:
-        yield f"precision {machine.precision}", {"efficiency.precision": machine.precision}
+        yield f"precision {machine.precision}", _with_precision(recipe, machine, machine.precision)
     if config.precision != "fp32":
-        yield "precision fp32", {"efficiency.precision": "fp32"}
+        yield "precision fp32", _with_precision(recipe, machine, "fp32")
     if config.precision == "bf16":
         yield "bf16 weights, fp32 masters", {"efficiency.precision": "bf16_params"}
     if config.compile is not True:
@@ -81,3 +82,14 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
         yield "activations in the CPU's memory", {"efficiency.activation_offload": True}
     if recipe.lora is None:
         yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}}
+
+
+def _with_precision(recipe: Recipe, machine: Machine, precision: str) -> dict[str, Any]:
+    """With it goes the attention that depends on it."""
+    config = recipe.efficiency
+    changes: dict[str, Any] = {"efficiency.precision": precision}
+    if config.attention == usual_attention(recipe, machine, config.precision):
+        attention = usual_attention(recipe, machine, precision)
+        if attention != config.attention:
+            changes["efficiency.attention"] = attention
+    return changes

@@ -152,7 +152,7 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile is True
         # Speed is worked out from what is compiled.
-        plain = uncompiled(part, machine.hardware) if compiles else part
+        plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and question.compiles:
             jobs.insert(0, training_job(part, machine.target))

@@ -173,6 +173,7 @@ _BUILDERS: dict[str, Builder] = {
     "linear": _like(_aten.linear),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "bernoulli_": lambda _, t: lambda: t[0].bernoulli_(0.9),
     "blockwise_attention": _blockwise,
     "blockwise_attention_backward": _blockwise,
     "_to_copy": _cast,

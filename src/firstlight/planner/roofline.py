@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import torch
 
 from firstlight.gpus import GPU
+from firstlight.models.blockwise import blocks_of
 from firstlight.planner.speed_kinds import (
     Product,
     is_attention,
@@ -184,9 +185,10 @@ def kernel_seconds(
 
 
 def attention_flops(operator: Operator) -> float:
-    """FLOPs that a fused kernel of attention does: of a causal one half of the whole rows'.
+    """FLOPs that a kernel of attention does: of a causal one half of the whole rows'.
 
     In training attention is causal; but where a mask is given, torch's kernel leaves nothing out.
+    Blocks leave out what lies behind their last query.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
@@ -194,9 +196,11 @@ def attention_flops(operator: Operator) -> float:
     batch, heads, new, size = query
     # Two products forward; backward the scores again, and four of their gradients.
     products = 5 if backward else 2
-    whole = products * 2.0 * batch * heads * new * key[2] * size
-    leaves_out = not is_masked(operator) or "blockwise" in operator.name
-    return whole / 2 if leaves_out else whole
+    each = products * 2.0 * batch * heads * size
+    if "blockwise" in operator.name:
+        return each * sum((end - start) * seen for start, end, seen in blocks_of(new, key[2]))
+    whole = each * new * key[2]
+    return whole if is_masked(operator) else whole / 2
 
 
 def _over(work: float, rate: Range) -> Range:

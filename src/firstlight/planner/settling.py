@@ -81,11 +81,7 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
             wanted and group == 1 and recipe.distributed.engine != "deepspeed"
         )
     if config.attention == "auto":
-        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-        blockwise = on_cpu and takes_blockwise(recipe.model, dtype)
-        dropout = recipe.model.attn_pdrop if isinstance(recipe.model, GPT2Config) else 0.0
-        flex = not on_cpu and recipe.data.document_masking and not dropout
-        changes["efficiency.attention"] = "blockwise" if blockwise else "flex" if flex else "sdpa"
+        changes["efficiency.attention"] = usual_attention(recipe, machine, precision)
     if config.loss_chunk_tokens is None:
         # Where a run takes them: see `training.automatic`.
         large = recipe.model.vocab_size >= _LARGE_VOCABULARY and recipe.lora is None
@@ -99,6 +95,18 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         copies = copies_of(recipe, machine.count)
         changes["batch.micro_batch_size"] = usual_rows(long, machine.target.kind, copies)
     return with_changes(recipe, changes)
+
+
+def usual_attention(recipe: Recipe, machine: Machine, precision: str) -> str:
+    """What a run with a precision takes for attention where it is free to."""
+    model = recipe.model
+    assert model is not None
+    if machine.target.kind == "cpu":
+        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+        seq_len = recipe.data.seq_len or model.max_position_embeddings
+        return "blockwise" if takes_blockwise(model, dtype, seq_len) else "sdpa"
+    dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
+    return "flex" if recipe.data.document_masking and not dropout else "sdpa"
 
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from firstlight.efficiency import EfficiencyConfig, resolve_attention, resolve_precision
+from firstlight.efficiency import EfficiencyConfig
 from firstlight.gpus import GPU
-from firstlight.hardware import Hardware, find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.planner.calibration import Calibration
 from firstlight.planner.exchange import Exchange
@@ -56,23 +53,12 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if getattr(config, key) != value}
 
 
-def uncompiled(recipe: Recipe, hardware: Hardware) -> Recipe:
-    """The same step, operator by operator: what torch.compile starts from.
-
-    Args:
-        recipe: with model and row length decided.
-        hardware: that it will run on.
-    """
-    if recipe.efficiency.compile is not True:
-        return recipe
+def uncompiled(recipe: Recipe) -> Recipe:
+    """The same step, operator by operator: what torch.compile starts from."""
     config = recipe.efficiency
-    assert recipe.model is not None
+    if config.compile is not True:
+        return recipe
     changes = without_compile(config)
-    if hardware.device.type == "cpu":
-        dtype = resolve_precision(config, hardware)
-        changes["attention"] = resolve_attention(
-            config, hardware, dtype, recipe.model, recipe.data.document_masking
-        )
     return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
 
 
@@ -111,11 +97,8 @@ def count_operators(recipe: Recipe, target: Target | None = None) -> MemoryPredi
     Raises:
         ConfigError: the recipe's methods can't work together.
     """
-    hardware = find_hardware("cpu")
-    if target is not None and target.kind != "cpu":
-        hardware = Hardware(torch.device(target.kind), target.name, 0, bf16=True)
     assert recipe.data.seq_len is not None
-    prediction = trace_memory(uncompiled(recipe, hardware), target)
+    prediction = trace_memory(uncompiled(recipe), target)
     return all_micro_batches(prediction, recipe.batch.accumulation(recipe.data.seq_len))
 
 

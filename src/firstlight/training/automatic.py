@@ -77,12 +77,14 @@ def decide(
             hardware,
             dtype,
             recipe.model,
+            recipe.data.seq_len,
             recipe.data.document_masking,
         )
         # What was chosen for another precision or device may not work, or not be right, here.
         same = all(before.get(key) == getattr(config, key) for key in ("precision", "compile"))
         kept = before.get("attention") if same else None
-        if kept in ("flex", "efficient", "cudnn") and hardware.device.type != "cuda":
+        of_gpus = ("flex", "efficient", "cudnn")
+        if kept in (("blockwise",) if hardware.device.type == "cuda" else of_gpus):
             kept = None
         config = config.model_copy(update={"attention": kept or attention})
     if config != recipe.efficiency:
