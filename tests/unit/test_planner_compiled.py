@@ -35,6 +35,8 @@ from firstlight.planner.watching import fake_tensors
         ({"activation_checkpointing": "selective"}, 2),
         ({"activation_checkpointing": "budget"}, 2),
         ({"activation_checkpointing": "full"}, 3),
+        ({"attention": "blockwise"}, 2),
+        ({"attention": "blockwise", "activation_checkpointing": "full"}, 3),
     ],
 )
 def test_compiled_layers_are_planned_from_as_few_as_show_what_all_do(
