@@ -20,9 +20,10 @@ import pytest
 from live import Direct, Live, Request, live, new_direct, request_for, sample
 from tiny import PATIENCE, WatchedDecoder
 
+from firstlight.serving.problems import ClientGoneError
 from firstlight.serving.protocol import GuardedProtocol
-from firstlight.serving.scheduler import Job
-from firstlight.serving.service import Limits
+from firstlight.serving.scheduler import Job, Update
+from firstlight.serving.service import Limits, Progress
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -400,3 +401,17 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
     text = "".join(piece["choices"][0]["text"] for piece in found)
     assert text
     assert "".join(piece["choices"][0]["text"] for piece in whole).startswith(text)
+
+
+def test_what_was_made_for_a_client_that_went_away_is_forgotten() -> None:
+    with held() as app:
+        work = app.service.workshop.completion(b'{"prompt": "x"}')
+        progress = Progress(work, app.service, lambda: None)
+
+        async def read() -> object:
+            progress.jobs[0].receive(Update(progress.jobs[0], "a", 1))
+            progress.end(ClientGoneError())
+            return await anext(progress)
+
+        with pytest.raises(ClientGoneError):
+            app.run(read())
