@@ -27,7 +27,7 @@ class EfficiencyConfig(BaseModel):
         "cudnn", "math" name the kernel; "flex" is torch's compiled attention (CUDA); "plain" is
         two matrix products and a softmax, which hold all T x T scores; "blockwise" is the same
         for 128 queries at a time, computed again in the backward pass: the fastest in bf16 on
-        CPUs.
+        CPUs up to 1,024 tokens.
     activation_checkpointing: what the backward pass computes again instead of keeping it:
         "none"; "full", every layer; "selective", all but the matrix products and attention of
         every layer; "budget", what torch.compile chooses for `activation_memory_budget`.
