@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from firstlight.bench import planner_memory, planner_speed
 from firstlight.bench.planner_draw import draw_memory
 from firstlight.bench.planner_memory import Case, bench_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
+from firstlight.cli.bench_planner import planner_command
 from firstlight.training.config import parse_recipe
 
 
@@ -85,3 +91,31 @@ def test_what_fails_is_a_result() -> None:
     wrong = {**memory_grid()[0].recipe, "efficiency": {"optimizer_in_backward": True}}
     (found,) = bench_memory([Case("wrong", "training", wrong)], lambda _: None)
     assert found["reason"].startswith("ConfigError: ")
+
+
+def test_what_was_measured_is_said_and_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "planner.json"
+
+    def memory(_: object, on_case: Callable[..., None], *__: object) -> None:
+        on_case(result(0.0123))
+        assert json.loads(kept.read_text())["memory_summary"]["count"] == 1
+        on_case({"name": "y", "reason": "it broke"})
+        assert json.loads(kept.read_text())["memory_summary"]["failed"] == 1
+
+    def speed(_: object, on_row: Callable[..., None], **__: object) -> None:
+        on_row({"rows": [{"name": "z", "problem": "too slow"}]})
+        found = json.loads(kept.read_text())
+        assert len(found["memory"]) == 2
+        assert found["speed"]["rows"][0]["name"] == "z"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner_memory, "bench_memory", memory)
+    monkeypatch.setattr(planner_speed, "bench_speed", speed)
+    monkeypatch.setattr(planner_speed, "draw_speed", lambda _: b"")
+    found = CliRunner().invoke(planner_command, ["--out", str(tmp_path)])
+    assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
+    assert "2/83  y  failed: it broke" in found.stderr
+    assert "1/20  z  failed: too slow" in found.stderr
+    assert f"{tmp_path / 'planner-memory.png'}" in found.stderr

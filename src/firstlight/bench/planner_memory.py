@@ -234,8 +234,8 @@ def bench_memory(
     Returns:
         The results.
     """
-    # The profiler's library says when it begins and ends.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    # The profiler's library says when it begins and ends, at the highest level that it has, 5.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["firstlight.bench.planner_memory_once", "torch._dynamo"])
     results = []

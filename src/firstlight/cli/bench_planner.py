@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import click
 
 from firstlight.cli.output import say_table, with_json
 from firstlight.console import say
+from firstlight.files import write_file, write_json
 
 _WORST = 5
+
+_JSON = "planner.json"
 
 
 @click.command("planner")
@@ -28,14 +32,19 @@ def planner_command(
     """Set what the planner predicts beside what real training steps take, on this machine's CPU:
     peak memory over some 80 configurations, and speed over 20.
 
-    Takes most of an hour. What was measured is kept when it is interrupted.
+    Takes most of an hour. What is measured is said, and written to planner.json, at once.
     """
     result: dict[str, Any] = {}
+
+    def keep() -> None:
+        if out is not None:
+            write_json(out / _JSON, result)
+
     try:
         if only != "speed":
-            _memory(result, quick)
+            _memory(result, quick, keep)
         if only != "memory":
-            _speed(result, quick)
+            _speed(result, quick, keep)
     finally:
         # Also when it was interrupted.
         if result.get("memory"):
@@ -47,7 +56,7 @@ def planner_command(
     return result
 
 
-def _memory(result: dict[str, Any], quick: bool) -> None:
+def _memory(result: dict[str, Any], quick: bool, written: Callable[[], None]) -> None:
     from firstlight.bench.planner_memory import bench_memory, memory_grid, summary
     from firstlight.console import progress_bar
 
@@ -59,20 +68,39 @@ def _memory(result: dict[str, Any], quick: bool) -> None:
         def keep(one: dict[str, Any]) -> None:
             found.append(one)
             result["memory_summary"] = summary(found)
+            written()
             bar.advance(task)
+            say(f"{len(found)}/{len(cases)}  {'  '.join(_memory_row(one))}")
 
         bench_memory(cases, keep, lambda name: bar.update(task, description=f"memory: {name}"))
 
 
-def _speed(result: dict[str, Any], quick: bool) -> None:
+def _memory_row(one: dict[str, Any]) -> tuple[str, ...]:
+    if one["reason"]:
+        return one["name"], f"failed: {one['reason']}"
+    sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("predicted_bytes", "peak_bytes"))
+    return one["name"], *sizes, f"{one['error']:+.2%}"
+
+
+def _speed(result: dict[str, Any], quick: bool, written: Callable[[], None]) -> None:
     from firstlight.bench.planner_speed import bench_speed, speed_grid
 
-    grid = speed_grid()
-    bench_speed(
-        grid[::5] if quick else grid,
-        calibrate_seconds=15.0 if quick else 60.0,
-        on_row=lambda so_far: result.update(speed=so_far),
-    )
+    grid = speed_grid()[:: 5 if quick else 1]
+
+    def keep(so_far: dict[str, Any]) -> None:
+        result.update(speed=so_far)
+        written()
+        count, last = len(so_far["rows"]), so_far["rows"][-1]
+        say(f"{count}/{len(grid)}  {'  '.join(_speed_row(last))}")
+
+    bench_speed(grid, calibrate_seconds=15.0 if quick else 60.0, on_row=keep)
+
+
+def _speed_row(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["problem"]:
+        return row["name"], f"failed: {row['problem']}"
+    seconds = (f"{row[key]:.3f}" for key in ("predicted", "measured"))
+    return row["name"], *seconds, f"{row['error']:+.1%}"
 
 
 def _say_memory(result: dict[str, Any]) -> None:
@@ -81,20 +109,12 @@ def _say_memory(result: dict[str, Any]) -> None:
     say_table(
         [
             ("worst in memory", "predicted", "measured", "error"),
-            *(
-                (
-                    one["name"],
-                    f"{one['predicted_bytes'] / 2**20:,.0f} MiB",
-                    f"{one['peak_bytes'] / 2**20:,.0f} MiB",
-                    f"{one['error']:+.2%}",
-                )
-                for one in worst
-            ),
+            *map(_memory_row, worst),
         ]
     )
     for one in result["memory"]:
         if one["reason"]:
-            say(f"{one['name']}: failed: {one['reason']}")
+            say(": ".join(_memory_row(one)))
     found = result["memory_summary"]
     if found["count"]:
         say(
@@ -109,20 +129,12 @@ def _say_speed(found: dict[str, Any]) -> None:
     say_table(
         [
             ("speed", "predicted s", "measured s", "error"),
-            *(
-                (
-                    row["name"],
-                    f"{row['predicted']:.3f}",
-                    f"{row['measured']:.3f}",
-                    f"{row['error']:+.1%}",
-                )
-                for row in sorted(rows, key=lambda row: -abs(row["error"]))
-            ),
+            *map(_speed_row, sorted(rows, key=lambda row: -abs(row["error"]))),
         ]
     )
     for row in found["rows"]:
         if row["problem"]:
-            say(f"{row['name']}: failed: {row['problem']}")
+            say(": ".join(_speed_row(row)))
     if rows:
         p95_worked = found["p95"]["error_worked"]
         say(
@@ -136,10 +148,9 @@ def _say_speed(found: dict[str, Any]) -> None:
 
 def _write(out: Path, result: dict[str, Any]) -> None:
     from firstlight.bench.planner_draw import draw_memory
-    from firstlight.files import write_file, write_json
 
-    write_json(out / "planner.json", result)
-    names = ["planner.json"]
+    write_json(out / _JSON, result)
+    names = [_JSON]
     if any(not one["reason"] for one in result.get("memory", ())):
         write_file(out / "planner-memory.png", draw_memory(result["memory"]))
         names.append("planner-memory.png")
