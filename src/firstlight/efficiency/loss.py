@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.models import Model
-from firstlight.models.ops import IGNORE_INDEX, HeadLoss, cross_entropy_sum
+from firstlight.models.ops import IGNORE_INDEX, HeadLoss, cross_entropy_sum, product_dtype
 
 
 def chunk_loss(model: Model, chunk_tokens: int) -> None:
@@ -56,8 +56,7 @@ def _chunked_head_loss(
             part = slice(start, start + chunk_tokens)
             loss = loss + cross_entropy_sum(head(x_NC[part])[:, :vocab_size], labels_N[part])
         return loss
-    device = x_NC.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
+    dtype = product_dtype(x_NC)
     result: tuple[Tensor, Tensor, Tensor] = _linear_cross_entropy(
         x_NC, head.weight, labels_N, vocab_size, chunk_tokens, dtype, head.weight.requires_grad
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
+from firstlight.models.ops import product_dtype
 
 #: Numbers that share a largest one, and largest ones that share a second scale.
 BLOCK_SIZE = 64
@@ -81,9 +82,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("statistics", statistics.float().view(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = x.to(product_dtype(x))
         shape = (self.out_features, self.in_features)
         y: Tensor = _nf4_linear(x, self.packed, self.scales, self.statistics, *shape)
         return y if self.bias is None else y + self.bias.to(y.dtype)

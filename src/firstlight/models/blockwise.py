@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.models.ops import at_least_fp32, causal_mask
+from firstlight.models.ops import at_least_fp32, causal_mask, product_dtype
 
 #: Queries of a block, scores that are made at a time, and heads that are in any case (AMD EPYC,
 #: bf16, 256 to 8,192 tokens: half or twice as many of any took up to a fifth longer).
@@ -35,9 +35,7 @@ def blockwise_attention(
     Args:
         mask: as in `ops.attention`.
     """
-    dtype, device = v_BKSD.dtype, v_BKSD.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
     kept_BHTS = None
     if dropout:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.models.llama_config import MoEConfig
+from firstlight.models.ops import product_dtype
 
 
 class Experts(nn.Module):
@@ -72,9 +73,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
     be used, one product an expert over its own rows.
     """
-    dtype, device = weight_EFC.dtype, x_MC.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = product_dtype(weight_EFC)
     product: Tensor = _grouped_linear(x_MC.to(dtype), weight_EFC.to(dtype), ends_E.int())
     return product
 

@@ -90,6 +90,15 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product takes `x` in: the dtype of autocast on its device, else its own.
+
+    Autocast does not know operators of our own, so they have to ask.
+    """
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """In fp32, for sums that would lose too much in less; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
