@@ -113,7 +113,7 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Inside, Python does not look for cycles: among the compiler's millions of objects that live
-    on, it is a fifth of the time."""
+    on, it is a tenth of the time. Nor does it depend on when it looks which storages are there."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -84,7 +84,8 @@ def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[Memory
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+    with without_garbage_collection():
+        return function(*arguments)
 
 
 def training_job(recipe: Recipe, target: Target | None = None) -> Job:
@@ -355,7 +356,7 @@ def _few_rows_product(
 def _compile(program: TrainingProgram, batch: Batch) -> None:
     """Have forward and backward pass compiled, which is no part of a step's memory."""
     program.model.train()
-    with without_garbage_collection(), same_bits(program.recipe.efficiency, program.hardware):
+    with same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)
         (loss / 1.0).backward()  # type: ignore[no-untyped-call]
     for parameter in program.model.parameters():
