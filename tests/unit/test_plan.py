@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from firstlight.cli.main import main
 from firstlight.cli.plan import parse_count, parse_time
 from firstlight.errors import ConfigError
-from firstlight.planner import search
+from firstlight.planner import outcome, pace, search
 from firstlight.planner.machine import find_machine, parse_bytes
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
@@ -284,6 +285,22 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
     ):
         found = Oracle().answer(question)
         assert found.fits, found.problem
+
+
+def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seconds = [0.0], []
+    monkeypatch.setattr(outcome, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(pace, "measure_operators", lambda *given: seconds.append(given[2]))
+    machine = find_machine(None)
+    question = Question(settle(recipe(), machine), machine, evaluates=False)
+    oracle = Oracle()
+    for now[0] in (0.0, 5.0, 60.0):
+        assert oracle.answer(question).speed is not None
+    assert seconds == [3.0, 2.0, 1.0]
+    assert Oracle(measures=False).answer(question).speed is not None
+    assert len(seconds) == 3
 
 
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,11 @@ from firstlight.planner.throughput import SpeedPrediction
 from firstlight.planner.workers import Workers
 from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe
+
+#: For timing operators that were never timed on this machine: at least and at most, and what is
+#: left until a plan should be there.
+_LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 1.0, 3.0
+_PLANNING_SECONDS = 7.0
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,13 @@ class Oracle:
 
     Args:
         workers: that trace; None does it here.
-        measures: see `speed_of`.
+        measures: whether operators that this machine's CPU was not timed at are: for some seconds,
+            fewer the longer it took to trace them. The next plan goes on with it.
     """
 
     def __init__(self, workers: Workers | None = None, *, measures: bool = True) -> None:
         self._workers, self._measures = workers or Workers(), measures
+        self._until = time.monotonic() + _PLANNING_SECONDS
 
     def answer(self, question: Question) -> Outcome:
         """What one way to train comes to."""
@@ -129,11 +137,18 @@ class Oracle:
             return outcome
         try:
             speed = speed_of(
-                outcome.traced, outcome.recipe, question.machine, measures=self._measures
+                outcome.traced,
+                outcome.recipe,
+                question.machine,
+                measuring_seconds=self._measuring_seconds() if self._measures else 0.0,
             )
         except FirstlightError as error:
             return dataclasses.replace(outcome, problem=str(error))
         return dataclasses.replace(outcome, speed=speed, traced=None)
+
+    def _measuring_seconds(self) -> float:
+        left = self._until - time.monotonic()
+        return min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
 
 
 def memory_of(question: Question, workers: Workers | None = None) -> Outcome:

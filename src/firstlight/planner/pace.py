@@ -20,12 +20,9 @@ from firstlight.planner.speed_recipes import all_micro_batches, predict_recipe_s
 from firstlight.planner.throughput import SpeedPrediction
 from firstlight.training.config import Recipe
 
-#: For operators of a recipe that were never timed on this machine.
-_MEASURING_SECONDS = 3.0
-
 
 def speed_of(
-    prediction: MemoryPrediction, recipe: Recipe, machine: Machine, *, measures: bool = True
+    prediction: MemoryPrediction, recipe: Recipe, machine: Machine, *, measuring_seconds: float
 ) -> SpeedPrediction | None:
     """How fast a recipe trains; None on a GPU whose rates are not known.
 
@@ -33,8 +30,8 @@ def speed_of(
         prediction: of what one process has of its training step, not compiled.
         recipe: settled.
         machine: to run on.
-        measures: whether this machine's CPU has those operators timed that were not before, the
-            costliest first, for some seconds.
+        measuring_seconds: for which this machine's CPU has those operators timed that were not
+            before, the costliest first.
     """
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
@@ -49,8 +46,8 @@ def speed_of(
         return predict_recipe_speed(recipe, machine.gpu, counted, exchange)
     calibration = this_calibration()
     before = len(calibration.entries)
-    if measures:
-        measure_operators(calibration, _unknown(calibration, counted), _MEASURING_SECONDS)
+    if measuring_seconds:
+        measure_operators(calibration, _unknown(calibration, counted), measuring_seconds)
     if len(calibration.entries) > before:
         save_calibration(calibration)
     return predict_recipe_speed(recipe, calibration, counted, exchange)
