@@ -394,6 +394,41 @@ def test_all_micro_batches_of_a_step_are_counted() -> None:
     assert all_micro_batches(traced, 2) is traced
 
 
+def test_experts_are_matrix_products_compiled_or_not() -> None:
+    """They were streams, of which nothing was left when they were compiled."""
+    model = {
+        **{"model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "max_position_embeddings": 64},
+    }
+    values = {
+        "data": {"dir": "-", "seq_len": 64},
+        "model": model,
+        "batch": {"micro_batch_size": 1},
+        "efficiency": {"precision": "bf16", "compile": False},
+    }
+    recipe = parse_recipe(values)
+    counted = count_operators(recipe, cuda_target("x", (9, 0)))
+    experts = [e for e in counted.operators if "grouped_linear" in e.operator.name]
+    found = {}
+    for entry in experts:
+        one, product = entry.operator, product_of(entry.operator)
+        assert kind_of(one) == "matrix_products"
+        assert product.flops == one.flops
+        found[product.batch, product.m, product.n, product.k] = entry.count
+    rows = 2 * 64
+    assert found == {
+        **{(1, rows, 96, 32): 1, (1, rows, 32, 48): 1},
+        **{(2, rows, 96, 32): 1, (2, rows, 32, 48): 1},
+    }
+    compiled = parse_recipe({**values, "efficiency": {"precision": "bf16", "compile": True}})
+    gpu = find_gpu("H100")
+    for one_recipe in (recipe, compiled):
+        speed = predict_recipe_speed(one_recipe, gpu, counted)
+        least = sum(kernel_seconds(e.operator, gpu, "bf16").expected for e in experts)
+        assert speed.kinds["matrix_products"] > least > 0
+
+
 _SIZES = st.integers(1, 3000)
 _FACTORS = st.floats(1, 16)
 

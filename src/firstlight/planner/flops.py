@@ -32,12 +32,19 @@ def _blockwise(query: Tensor, key: Tensor) -> int:
     return 2 * batch * heads * size * scores
 
 
+def _grouped(x: Tensor, weight: Tensor) -> int:
+    """Each row by the weight of its own expert."""
+    return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+
+
 #: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _cpu_attention(q, k, v),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
         _cpu_attention_backward(g, q, k, v)
     ),
+    _firstlight.grouped_linear: lambda x, weight, *_: _grouped(x, weight),
+    _firstlight.grouped_linear_backward: lambda g, _, weight, *__: 2 * _grouped(g, weight),
     _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise(q, k),
     # The scores once more, and the gradients of all that two products had.
     _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise(q, k),

@@ -40,7 +40,13 @@ KINDS: tuple[Kind, ...] = (
 #: Phases whose passes over memory are the optimizer's.
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm")
+#: An expert's rows by its own weight, all experts in one call: `models.moe`.
+_GROUPED = ("grouped_linear", "grouped_linear_backward")
+
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm"),
+    *_GROUPED,
+)
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
 
@@ -127,12 +133,17 @@ class Product:
 
 
 def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Product:
-    """The product that an operator of the kind "matrix_products" is.
+    """The product that an operator of the kind "matrix_products" is; experts' as that of all rows
+    by one weight, backward as two.
 
     Args:
         transposed: see `transposed_factors`.
     """
     name = base_name(operator)
+    if name in _GROUPED:
+        count = 2 if name.endswith("backward") else 1
+        ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
+        return Product(count, rows, n, k, dtype, transposed=transposed)
     factors = [layout for layout in operator.inputs if len(layout[0]) >= 2]
     added = name in ("addmm", "baddbmm", "addbmm")
     if added:
