@@ -447,6 +447,26 @@ def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int
     assert config.num_key_value_heads % cut.get("tensor_parallel", 1) == 0
 
 
+def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:
+    """One of 32 wide keeps no GPU busy; the suggested one does."""
+    plan = make_plan(
+        recipe(efficiency={"compile": False}),
+        find_machine("RTX 4090"),
+        budget=Budget(seconds=600.0),
+        searches=False,
+    )
+    found, way = plan.suggestion, plan.suggested
+    assert found is not None
+    assert way is not None
+    assert way.recipe is not None
+    assert way.tokens_per_second is not None
+    assert 0.99 * 600 < found.seconds <= 600
+    assert found.seconds == pytest.approx(found.tokens / way.tokens_per_second.expected)
+    assert way.recipe.schedule.max_steps == found.max_steps
+    assert way.recipe.optimizer.learning_rate == found.learning_rate
+    assert 15 < found.tokens / found.parameters < 45
+
+
 def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
     machine = find_machine("RTX 4090", count=128)
     model = {**_MODEL, "num_attention_heads": 128, "hidden_size": 256, "intermediate_size": 512}

@@ -397,9 +397,15 @@ def test_all_micro_batches_of_a_step_are_counted() -> None:
 def test_experts_are_matrix_products_compiled_or_not() -> None:
     """They were streams, of which nothing was left when they were compiled."""
     model = {
-        **{"model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48},
-        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_experts": 4},
-        **{"num_experts_per_tok": 2, "max_position_embeddings": 64},
+        "model_type": "mixtral",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
     }
     values = {
         "data": {"dir": "-", "seq_len": 64},
@@ -418,8 +424,10 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         found[product.batch, product.m, product.n, product.k] = entry.count
     rows = 2 * 64
     assert found == {
-        **{(1, rows, 96, 32): 1, (1, rows, 32, 48): 1},
-        **{(2, rows, 96, 32): 1, (2, rows, 32, 48): 1},
+        (1, rows, 96, 32): 1,
+        (1, rows, 32, 48): 1,
+        (2, rows, 96, 32): 1,
+        (2, rows, 32, 48): 1,
     }
     compiled = parse_recipe({**values, "efficiency": {"precision": "bf16", "compile": True}})
     gpu = find_gpu("H100")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig
@@ -192,6 +192,26 @@ def _suggestion(
         seconds=tokens / speed,
         loss=expected_loss(parameters, worth_of_tokens(tokens, unique), config.vocab_size),
         epochs=None if unique is None else tokens / unique,
+    )
+
+
+def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None) -> Suggestion:
+    """A suggestion with another number of steps, and what follows from that; but for its batch, and
+    the seconds that it takes.
+
+    Args:
+        unique_tokens: of the text at hand.
+    """
+    config, tokens = found.config, steps * found.global_batch_tokens
+    worth = worth_of_tokens(tokens, unique_tokens)
+    flops = train_flops_per_token(meta_model(config), config.max_position_embeddings) * tokens
+    return replace(
+        found,
+        tokens=tokens,
+        max_steps=steps,
+        learning_rate=peak_learning_rate(flops),
+        loss=expected_loss(found.parameters, worth, config.vocab_size),
+        epochs=None if unique_tokens is None else tokens / unique_tokens,
     )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import ConfigError
-from firstlight.models import ModelConfig
+from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.compute_optimal import Suggestion, model_ladder, suggest
+from firstlight.planner.compute_optimal import Suggestion, model_ladder, suggest, with_steps
 from firstlight.planner.machine import Machine
 from firstlight.planner.methods import method_table
 from firstlight.planner.outcome import Oracle, Outcome, Question
@@ -161,44 +161,43 @@ def make_plan(
     return plan
 
 
-#: How often a smaller model is tried where the suggested one turns out not to fit.
+#: How often another model is tried: a smaller one where the suggested turns out not to fit, another
+#: where it turns out to train at another rate than was taken for granted.
 _TRIES = 6
+
+#: Rates of FLOPs that differ by less suggest the same.
+_SAME_RATE = 0.1
 
 #: Bytes that a parameter takes in training, with fp32 AdamW.
 _STATE_BYTES = 16
 
 
 def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[str, Any]:
-    """The suggestion and what it takes: at the share of the peak rate that the recipe's own model
-    was predicted to reach."""
+    """The suggestion and what it takes.
+
+    Models are compared at one rate of FLOPs: first at that which the recipe's own model was
+    predicted to reach, then at the suggested one's own, until that suggests the same.
+    """
     best = plan.best or plan.as_it_stands
-    if best.speed is None:
+    if best.tokens_per_second is None:
         raise ConfigError(
             "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
         )
     recipe, machine = plan.recipe, plan.machine
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
-    seq_len, vocab_size = recipe.data.seq_len, recipe.model.vocab_size
-    assert best.tokens_per_second is not None
-    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
     prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
-    cut = recipe.distributed
-    copies = 1 if cut.engine == "fsdp" else copies_of(recipe, machine.count)
-    pieces = machine.count // copies
-    ladder = list(
-        model_ladder(vocab_size, seq_len, ties=cut.pipeline == 1, cuts=cut.tensor_parallel)
-    )
-    models = [one for one in ladder if not any(why_not_cut(one, cut))]
-    if not models:
-        why = "; ".join(why_not_cut(ladder[-1], cut))
-        raise ConfigError(
-            f"no model of the ladder can be cut as the recipe asks, the largest: {why}"
-        )
-    most_parameters = pieces * machine.usable_bytes / _STATE_BYTES
+    unique = None if prepared is None else float(prepared[1])
+    most_parameters = _most_parameters(recipe, machine)
+    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    suggested: dict[str, Any] = {}
+    seen: list[ModelConfig] = []
     for _ in range(_TRIES):
 
-        def rate(config: ModelConfig, most: float = most_parameters) -> float | None:
+        def rate(
+            config: ModelConfig, most: float = most_parameters, flops: float = flops
+        ) -> float | None:
             if count_parameters(meta_model(config)).total > most:
                 return None
             return flops / _flops_per_token(config, seq_len)
@@ -209,15 +208,54 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
             seq_len=seq_len,
             seconds=budget.seconds,
             tokens=budget.tokens,
-            unique_tokens=None if prepared is None else float(prepared[1]),
+            unique_tokens=unique,
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
         found = _for_all_devices(found, seq_len * machine.count)
         way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
-        if way is not None:
-            return {"suggestion": _timed(found, way), "suggested": way}
-        most_parameters = 0.8 * found.parameters
-    raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+        if way is None:
+            most_parameters = 0.8 * found.parameters
+            continue
+        assert way.tokens_per_second is not None
+        suggested = _in_time(found, way, budget, unique)
+        reached = way.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
+        is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
+        if budget.seconds is None or is_same:
+            break
+        seen.append(found.config)
+        flops = reached
+    if not suggested:
+        raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+    return suggested
+
+
+def _most_parameters(recipe: Recipe, machine: Machine) -> float:
+    """Whose state alone fills the devices."""
+    cut = recipe.distributed
+    pieces = machine.count // (1 if cut.engine == "fsdp" else copies_of(recipe, machine.count))
+    return pieces * machine.usable_bytes / _STATE_BYTES
+
+
+def _models_to_train(recipe: Recipe) -> list[LlamaConfig]:
+    """Of rising size, those that can be cut as the recipe asks."""
+    assert recipe.model is not None
+    assert recipe.data.seq_len is not None
+    cut = recipe.distributed
+    ladder = list(
+        model_ladder(
+            recipe.model.vocab_size,
+            recipe.data.seq_len,
+            ties=cut.pipeline == 1,
+            cuts=cut.tensor_parallel,
+        )
+    )
+    models = [one for one in ladder if not any(why_not_cut(one, cut))]
+    if not models:
+        why = "; ".join(why_not_cut(ladder[-1], cut))
+        raise ConfigError(
+            f"no model of the ladder can be cut as the recipe asks, the largest: {why}"
+        )
+    return models
 
 
 def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
@@ -248,11 +286,20 @@ def _suggested_recipe(recipe: Recipe, found: Suggestion) -> Recipe:
     )
 
 
-def _timed(found: Suggestion, way: Outcome) -> Suggestion:
-    """With the time that its own predicted speed gives."""
-    if way.tokens_per_second is None:
-        return found
-    return dataclasses.replace(found, seconds=found.tokens / way.tokens_per_second.expected)
+def _in_time(
+    found: Suggestion, way: Outcome, budget: Budget, unique_tokens: float | None
+) -> dict[str, Any]:
+    """The suggestion and its way, with as many steps as its own predicted speed leaves time for."""
+    assert way.tokens_per_second is not None
+    assert way.recipe is not None
+    speed = way.tokens_per_second.expected
+    if budget.seconds is not None:
+        steps = max(int(budget.seconds * speed / found.global_batch_tokens), 1)
+        found = with_steps(found, steps, unique_tokens)
+        changes = {"schedule.max_steps": steps, "optimizer.learning_rate": found.learning_rate}
+        way = dataclasses.replace(way, recipe=with_changes(way.recipe, changes))
+    found = dataclasses.replace(found, seconds=found.tokens / speed)
+    return {"suggestion": found, "suggested": way}
 
 
 def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
