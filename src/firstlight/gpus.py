@@ -47,6 +47,8 @@ class GPU:
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
+            # The table has no rates for it.
+            "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32
 

@@ -32,12 +32,14 @@ class Hardware:
         name: the maker's name of it.
         memory_bytes: memory of the device (of the machine, for CPUs).
         bf16: whether bf16 matrix products run in hardware.
+        capability: CUDA's compute capability; None where there is no CUDA.
     """
 
     device: torch.device
     name: str
     memory_bytes: int
     bf16: bool
+    capability: tuple[int, int] | None = None
 
 
 def find_hardware(device: str = "auto") -> Hardware:
@@ -60,7 +62,8 @@ def find_hardware(device: str = "auto") -> Hardware:
             raise ConfigError(f"device '{device}' is not present on this machine")
         properties = torch.cuda.get_device_properties(chosen)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Hardware(chosen, properties.name, properties.total_memory, bf16)
+        capability = torch.cuda.get_device_capability(chosen)
+        return Hardware(chosen, properties.name, properties.total_memory, bf16, capability)
     memory = psutil.virtual_memory().total
     if chosen.type == "mps":
         if not torch.backends.mps.is_available():

@@ -350,6 +350,10 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert "4 devices with fsdp" in names
     assert "2 devices with fsdp" not in names
     assert all(one["rows"] == 1 for one in asked[-5:])
+    ways = {name: (changes, where) for name, changes, where in search._ways_out(plain, machine)}
+    changes, where = ways["2 devices with fsdp, offloading to the CPU"]
+    assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}
+    assert where.count == 2
 
 
 def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
@@ -636,6 +640,12 @@ def test_the_command_plans_for_this_machine(
         (["--gpu", "T4", "--budget", "soon"], "is no time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "--budget or --tokens"),
+        (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
+        (
+            *[["--gpu", "T4", "--efficiency.precision", "fp16", "--efficiency.attention", "flash"]],
+            "8.0 or higher (Ampere and later), and this is T4",
+        ),
     ],
 )
 def test_what_can_not_be_planned_is_one_line(

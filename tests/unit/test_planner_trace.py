@@ -153,11 +153,45 @@ def test_a_module_on_the_meta_device_needs_no_memory() -> None:
         ({"precision": "fp61"}, "did you mean 'fp16'"),
         ({"activation_checkpointing": True}, "no gradient_checkpointing_enable"),
         ({"loss": lambda _: torch.empty(2)}, "the model gives no loss"),
+        ({"optimizer": None}, "optimizer 'None' is unknown"),
+        ({"gradient_accumulation_steps": 0}, "at least 1 is needed"),
+        ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_module(TwoLayers(), [torch.empty(10, 16)], **arguments)
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ReLU has no parameters that are trained"):
+        plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
+
+
+def test_a_loss_may_stand_under_its_name_in_a_dictionary() -> None:
+    class Named(TwoLayers):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": x, "loss": super().forward(x)}
+
+    plain = plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target())
+    assert plan_module(Named(), [torch.empty(10, 16)], target=Target()).peak_bytes == (
+        plain.peak_bytes
+    )
+
+
+def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x).sum()
+            return result
+
+    (note,) = plan_module(Convolution(), [torch.empty(2, 3, 8, 8)], target=Target()).notes
+    assert note.startswith("what libraries take inside of convolution")
+    assert plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target()).notes == ()
 
 
 _METHODS: dict[str, dict[str, Any]] = {

@@ -60,6 +60,8 @@ def plan_command(
     for a GPU that it doesn't have.
     """
     path, overrides = split_arguments(arguments)
+    if price_per_hour is not None and budget is None and tokens is None:
+        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists: --write makes a new file")
     from firstlight.planner import workers

@@ -13,6 +13,9 @@ from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware, bf16_is_faster
 
+#: CUDA's compute capability from which there are fp8 matrix units.
+FP8_CAPABILITY = (8, 9)
+
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
     """The dtype of matrix products."""
@@ -55,7 +58,7 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
         ConfigError: no fp8 matrix units, no torchao, or no layer that it converts.
     """
     device = hardware.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
             "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
             f"or higher), and this is {hardware.name}: use bf16"

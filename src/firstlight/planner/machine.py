@@ -51,7 +51,11 @@ class Machine:
     def hardware(self) -> Hardware:
         """As the rest of firstlight describes a device."""
         device = torch.device(self.target.kind)
-        return Hardware(device, self.name, self.memory_bytes, self.precision == "bf16")
+        # Of a GPU of which only the memory is known, nothing is refused.
+        of_table = self.gpu is not None and self.gpu.capability != (0, 0)
+        known = self.target.kind == "cuda" and (self.is_here or of_table)
+        capability = self.target.capability if known else None
+        return Hardware(device, self.name, self.memory_bytes, self.precision == "bf16", capability)
 
 
 def find_machine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.cuda_kernels import CudaKernels
 from firstlight.planner.kernels import Target, this_cpu
 from firstlight.planner.prediction import MemoryPrediction, predict
-from firstlight.planner.trace import Tracer
+from firstlight.planner.trace import Trace, Tracer
 from firstlight.planner.watching import fake_tensors, mark_weights, optimizer_phases
 
 #: Makes an optimizer of parameters.
@@ -27,6 +27,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
+
+#: Operators of libraries (oneDNN, cuDNN) that take memory inside, by what they are called.
+_OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -51,13 +54,18 @@ def plan_module(
         batch: of one forward pass: keyword arguments, or positional ones. Of tensors, only shapes
             and dtypes count.
         optimizer: one of `OPTIMIZERS`, or what makes one of the trainable parameters.
-        loss: makes the loss of what the model returns; None takes its `loss`, or its first part.
+        loss: makes the loss of what the model returns; None takes its `loss` (an attribute or a
+            key), or its first part.
         precision: "fp16" and "bf16" are autocast over parameters as they are.
         gradient_accumulation_steps: backward passes a step.
         activation_checkpointing: by the model's own `gradient_checkpointing_enable`.
         zero_grad: whether gradients are freed after a step, or stay and are made zero.
         max_grad_norm: gradients are clipped to it; 0 leaves them.
         target: that it will run on; None is this machine's CPU.
+
+    Returns:
+        The prediction. What the libraries of convolutions and recurrent layers take inside is not
+        in it; its notes say so where there are such layers.
 
     Raises:
         ConfigError: an argument can't be meant, or the model has no loss or no
@@ -66,6 +74,12 @@ def plan_module(
     make = _make_optimizer(optimizer)
     if precision not in _DTYPES:
         raise ConfigError(f"precision '{precision}' is unknown{nearest(precision, [*_DTYPES])}")
+    if gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {gradient_accumulation_steps}: at least 1 is needed"
+        )
+    if zero_grad not in ("set_to_none", "in_place"):
+        raise ConfigError(f"zero_grad '{zero_grad}' is unknown: use set_to_none or in_place")
     dtype = _DTYPES[precision]
     target = target or this_cpu()
     tracer = Tracer()
@@ -78,6 +92,8 @@ def plan_module(
             _enable_checkpointing(fake)
         fake.train()
         parameters = [p for p in fake.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError(f"{type(model).__name__} has no parameters that are trained")
         updates = make(parameters)
         counted = 0
         for step in range(2):
@@ -95,15 +111,26 @@ def plan_module(
             updates.step()
             updates.zero_grad(set_to_none=zero_grad == "set_to_none")
         trace = tracer.finish()
+    trace.notes += _opaque_layers(trace)
     return predict(trace, target, counted)
 
 
+def _opaque_layers(trace: Trace) -> Iterator[str]:
+    names = {one.name.split(".")[1] for one in trace.operators if one.name.startswith("aten.")}
+    found = sorted(name for name in names if any(part in name for part in _OPAQUE))
+    if found:
+        yield (
+            f"what libraries take inside of {', '.join(found)} is not counted: with convolutions "
+            "and recurrent layers a step may take far more"
+        )
+
+
 def _make_optimizer(optimizer: str | MakeOptimizer) -> MakeOptimizer:
-    if not isinstance(optimizer, str):
+    if callable(optimizer):
         return optimizer
     if optimizer not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer '{optimizer}' is unknown{nearest(optimizer, [*OPTIMIZERS])} (known: "
+            f"optimizer '{optimizer}' is unknown{nearest(str(optimizer), [*OPTIMIZERS])} (known: "
             f"{', '.join(OPTIMIZERS)}; or give a function that makes one of parameters)"
         )
     return OPTIMIZERS[optimizer]
@@ -158,7 +185,13 @@ def _call(model: nn.Module, arguments: Any) -> Any:
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    found = getattr(output, "loss", None) if loss is None else loss(output)
+    found: Any
+    if loss is not None:
+        found = loss(output)
+    elif isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    else:
+        found = getattr(output, "loss", None)
     if found is None:
         found = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor) or found.numel() != 1:

@@ -45,8 +45,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
             yield from _settings(one, {})
     elif plan.methods:
         yield (
-            "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, more "
-            "devices, as far as they go with the recipe): take a smaller model"
+            "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, "
+            "offloading, more devices, as far as they go with the recipe): take a smaller model"
         )
     if plan.suggestion is not None and plan.suggested is not None:
         yield from _suggestion(plan)
@@ -57,7 +57,11 @@ def in_words(one: Outcome) -> str:
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "DOES NOT FIT"
-    phase = "" if one.training is None else f", at its peak in the {one.training.phase}"
+    phase = ""
+    if one.evaluation is not None and one.evaluation.total_bytes == one.needed_bytes:
+        phase = ", at its peak in an evaluation"
+    elif one.training is not None:
+        phase = f", at its peak in the {one.training.phase}"
     most = "at most " if one.is_bound else ""
     text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
     if one.speed is None:

@@ -281,6 +281,12 @@ def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str,
         if recipe.efficiency.precision == "fp16":
             offload["efficiency.precision"] = "fp32"
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine
+        several = dataclasses.replace(machine, count=max(machine.count, 2))
+        yield (
+            f"{several.count} devices with fsdp, offloading to the CPU",
+            {"distributed": {"engine": "fsdp", "offload": "cpu"}},
+            several,
+        )
         for count in (2, 4, 8, 16, 32, 64):
             if count > machine.count:
                 more = dataclasses.replace(machine, count=count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
@@ -266,6 +267,8 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
             f"efficiency.attention {config.attention} takes no mask on a GPU, which documents and "
             "sliding windows need: set efficiency.attention to auto, flex or efficient"
         )
+    if hardware.capability is not None:
+        yield from _missing_units(recipe, hardware.name, hardware.capability)
     if fast_only and config.precision in ("fp32", "tf32"):
         yield (
             f"efficiency.attention {config.attention} computes in bf16 or fp16 on a GPU: set "
@@ -273,6 +276,20 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
         )
     if recipe.data.pin_memory and device != "cuda":
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
+
+
+def _missing_units(recipe: Recipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
+    config = recipe.efficiency
+    if config.precision == "fp8" and capability < FP8_CAPABILITY:
+        yield (
+            "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
+            f"or higher), and this is {name}: use bf16"
+        )
+    if config.attention in ("flash", "cudnn") and capability < (8, 0):
+        yield (
+            f"efficiency.attention {config.attention} needs a GPU of compute capability 8.0 or "
+            f"higher (Ampere and later), and this is {name}: use auto, sdpa or efficient"
+        )
 
 
 def _window(model: ModelConfig) -> float:
