@@ -298,7 +298,7 @@ def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
     oracle = Oracle()
     for now[0] in (0.0, 3.0, 60.0):
         assert oracle.answer(question).speed is not None
-    assert seconds == [3.0, 2.0, 0.5]
+    assert seconds == [3.0, 2.0, 0.2]
     assert Oracle(measures=False).answer(question).speed is not None
     assert len(seconds) == 3
 

@@ -25,7 +25,7 @@ from firstlight.training.config import Recipe
 
 #: For timing operators that were never timed on this machine: at least and at most, and what is
 #: left until a plan should be there.
-_LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 0.5, 3.0
+_LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 0.2, 3.0
 _PLANNING_SECONDS = 5.0
 
 
