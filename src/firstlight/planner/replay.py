@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 
 from firstlight.planner.speed_kinds import base_name, is_attention
 from firstlight.planner.trace import Layout, Operator, bytes_of
@@ -101,7 +102,8 @@ def _attention_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    function = getattr(torch.ops.firstlight, base_name(operator))
+    # What the operator calls, past what torch puts around it: that imports its compiler at first.
+    function = OPDEFS[f"firstlight::{base_name(operator)}"]._init_fn
     count = 4 if base_name(operator).endswith("backward") else 3
     heads = tensors[count - 3].shape[1]
     mask, kept = None, None
