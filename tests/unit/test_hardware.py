@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with one CUDA GPU, as torch describes it."""
-    properties = SimpleNamespace(name="NVIDIA Test", total_memory=80 << 30)
+    properties = SimpleNamespace(name="NVIDIA Test", total_memory=80 << 30, major=8, minor=6)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
@@ -71,6 +71,7 @@ def test_auto_is_the_gpu_where_there_is_one() -> None:
     found = find_hardware()
     assert found.device == CUDA
     assert (found.name, found.memory_bytes, found.bf16) == ("NVIDIA Test", 80 << 30, True)
+    assert found.capability == (8, 6)
     assert find_hardware("cuda:0").device == torch.device("cuda:0")
 
 
