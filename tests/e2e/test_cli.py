@@ -236,6 +236,22 @@ def test_train_goes_on_with_resume_and_starts_from_weights(
     assert one_object(run("train", recipe, *other, "--json").out)["step"] == 8
 
 
+def test_a_run_is_planned_tried_and_set_beside_its_forecast(trained: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path / "run.yaml",
+        data={"dir": str(trained / "data")},
+        model={"hidden_size": 512},
+        efficiency={"precision": "fp32", "compile": False},
+    )
+    done = firstlight("train", recipe, "--plan", "auto")
+    assert done.returncode == 0, done.stderr
+    assert b"plan: as it stands, micro-batch of 4 rows; peak memory predicted" in done.stderr
+    found = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    parts = found["predicted"]["parts"]
+    assert parts["optimizer_states"] > 2**25
+    assert found["measured"]["peak_bytes"] > parts["weights"] + parts["optimizer_states"]
+
+
 # --- generate --------------------------------------------------------------------------------
 
 
