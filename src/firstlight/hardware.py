@@ -62,7 +62,8 @@ def find_hardware(device: str = "auto") -> Hardware:
             raise ConfigError(f"device '{device}' is not present on this machine")
         properties = torch.cuda.get_device_properties(chosen)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        capability = (properties.major, properties.minor)
+        # ROCm's numbers are other ones.
+        capability = None if torch.version.hip else (properties.major, properties.minor)
         return Hardware(chosen, properties.name, properties.total_memory, bf16, capability)
     memory = psutil.virtual_memory().total
     if chosen.type == "mps":

@@ -115,6 +115,8 @@ def test_what_was_measured_is_said_and_written_at_once(
     monkeypatch.setattr(planner_speed, "bench_speed", speed)
     monkeypatch.setattr(planner_speed, "draw_speed", lambda _: b"")
     found = CliRunner().invoke(planner_command, ["--out", str(tmp_path)])
+    # Not an assertion of those above.
+    assert isinstance(found.exception, SystemExit)
     assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
     assert "2/83  y  failed: it broke" in found.stderr
     assert "1/20  z  failed: too slow" in found.stderr

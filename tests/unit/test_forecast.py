@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 import firstlight
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.planner import automatic
-from firstlight.planner.automatic import RunForecaster, planned_recipe
+from firstlight.planner.automatic import RunForecaster, planned_elsewhere, planned_recipe
 from firstlight.planner.calibration import Calibration
 from firstlight.planner.machine import find_machine
 from firstlight.planner.settling import settle
@@ -191,6 +192,30 @@ def test_what_can_not_work_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with pytest.raises(ConfigError, match="optimizer_in_backward"):
         planned_recipe(wrong, _CPU, lambda _: None)
+
+
+def test_planning_elsewhere_gives_the_recipe_what_was_told_and_its_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: dict[str, Any] = {}
+
+    def answer(code: int, value: object, errors: str = "") -> None:
+        done = subprocess.CompletedProcess([], code, f"noise\n{json.dumps(value)}\n", errors)
+        monkeypatch.setattr(automatic, "ask_module", lambda _, given: (said.update(given), done)[1])
+
+    told: list[str] = []
+    written, planned = settled(), settled(batch={"micro_batch_size": 2})
+    answer(0, {"told": ["one", "two"], "recipe": planned.model_dump(mode="json")})
+    assert planned_elsewhere(written, _CPU, told.append, "weights") == planned
+    assert told == ["one", "two"]
+    assert parse_recipe(said["recipe"]) == written
+    assert (said["what"], said["device"], said["init_from"]) == ("plan", "cpu", "weights")
+    answer(0, {"told": [], "error": "nothing fits"})
+    with pytest.raises(ConfigError, match="nothing fits"):
+        planned_elsewhere(written, _CPU, told.append)
+    answer(1, None, "Traceback\nValueError: oh")
+    with pytest.raises(TrainingError, match="--plan auto failed: ValueError: oh"):
+        planned_elsewhere(written, _CPU, told.append)
 
 
 def test_a_machine_without_a_store_is_calibrated_by_its_reference_alone() -> None:

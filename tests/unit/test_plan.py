@@ -632,6 +632,11 @@ def test_the_command_plans_for_this_machine(
     assert found["as_it_stands"]["speed"]["tokens_per_second"]["expected"] > 0
 
 
+_FLASH_ON_T4 = [
+    *("--gpu", "T4", "--efficiency.precision", "fp16", "--efficiency.attention", "flash")
+]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -642,10 +647,7 @@ def test_the_command_plans_for_this_machine(
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
         (["--gpu", "T4", "--price-per-hour", "2"], "--budget or --tokens"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
-        (
-            *[["--gpu", "T4", "--efficiency.precision", "fp16", "--efficiency.attention", "flash"]],
-            "8.0 or higher (Ampere and later), and this is T4",
-        ),
+        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), and this is T4"),
     ],
 )
 def test_what_can_not_be_planned_is_one_line(

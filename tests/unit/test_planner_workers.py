@@ -58,15 +58,6 @@ def test_one_call_and_calls_without_processes_are_made_here(processes: Workers) 
     assert [process for _, process in Workers().map(squared, [(1,), (2,)])] == [os.getpid()] * 2
 
 
-def test_one_call_can_be_made_elsewhere(processes: Workers) -> None:
-    square, process = processes.call(squared, 3)
-    assert square == 9
-    assert process != os.getpid()
-    assert Workers().call(squared, 3) == (9, os.getpid())
-    with pytest.raises(ConfigError, match="1 can't be"):
-        processes.call(refused, 1)
-
-
 def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(processes: Workers) -> None:
     results = processes.map(refused, [(0,), (1,), (0,)])
     assert next(results) == 0

@@ -139,8 +139,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.checkpoint import list_checkpoints
     from firstlight.distributed import find_world
     from firstlight.hardware import find_hardware
-    from firstlight.planner import workers
-    from firstlight.planner.automatic import planned_recipe
+    from firstlight.planner.automatic import planned_elsewhere
     from firstlight.training.config import load_recipe
     from firstlight.training.job import RECIPE_NAME
 
@@ -162,10 +161,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
                 "optimizer": optimizer,
             }
         )
-    hardware = find_hardware(recipe.run.device)
-    # Elsewhere: what planning leaves in memory would count as the run's.
-    with workers.started() as processes:
-        return processes.call(planned_recipe, recipe, hardware, say, init_from)
+    return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:

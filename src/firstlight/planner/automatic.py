@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firstlight.errors import ConfigError, FirstlightError
+from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.machine import Machine, find_machine
 from firstlight.planner.methods import methods
@@ -98,11 +98,13 @@ def _elsewhere(what: str, recipe: Recipe, hardware: Hardware, processes: int) ->
 
 
 def main() -> int:
-    """Read a request from stdin; write the forecast or advice to stdout as JSON."""
+    """Read a request from stdin; write the forecast, advice or plan to stdout as JSON."""
     request = json.loads(sys.stdin.read())
     recipe, hardware = parse_recipe(request["recipe"]), find_hardware(request["device"])
     found: Any
-    if request["what"] == "forecast":
+    if request["what"] == "plan":
+        found = _plan(recipe, hardware, request["init_from"])
+    elif request["what"] == "forecast":
         forecast = _forecast(recipe, hardware, request["processes"])
         found = None if forecast is None else dataclasses.asdict(forecast)
     else:
@@ -156,6 +158,49 @@ def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     if processes > 1 and machine.target.kind == "cpu":
         return None
     return dataclasses.replace(machine, count=processes)
+
+
+def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str, Any]:
+    told: list[str] = []
+    try:
+        planned = planned_recipe(recipe, hardware, told.append, init_from)
+    except FirstlightError as error:
+        return {"told": told, "error": str(error)}
+    return {"told": told, "recipe": planned.model_dump(mode="json")}
+
+
+def planned_elsewhere(
+    recipe: Recipe,
+    hardware: Hardware,
+    tell: Callable[[str], None],
+    init_from: str | None = None,
+) -> Recipe:
+    """`planned_recipe` in a process of its own, that ends: what planning leaves in memory would
+    count as the run's.
+
+    Args:
+        recipe, hardware, tell, init_from: see there.
+
+    Raises:
+        ConfigError: see there.
+        TrainingError: the process failed.
+    """
+    request = {
+        "what": "plan",
+        "recipe": recipe.model_dump(mode="json"),
+        "device": str(hardware.device),
+        "init_from": init_from,
+    }
+    done = ask_module("firstlight.planner.automatic", request)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise TrainingError(f"--plan auto failed: {lines[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    for line in found["told"]:
+        tell(line)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return parse_recipe(found["recipe"])
 
 
 def planned_recipe(

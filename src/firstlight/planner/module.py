@@ -65,7 +65,7 @@ def plan_module(
 
     Returns:
         The prediction. What the libraries of convolutions and recurrent layers take inside is not
-        in it; its notes say so where there are such layers.
+        in it; its notes say so where their operators are in the trace.
 
     Raises:
         ConfigError: an argument can't be meant, or the model has no loss or no

@@ -192,7 +192,7 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     most_parameters = _most_parameters(recipe, machine)
     flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
     suggested: dict[str, Any] = {}
-    seen: list[ModelConfig] = []
+    fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
 
         def rate(
@@ -214,10 +214,13 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
         found = _for_all_devices(found, seq_len * machine.count)
         way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
         if way is None:
-            most_parameters = 0.8 * found.parameters
+            most_parameters = max(0.8 * found.parameters, fitting)
             continue
         assert way.tokens_per_second is not None
-        suggested = _in_time(found, way, budget, unique)
+        fitting = max(fitting, found.parameters)
+        one = _in_time(found, way, budget, unique)
+        if not suggested or _loss(one) < _loss(suggested):
+            suggested = one
         reached = way.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
         is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
         if budget.seconds is None or is_same:
@@ -227,6 +230,11 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
     if not suggested:
         raise ConfigError("no model of the ladder fits this machine: give one with more memory")
     return suggested
+
+
+def _loss(suggested: dict[str, Any]) -> float:
+    found: Suggestion = suggested["suggestion"]
+    return sum(found.loss)
 
 
 def _most_parameters(recipe: Recipe, machine: Machine) -> float:

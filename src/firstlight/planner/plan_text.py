@@ -58,10 +58,10 @@ def in_words(one: Outcome) -> str:
         return one.problem
     fits = "fits" if one.fits else "DOES NOT FIT"
     phase = ""
-    if one.evaluation is not None and one.evaluation.total_bytes == one.needed_bytes:
-        phase = ", at its peak in an evaluation"
-    elif one.training is not None:
-        phase = f", at its peak in the {one.training.phase}"
+    if one.training is not None:
+        is_training = one.training.total_bytes == one.needed_bytes
+        where = f"the {one.training.phase}" if is_training else "an evaluation"
+        phase = f", at its peak in {where}"
     most = "at most " if one.is_bound else ""
     text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
     if one.speed is None:

@@ -68,11 +68,6 @@ class Workers:
         if len(arguments) < 2 or not self._ends:
             yield from (function(*one) for one in arguments)
             return
-        yield from self._mapped(function, arguments)
-
-    def _mapped(
-        self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]
-    ) -> Iterator[T]:
         first = self._calls
         self._calls += len(arguments)
         waiting = list(enumerate(arguments, first))[::-1]
@@ -89,17 +84,6 @@ class Workers:
             if not good:
                 raise result
             yield result
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """A function's result, from a process of its own where there is one: what it leaves in
-        memory is not this one's.
-
-        Raises:
-            TrainingError: see `map`.
-        """
-        if not self._ends:
-            return function(*arguments)
-        return next(self._mapped(function, [arguments]))
 
     def _results(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
         for end in wait(list(self._busy)):
