@@ -273,9 +273,24 @@ def test_updates_in_the_backward_pass_are_not_repeated(
         optimizer={"max_grad_norm": 0.0},
     )
     memory.runs_out({3: ("backward", no_memory_on_a_gpu)})
-    with pytest.raises(torch.OutOfMemoryError):
-        train(values)
+    said = "with a micro-batch of 8 rows, in the update .*seq_len; with 8 rows, cheese fills it"
+    with pytest.raises(TrainingError, match=said):
+        train(values, forecaster=Adviser())
     assert memory.rows == [8] * 3
+
+
+@pytest.mark.parametrize("failure", _FAILURES)
+def test_an_update_that_ran_out_of_memory_says_what_would_have_saved_it(
+    failure: Callable[[], None],
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first makes the moments."""
+    monkeypatch.setattr("torch.optim.AdamW.step", lambda *_, **__: failure())
+    said = "step 1: out of memory .*, in the update .*seq_len; with 8 rows, cheese fills it"
+    with pytest.raises(TrainingError, match=said):
+        train(tiny(recipe, tmp_path / "run", 8), forecaster=Adviser())
 
 
 _METHODS: dict[str, dict[str, dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from firstlight.errors import FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.results import Task
 from firstlight.files import remove_file, remove_leftovers, write_file
-from firstlight.hardware import peak_flops, peak_memory_bytes
+from firstlight.hardware import is_out_of_memory, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.tokenizer import Tokenizer
@@ -291,6 +291,11 @@ class Job:
                 raise
             except TrainingError as error:
                 raise TrainingError(f"step {state.step}: {error}") from None
+            except (RuntimeError, MemoryError) as error:
+                # In an update: part of it may have been made, so that nothing can be repeated.
+                if not is_out_of_memory(error):
+                    raise
+                raise self._out_of_memory_in_update(rows, str(error)) from error
             self._halve(rows, problem)
             restore_torch_random_states(random)
 
@@ -314,6 +319,14 @@ class Job:
         gc.collect()
         if self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _out_of_memory_in_update(self, rows: int, problem: str) -> TrainingError:
+        advice = self.advise()
+        return TrainingError(
+            f"step {self.state.step}: out of memory with a micro-batch of {rows} rows, in the "
+            f"update ({' '.join(problem.split())[:200]}): lower batch.micro_batch_size or data.seq_len"
+            f"{f'; {advice}' if advice else ''}"
+        )
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
