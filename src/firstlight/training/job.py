@@ -321,10 +321,10 @@ class Job:
             torch.cuda.empty_cache()
 
     def _out_of_memory_in_update(self, rows: int, problem: str) -> TrainingError:
-        advice = self.advise()
+        advice, short = self.advise(), " ".join(problem.split())[:200]
         return TrainingError(
             f"step {self.state.step}: out of memory with a micro-batch of {rows} rows, in the "
-            f"update ({' '.join(problem.split())[:200]}): lower batch.micro_batch_size or data.seq_len"
+            f"update ({short}): lower batch.micro_batch_size or data.seq_len"
             f"{f'; {advice}' if advice else ''}"
         )
 
