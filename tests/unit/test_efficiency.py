@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from firstlight.distributed import World
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
 from firstlight.efficiency.compilation import require_compiler
+from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
 from firstlight.efficiency.memory import offloaded_activations
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
@@ -403,6 +405,41 @@ def test_a_frozen_head_gets_no_gradient_made() -> None:
 
     torch.testing.assert_close(gradient(chunked_head_loss(4)), gradient(head_loss))
     assert head.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "cut, before",
+    [
+        ({"engine": "ddp"}, "meta"),
+        ({"engine": "fsdp"}, "cpu"),
+        ({"engine": "fsdp", "tensor_parallel": 2}, "cpu"),
+    ],
+    ids=["ddp", "fsdp", "tensor"],
+)
+def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
+    cut: dict[str, Any], before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, it may not fit. The meta device stands for one that is not the CPU."""
+    seen: set[str] = set()
+
+    def share(_: Engine, model: Any, precision: str) -> Any:
+        seen.update(p.device.type for p in model.parameters())
+        return model
+
+    monkeypatch.setattr(Engine, "share", share)
+    model = small_model()
+    recipe = parse_recipe(
+        {
+            "model": model.config.model_dump(),
+            "data": {"dir": "data", "seq_len": 24},
+            "efficiency": {"precision": "fp32", "attention": "sdpa", "compile": False},
+            "distributed": cut,
+        }
+    )
+    elsewhere = Hardware(torch.device("meta"), "elsewhere", 2**40, bf16=True)
+    engine = Engine(recipe.distributed, World(0, 4, 0, 4), elsewhere.device)
+    TrainingProgram(recipe, model, elsewhere, engine)
+    assert seen == {before}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params"])

@@ -80,11 +80,25 @@ def test_fsdp_cuts_state_and_keeps_whole_gradients_where_it_accumulates() -> Non
     assert moved.host_bytes == 4 * whole()["weights"] // 4
 
 
+def test_what_the_start_takes_of_the_cpus_memory_is_said() -> None:
+    one = recipe()
+    assert one.model is not None
+    large = one.model.model_copy(update={"hidden_size": 1024, "num_hidden_layers": 80})
+    size = 4 * sum(p.numel() for p in meta_model(large).parameters()) / 2**30
+    found = of_one_rank(alone(), one.model_copy(update={"model": large}), 4)
+    assert f"in the CPU's memory: 4 x {size:.1f} GiB" in found.notes[-1]
+
+
 def test_zero_cuts_by_its_stage_and_moves_what_is_offloaded() -> None:
     for stage, cut in ((1, 1), (2, 2), (3, 3)):
         found = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=stage), 4)
         names = ("optimizer_states", "gradients", "weights")
         assert [found.parts[name] < whole()[name] for name in names] == [i < cut for i in range(3)]
+    # It is given the whole model.
+    whole_model = PhasePeak(whole()["weights"], {"weights": whole()["weights"]})
+    started = replace(alone(), phases={**alone().phases, "setup": whole_model})
+    found = of_one_rank(started, recipe(engine="deepspeed", zero_stage=3), 4)
+    assert found.phases["setup"] == whole_model
     moved = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=1, offload="cpu"), 4)
     assert "optimizer_states" not in moved.parts
     assert moved.host_bytes == whole()["optimizer_states"] // 4

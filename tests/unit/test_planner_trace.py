@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from firstlight.bench.planner_measure import measure_step, measured_memory
 from firstlight.errors import ConfigError
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.kernels import Target, this_cpu
+from firstlight.planner.machine import find_machine
 from firstlight.planner.module import plan_module
 from firstlight.planner.prediction import predict
 from firstlight.planner.recipes import predict_evaluation, trace_memory
@@ -114,6 +116,24 @@ def test_a_paused_tracer_sees_nothing() -> None:
         assert tracer.tick == -1
         torch.empty(3) + 1
         assert tracer.tick == 1
+
+
+def test_what_a_gpu_trains_is_made_on_the_cpu_but_for_what_makes_references() -> None:
+    def found(gpu: str | None, **sections: Any) -> dict[str, int]:
+        target = find_machine(gpu).target
+        lora = recipe(
+            LLAMA, lora={"rank": 4, "quantize": "nf4"}, efficiency={"precision": "bf16"}, **sections
+        )
+        return trace_memory(lora, target).phases["setup"].parts
+
+    model = recipe(LLAMA).model
+    assert model is not None
+    whole = count_parameters(meta_model(model)).total
+    # Half of it are the vocabulary's tables, in bf16.
+    assert found("RTX 4090")["weights"] < 3 * whole
+    assert found(None)["weights"] > 4 * whole
+    pairs = {"kind": "preference", "files": "pairs.jsonl", "dir": None}
+    assert found("RTX 4090", data=pairs, preference={})["weights"] > 4 * whole
 
 
 def test_the_storage_of_a_view_counts_once_and_lives_as_long_as_the_view() -> None:

@@ -118,12 +118,18 @@ class Engine:
             return norm
         return all_reduce_sum(norm.detach().double().cpu() ** 2).sqrt().to(norm)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether `share` leaves each process pieces of a model's weights."""
+        return self.name == "fsdp" or self.config.tensor_parallel > 1
+
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """Let the processes share a model, in place; return what computes its forward pass.
 
         Args:
-            model: on this process' device, the same on all; with activation checkpointing and
-                the like in it already.
+            model: the same on all, with activation checkpointing and the like in it already. On
+                this process' device; one that is cut may be on the CPU, whence its layers go to the
+                device one after the other.
             precision: the recipe's; with "bf16", fsdp sends parameters in bf16, and adds
                 gradients up in fp32.
         """
@@ -131,13 +137,15 @@ class Engine:
             assert isinstance(model, Llama)
             self.pipeline = Pipeline(model, self.world, self.device)
             return self.pipeline.forward
-        mesh = self._mesh() if self.name == "fsdp" or self.config.tensor_parallel > 1 else None
+        mesh = self._mesh() if self.cuts else None
         if self.config.tensor_parallel > 1:
             assert isinstance(model, Llama)
             assert mesh is not None
             # It tells that numbers are added up over two dimensions, one after the other.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             cut_tensors(model, mesh["tensor"])
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(self.device)
         if self.name == "ddp":
             # A model is in the same state on all, and has no buffers that change.
             with warnings.catch_warnings():

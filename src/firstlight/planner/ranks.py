@@ -7,8 +7,9 @@ which is compared with what two real processes take (tests/distributed/test_rank
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from firstlight.models.accounting import is_inside_a_layer, meta_model
+from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
 from firstlight.planner.exchange import Exchange
 from firstlight.planner.parts import (
     copies_of,
@@ -27,6 +28,9 @@ _NCCL_BYTES = 400 * 2**20
 
 #: The share of the forward pass' activations above which no layer's gradient is complete yet.
 _EARLY = 0.8
+
+#: Of a machine's memory, what is worth a note.
+_MUCH = 2**30
 
 _CUT = ("weights", "gradients", "optimizer_states")
 
@@ -64,8 +68,21 @@ def of_one_rank(prediction: MemoryPrediction, recipe: Recipe, processes: int) ->
             *prediction.notes,
             f"{', '.join(ways)}: one device's part is traced, what it shares is worked out; NCCL's "
             "buffers are taken for 400 MiB",
+            *_of_the_host(recipe, processes),
         ),
     )
+
+
+def _of_the_host(recipe: Recipe, processes: int) -> Iterator[str]:
+    """What the start takes of the CPU's memory, where that is much."""
+    assert recipe.model is not None
+    # Stages of a pipeline make their own layers.
+    own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
+    if processes * own >= _MUCH:
+        yield (
+            f"at the start each process makes its model in the CPU's memory: {processes} x "
+            f"{own / 2**30:.1f} GiB, on all machines together"
+        )
 
 
 def _of_ddp(prediction: MemoryPrediction, part: Recipe) -> MemoryPrediction:
@@ -160,7 +177,10 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
     offloads = recipe.distributed.offload != "none"
     moved = cut if offloads else ()
 
-    def shared(_: str, peak: PhasePeak) -> PhasePeak:
+    def shared(phase: str, peak: PhasePeak) -> PhasePeak:
+        if phase == "setup":
+            # DeepSpeed is given the whole model, on the device.
+            return peak
         parts = {
             name: 0 if name in moved else -(-size // processes) if name in cut else size
             for name, size in peak.parts.items()

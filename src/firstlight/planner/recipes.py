@@ -296,6 +296,10 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         if recipe.lora is not None:
             attach(model, recipe, PLANNED)
+        if target.kind == "cuda" and recipe.preference is None:
+            # Made on the CPU, and moved then. What references are made with is there before.
+            tracer.start_again()
+            mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
             # The loss needs to know them; of a mask, this target's attention makes none.
             model.forward = _without_documents(model.forward)  # type: ignore[method-assign]

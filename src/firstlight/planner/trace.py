@@ -203,6 +203,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for plain in _plain_tensors(tensor):
                 self._storage_of(plain).part = part
 
+    def start_again(self) -> None:
+        """What ran before does not count; of what is alive, what is marked from now on does."""
+        self.trace = Trace(phase_names=self.trace.phase_names)
+        for storages in (self._known, self._watched, self._keys):
+            storages.clear()
+
     def move_to_host(self, size: int) -> None:
         """Count bytes (or less, if negative) that lie in the host's memory."""
         self._host += size

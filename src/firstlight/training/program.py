@@ -63,7 +63,8 @@ class TrainingProgram:
         keep_memory(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        self.model = model.to(hardware.device)
+        # One that is cut may not fit whole.
+        self.model = model if self.engine.cuts else model.to(hardware.device)
         apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
         self.dtype = resolve_precision(config, hardware)
         # The master weights are the fp32 values that the model is about to lose.
