@@ -21,7 +21,7 @@ from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, Plan, make_plan
 from firstlight.planner.plan_text import blocks, method_rows
-from firstlight.planner.prediction import MemoryPrediction
+from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import settle, with_changes
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
@@ -251,6 +251,45 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     assert search.nearest_ways(settle(written, machine), machine)
 
 
+@pytest.mark.parametrize(
+    "state, evaluation, hopeless",
+    [(30, 1, True), (1, 30, True), (1, 1, False)],
+    ids=["state", "evaluation", "activations"],
+)
+def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
+    monkeypatch: pytest.MonkeyPatch, state: int, evaluation: int, hopeless: bool
+) -> None:
+    asked: list[Question] = []
+
+    def memory(phase: str, size: int, total: int) -> MemoryPrediction:
+        peak = PhasePeak(size, {"weights": size // 2, "optimizer_states": size // 2})
+        return MemoryPrediction(total, phase, {}, {phase: peak}, total, 0, 0, ())
+
+    def answer(_: Oracle, question: Question) -> Outcome:
+        asked.append(question)
+        changed = with_changes(question.recipe, question.changes)
+        step = memory("optimizer", state * _GIB, 99 * _GIB)
+        evaluating = memory("evaluation", _GIB, evaluation * _GIB)
+        return Outcome("", question.changes, changed, step, evaluating, usable_bytes=24 * _GIB)
+
+    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(
+        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+    )
+    machine = find_machine("RTX 4090")
+    written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
+    compiled = search.cut_freely(settle(written, machine))
+    assert search.best_way(compiled, machine) is None
+    assert search.nearest_ways(compiled, machine) == []
+    # As it stands, it was.
+    rows = [
+        with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
+    ]
+    assert (len(rows) == 1) is hopeless
+    # Where the smallest micro-batch does not fit, no larger one is compiled.
+    assert set(rows[1:]) <= {1}
+
+
 def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -350,6 +389,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert "4 devices with fsdp" in names
     assert "2 devices with fsdp" not in names
     assert all(one["rows"] == 1 for one in asked[-5:])
+    # They share the same step of 8 rows.
+    assert [one["batch.gradient_accumulation_steps"] for one in asked[-5:]] == [2, 1, 1, 1, 1]
     ways = {name: (changes, where) for name, changes, where in search._ways_out(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
     assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}

@@ -11,7 +11,7 @@ from typing import Any
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.planner.machine import Machine
 from firstlight.planner.pace import speed_of
-from firstlight.planner.parts import engine_of, own_part
+from firstlight.planner.parts import STATE, engine_of, own_part
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import evaluation_job, run_jobs, training_job
@@ -65,6 +65,17 @@ class Outcome:
     def fits(self) -> bool:
         """Whether it can be, in the memory that there is."""
         return not self.problem and self.needed_bytes <= self.usable_bytes
+
+    @property
+    def may_fit_compiled(self) -> bool:
+        """Whether it could fit with torch.compile, if this is without: evaluations are not
+        compiled, and what an update works with is there then too."""
+        if self.problem or self.training is None:
+            return False
+        peak = self.training.phases.get("optimizer")
+        state = 0 if peak is None else sum(peak.parts.get(name, 0) for name in STATE)
+        evaluation = 0 if self.evaluation is None else self.evaluation.total_bytes
+        return max(state + self.training.overhead_bytes, evaluation) <= self.usable_bytes
 
     @property
     def tokens_per_second(self) -> Range | None:

@@ -23,7 +23,7 @@ from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.training.config import Recipe
 
 #: What there is for each parameter.
-_STATE = ("weights", "gradients", "optimizer_states")
+STATE = ("weights", "gradients", "optimizer_states")
 
 #: Phases that only the last stage has.
 _LAST = ("loss", "backward of loss")
@@ -176,7 +176,7 @@ def _share_elsewhere(part: Recipe, pieces: int, tables: tuple[str, ...]) -> floa
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
     """With less of what there is for each parameter, and more of other parts."""
     parts = {
-        name: round(size * (1 - share)) if name in _STATE else size
+        name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()
     }
     for name, size in more.items():

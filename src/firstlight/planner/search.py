@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from firstlight.planner.machine import Machine
@@ -60,7 +60,7 @@ def best_way(
     micro-batches; memory is bought with the methods that cost the least, and no more than it takes
     to keep the device busy. What compiles is looked for without torch.compile, which is quicker and
     mostly takes more memory; what was found, and the recipe as it stands, are looked at with it;
-    where neither fits, everything is.
+    where neither fits, everything is that could.
 
     Args:
         recipe: settled.
@@ -70,7 +70,8 @@ def best_way(
         known: what the recipe as it stands comes to, if that is known.
     """
     oracle = oracle or Oracle()
-    found = _best_way(recipe, machine, oracle, tell, compiles=False)
+    without: dict[str, Outcome] = {}
+    found = _best_way(recipe, machine, oracle, tell, without)
     if recipe.efficiency.compile is not True:
         return found
     ways: list[Outcome] = []
@@ -82,7 +83,8 @@ def best_way(
         ways.append(oracle.answer(Question(recipe, machine, found.name, found.changes)))
     fitting = [one for one in ways if one.fits]
     if not fitting:
-        return _best_way(recipe, machine, oracle, tell, compiles=True)
+        hopeless = {name for name, one in without.items() if not one.may_fit_compiled}
+        return _best_way(recipe, machine, oracle, tell, {}, compiles=True, hopeless=hopeless)
     return max(fitting, key=_rate)
 
 
@@ -91,15 +93,22 @@ def _best_way(
     machine: Machine,
     oracle: Oracle,
     tell: Callable[[str], None],
+    looked_at: dict[str, Outcome],
     *,
-    compiles: bool,
+    compiles: bool = False,
+    hopeless: Container[str] = (),
 ) -> Outcome | None:
+    """
+    Args:
+        looked_at: gets each way, as large as it fits.
+        hopeless: ways that are not to be tried.
+    """
     found: list[Outcome] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
         # What the recipe has already is no other way.
-        if wanted in tried:
+        if wanted in tried or name in hopeless:
             continue
         tried.append(wanted)
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
@@ -107,7 +116,8 @@ def _best_way(
             continue
         tell(name)
         one = largest_that_fits(recipe, machine, name, wanted, oracle, compiles=compiles)
-        if one is None:
+        looked_at[name] = one
+        if not one.fits:
             continue
         found.append(one)
         if _is_busy(one, machine):
@@ -123,8 +133,8 @@ def largest_that_fits(
     oracle: Oracle,
     *,
     compiles: bool,
-) -> Outcome | None:
-    """With the largest micro-batch that fits and cuts the step evenly; None if no row does.
+) -> Outcome:
+    """With the largest micro-batch that fits and cuts the step evenly; the smallest if none does.
 
     Memory grows with the rows: that of one and of two tells about where to look, and what is found
     there is looked at itself.
@@ -135,14 +145,15 @@ def largest_that_fits(
         question = _with_rows(recipe, machine, name, changes, rows)
         return dataclasses.replace(question, compiles=compiles)
 
-    first, *more = oracle.answers([asked(rows) for rows in cuts[:-3:-1]])
-    if not first.fits:
-        return None
-    if not more:
+    if compiles:
+        # Each keeps all workers busy.
+        first = oracle.answer(asked(cuts[-1]))
+        more = [oracle.answer(asked(rows)) for rows in cuts[-2:-1] if first.fits]
+    else:
+        first, *more = oracle.answers([asked(rows) for rows in cuts[:-3:-1]])
+    if not (first.fits and more and more[0].fits):
         return first
     (second,) = more
-    if not second.fits:
-        return first
     slope = (second.needed_bytes - first.needed_bytes) / (cuts[-2] - cuts[-1])
     busy = BUSY_TOKENS[machine.target.kind]
     seq_len = recipe.data.seq_len or 1
@@ -240,25 +251,33 @@ def nearest_ways(
         tell: called with what has been tried.
     """
     oracle, questions = oracle or Oracle(), []
+    rows = rows_a_step(recipe, machine) * copies_of(recipe, machine.count)
     for name, changes, where in _ways_out(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            least["batch.gradient_accumulation_steps"] = rows_a_step(recipe, where)
+            accumulation = rows_a_step(recipe, machine)
+            if where.count > machine.count:
+                # They share the same step.
+                accumulation = max(rows // where.count, 1)
+            least["batch.gradient_accumulation_steps"] = accumulation
         questions.append(Question(recipe, where, name, {**least, **changes}, compiles=False))
-    found = _fitting(questions, oracle, tell)
-    if found or recipe.efficiency.compile is not True:
-        return found
-    return _fitting([dataclasses.replace(one, compiles=True) for one in questions], oracle, tell)
+    found = _told(oracle.answers(questions), tell)
+    fitting = [one for one in found if one.fits]
+    if fitting or recipe.efficiency.compile is not True:
+        return fitting
+    compiled = [
+        dataclasses.replace(question, compiles=True)
+        for question, one in zip(questions, found, strict=True)
+        if one.may_fit_compiled
+    ]
+    return [one for one in _told(oracle.answers(compiled), tell) if one.fits]
 
 
-def _fitting(
-    questions: Sequence[Question], oracle: Oracle, tell: Callable[[str], None]
-) -> list[Outcome]:
+def _told(outcomes: Iterator[Outcome], tell: Callable[[str], None]) -> list[Outcome]:
     found = []
-    for one in oracle.answers(questions):
+    for one in outcomes:
         tell(one.name)
-        if one.fits:
-            found.append(one)
+        found.append(one)
     return found
 
 
