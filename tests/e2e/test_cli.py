@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import shutil
@@ -589,3 +591,16 @@ def test_no_arguments_show_the_help(run: Run) -> None:
     helped = run("--help")
     assert helped.exit_code == 0
     assert helped.out.startswith("Usage: firstlight ")
+
+
+def test_a_process_that_ends_does_not_look_for_cycles_in_all_of_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    # Called by others, who go on.
+    assert main(["--version"]) == 0
+    assert registered == []
+    monkeypatch.setattr(sys, "argv", ["firstlight", "--version"])
+    assert main() == 0
+    assert registered == [gc.freeze]

@@ -46,6 +46,8 @@ def stubbed_compiler() -> Iterator[None]:
         replaced(async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
         # Without a look at the machine's vector units, for which it would start the C++ compiler.
         replaced(vector_units, "valid_vec_isa_list", list),
+        # For logs and caches that are not kept.
+        replaced(torch.fx.GraphModule, "print_readable", _no_text),
         config.patch(options),
         quickly,
         functorch_config.patch(enable_autograd_cache=False),
@@ -146,6 +148,10 @@ def _reinterpret(
 
 def _no_kernel(*_: object, **__: object) -> Callable[..., None]:
     return _nothing
+
+
+def _no_text(*_: object, **__: object) -> str:
+    return ""
 
 
 def _nothing(*_: object) -> None:
