@@ -169,8 +169,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that this process could still take: of the GPU, or of the machine and of the
-    control group that it is in."""
+    """Memory that this process could still take: of the GPU, or of the machine, of the control
+    group that it is in, and of its limit (`ulimit -v`)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
@@ -181,6 +181,9 @@ def free_memory_bytes(device: torch.device) -> int:
         cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
         taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
         free = min(free, max(int(text) - taken, 0))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        free = min(free, max(addresses - psutil.Process().memory_info().vms, 0))
     return free
 
 

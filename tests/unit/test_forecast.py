@@ -14,9 +14,16 @@ import firstlight
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.planner import automatic
-from firstlight.planner.automatic import RunForecaster, planned_elsewhere, planned_recipe
+from firstlight.planner.automatic import (
+    _ADVICE,
+    RunForecaster,
+    planned_elsewhere,
+    planned_recipe,
+)
 from firstlight.planner.calibration import Calibration
-from firstlight.planner.machine import find_machine
+from firstlight.planner.machine import _CPU_SHARE, find_machine
+from firstlight.planner.methods import methods
+from firstlight.planner.outcome import Oracle, Question
 from firstlight.planner.settling import settle
 from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.fit import Trial
@@ -136,14 +143,34 @@ def test_a_forecast_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunForecaster().forecast(settled(), _CPU, 1) is not None
 
 
-def test_advice_says_what_filled_memory_and_what_would_have_saved_it() -> None:
-    advice = RunForecaster().advise(settled(batch={"micro_batch_size": 64}), _CPU, 1)
+def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = settled(batch={"micro_batch_size": 64})
+    machine = find_machine()
+    known = dict(methods(recipe, machine))
+    ways = [Question(recipe, machine, changes=known[name], evaluates=False) for name in _ADVICE]
+    needed = [one.needed_bytes for one in Oracle(measures=False).answers(ways)]
+    assert len(needed) == 3
+    advice = RunForecaster().advise(recipe, _CPU, 1)
     assert advice is not None
     assert advice.startswith("in the ")
     assert "logits and loss" in advice
-    # Any of them fits in this machine's memory: the fastest is named.
-    assert "; with efficiency." in advice
     assert advice.endswith(" of the speed")
+    # By what is known it would have fitted: what saves the most is named.
+    assert _named(advice) == ways[needed.index(min(needed))].changes
+    # Where the others fit too, the fastest.
+    slightly_more = int(1.01 * max(needed) / _CPU_SHARE)
+    monkeypatch.setattr("firstlight.planner.machine.free_memory_bytes", lambda _: slightly_more)
+    advice = RunForecaster().advise(recipe, _CPU, 1)
+    assert advice is not None
+    assert _named(advice) == {"efficiency.loss_chunk_tokens": 1024}
+
+
+def _named(advice: str) -> dict[str, Any]:
+    """The change that an advice names."""
+    key, value = advice.split("; with ")[1].split(" it would be")[0].split()
+    return {key: int(value) if value.isdigit() else value}
 
 
 def trying(monkeypatch: pytest.MonkeyPatch, fits: int, peak_bytes: int = 10**6) -> list[int]:

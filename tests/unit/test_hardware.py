@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -176,3 +177,19 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
 
 def test_there_is_nothing_to_wait_for_on_a_cpu() -> None:
     synchronize(torch.device("cpu"))
+
+
+def test_a_limit_of_addresses_is_known() -> None:
+    """What batch systems and `ulimit -v` set."""
+    script = """
+import resource, torch, psutil
+from firstlight.hardware import free_memory_bytes
+free = free_memory_bytes(torch.device("cpu"))
+used = psutil.Process().memory_info().vms
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+print(free, free_memory_bytes(torch.device("cpu")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    before, limited = map(int, done.stdout.split())
+    assert before > 2**28
+    assert 2**27 < limited <= 2**28

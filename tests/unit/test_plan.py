@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, Plan, make_plan
-from firstlight.planner.plan_text import blocks, method_rows
+from firstlight.planner.plan_text import blocks, memory_table, method_rows
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import settle, with_changes
@@ -431,6 +432,14 @@ def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
     assert changed.efficiency.precision == "fp32"
+
+
+def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:
+    training = MemoryPrediction(_GIB, "forward", {"weights": _GIB}, {}, _GIB, 0, 2 * _GIB, ())
+    table = memory_table(Outcome("", training=training))
+    assert list(table[-1]) == ["beside it, in the CPU's memory", "2.00 GiB"]
+    training = dataclasses.replace(training, host_bytes=0)
+    assert table[-2] == memory_table(Outcome("", training=training))[-1]
 
 
 def test_methods_are_those_that_the_recipe_does_not_have() -> None:

@@ -214,6 +214,14 @@ def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> No
     assert plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target()).notes == ()
 
 
+def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -> None:
+    recurrent = nn.GRU(4, 4)
+    target = find_machine("RTX 4090").target
+    options = {"loss": lambda found: found[0].sum(), "target": target}
+    (note,) = plan_module(recurrent, [torch.empty(2, 3, 4)], **options).notes  # type: ignore[arg-type]
+    assert note.startswith("what libraries take inside of gru is")
+
+
 _METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "llama": {"model": LLAMA},

@@ -136,7 +136,8 @@ def _advice(recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    fitting = [one for one in good if one.fits]
+    # Memory ran out of what was thought to fit: there is less than is known, so the most is saved.
+    fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
     assert best.training is not None

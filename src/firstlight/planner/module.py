@@ -111,12 +111,14 @@ def plan_module(
             updates.step()
             updates.zero_grad(set_to_none=zero_grad == "set_to_none")
         trace = tracer.finish()
-    trace.notes += _opaque_layers(trace)
+    trace.notes += _opaque_layers(trace, model)
     return predict(trace, target, counted)
 
 
-def _opaque_layers(trace: Trace) -> Iterator[str]:
+def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     names = {one.name.split(".")[1] for one in trace.operators if one.name.startswith("aten.")}
+    # Some of which are traced as the products that they could be computed with.
+    names |= {part.mode.lower() for part in model.modules() if isinstance(part, nn.RNNBase)}
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
         yield (

@@ -87,6 +87,8 @@ def memory_table(one: Outcome) -> Table:
     if any(p.overhead_bytes for _, p in columns):
         rows.append(("beside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
     rows.append(("together", *(gib(p.total_bytes) for _, p in columns)))
+    if any(p.host_bytes for _, p in columns):
+        rows.append(("beside it, in the CPU's memory", *(gib(p.host_bytes) for _, p in columns)))
     return rows
 
 
