@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import ConfigError
@@ -18,6 +20,7 @@ from firstlight.models.llama import Block
 from firstlight.models.moe import (
     RouterStatistics,
     SparseMLP,
+    _blocks,
     grouped_linear,
     load_balancing_loss,
 )
@@ -53,6 +56,29 @@ def test_grouped_products_and_their_gradients_are_those_of_each_block(
     for own, expected in zip(*found, strict=True):
         assert own.dtype == dtype
         torch.testing.assert_close(own, expected, atol=tolerance, rtol=tolerance)
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
+def test_rows_are_multiplied_with_few_others_in_their_place(visits: list[int]) -> None:
+    ends = torch.tensor(visits).cumsum(0)
+    rows = torch.arange(sum(visits))
+    found = list(_blocks(rows, ends))
+    for (own, block, place), expected in zip(found, torch.split(rows, visits), strict=True):
+        assert torch.equal(rows[own], expected)
+        assert torch.equal(rows[block][place], expected)
+        count, more = len(expected), len(rows[block]) - len(expected)
+        assert 0 <= more <= max(7, count / 16)
+
+
+def test_products_of_experts_have_few_shapes_whatever_the_router_does() -> None:
+    """oneDNN compiles code for each, and keeps it: half a MB."""
+    rows = torch.zeros(5000)
+    sizes = {
+        block.stop - block.start
+        for count in range(4096)
+        for _, block, _ in _blocks(rows, torch.tensor([count]))
+    }
+    assert len(sizes) < 120
 
 
 def test_under_autocast_products_run_in_its_dtype() -> None:

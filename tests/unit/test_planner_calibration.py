@@ -185,6 +185,17 @@ def test_a_layout_without_times_goes_by_another() -> None:
     assert found.seconds == pytest.approx(2 * 128**3 / 1e9)
 
 
+def test_the_products_of_experts_are_timed_as_such_and_go_by_others_until_then() -> None:
+    layouts = [((128, 64), FP32), ((4, 32, 64), FP32), ((4,), torch.int32)]
+    experts = op("grouped_linear.default", layouts, [((128, 32), FP32)])
+    flops = 2 * 128 * 64 * 32
+    found = filled()
+    assert found.seconds(experts).seconds == pytest.approx(flops / 1e9)
+    found.add(features_of(experts), 10 * flops / 1e9)
+    assert found.seconds(experts).seconds == pytest.approx(10 * flops / 1e9)
+    assert found.seconds(mm(128, 128, 128)).seconds == pytest.approx(2 * 128**3 / 1e9)
+
+
 def test_an_unknown_stream_goes_by_the_others() -> None:
     one = op("erfinv.default", [((128, 128), FP32)], [((128, 128), FP32)])
     assert filled().seconds(one).seconds == pytest.approx(2 * 4 * 128**2 / 1e9)
@@ -304,6 +315,16 @@ def test_measuring_fills_the_store_with_what_costs_most() -> None:
                 ((1, 4, 8, 8), torch.bool),
             ],
             [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2],
+        ),
+        op(
+            "grouped_linear.default",
+            [((6, 8), FP32), ((3, 4, 8), FP32), ((3,), torch.int32)],
+            [((6, 4), FP32)],
+        ),
+        op(
+            "grouped_linear_backward.default",
+            [((6, 4), FP32), ((6, 8), FP32), ((3, 4, 8), FP32), ((3,), torch.int32)],
+            [((6, 8), FP32), ((3, 4, 8), FP32)],
         ),
     ],
     ids=lambda one: one.name,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.bench.planner_measure import measured_memory
+from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
 from firstlight.planner.allocator import CachingAllocator, reserved_bytes, rounded
 from firstlight.planner.cuda_kernels import CudaKernels
 from firstlight.planner.kernels import Target, cuda_target, this_cpu, workspace_bytes
@@ -152,6 +153,18 @@ def test_products_in_half_precision_take_no_more_than_predicted(
 def test_products_in_fp32_take_nothing() -> None:
     predicted, measured = workspace_of(lambda a, b: a @ b, torch.randn(64, 64), torch.randn(64, 64))
     assert predicted == measured == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_experts_visited_twice_as_often_take_no_more_than_predicted(backward: bool) -> None:
+    rows, width, size = 512, 96, 64
+    x = torch.randn(rows, size, dtype=torch.bfloat16)
+    weight = torch.randn(4, width, size, dtype=torch.bfloat16)
+    ends = torch.tensor([64, 320, 448, 512], dtype=torch.int32)
+    given = (torch.randn(rows, width, dtype=torch.bfloat16), x, weight, ends)
+    function: Any = _grouped_linear_backward if backward else _grouped_linear
+    predicted, measured = workspace_of(function, *(given if backward else given[1:]))
+    assert 2 * 256 * width < measured <= predicted <= measured + 100_000
 
 
 def test_operands_of_another_dtype_are_converted() -> None:

@@ -6,6 +6,7 @@ F width inside an expert, M = N * K visits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 # An operator of its own, since torch.compile knows the shapes of torch's for bf16 only.
 @torch.library.custom_op("firstlight::grouped_linear", mutates_args=())
 def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
+    if _is_compiled_by_shape(weight_EFC):
+        out_MF = x_MC.new_empty(len(x_MC), weight_EFC.shape[1])
+        for weight_FC, (rows, block, own) in zip(weight_EFC, _blocks(x_MC, ends_E), strict=True):
+            out_MF[rows] = F.linear(x_MC[block], weight_FC)[own]
+        return out_MF
     if _has_kernel(weight_EFC):
         return F.grouped_mm(x_MC, weight_EFC.transpose(1, 2), offs=ends_E)
     blocks = zip(_split(x_MC, ends_E), weight_EFC.unbind(0), strict=True)
@@ -97,6 +103,15 @@ def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_MF = grad_MF.contiguous()
+    if _is_compiled_by_shape(weight_EFC):
+        grad_x_MC, grad_EFC = torch.empty_like(x_MC), torch.empty_like(weight_EFC)
+        for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
+            grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
+            # Over rows there is a sum: those of others are nothing.
+            grad_NF = torch.zeros_like(grad_MF[block])
+            grad_NF[own] = grad_MF[rows]
+            torch.mm(grad_NF.T, x_MC[block], out=grad_EFC[expert])
+        return grad_x_MC, grad_EFC
     if _has_kernel(weight_EFC):
         grad_x_MC = F.grouped_mm(grad_MF, weight_EFC, offs=ends_E)
         return grad_x_MC, F.grouped_mm(grad_MF.transpose(0, 1), x_MC, offs=ends_E)
@@ -133,6 +148,27 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
         modern = torch.cuda.get_device_capability(weight_EFC.device) >= (8, 0)
         return aligned and modern and dtype == torch.bfloat16
     return aligned and device == "cpu" and dtype in (torch.bfloat16, torch.float32)
+
+
+def _is_compiled_by_shape(weight_EFC: Tensor) -> bool:
+    """Whether oneDNN has code compiled for each number of rows that is new, and keeps the last
+    thousand, of half a MB each: routers send another number in each step."""
+    return weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
+
+
+def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Each expert's rows; the rows that are multiplied in their place, of a number that comes again
+    and again; and where in those they are."""
+    first = 0
+    for last in ends_E.tolist():
+        count = last - first
+        # At most a sixteenth more, from 128 on; and some sixteen numbers of each magnitude.
+        step = max(8, 1 << max(count.bit_length() - 5, 0))
+        size = min(-(-count // step) * step, len(x_MC))
+        begin = min(first, len(x_MC) - size)
+        own = slice(first - begin, last - begin)
+        yield slice(first, last), slice(begin, begin + size), own
+        first = last
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:

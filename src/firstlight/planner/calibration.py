@@ -32,6 +32,7 @@ from firstlight.planner.speed_kinds import (
     base_name,
     is_attention,
     is_free,
+    is_grouped,
     is_masked,
     kind_of,
     product_of,
@@ -121,7 +122,8 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
         product = product_of(operator, transposed)
         dtype = _dtype_text(product.dtype)
         sizes = tuple(map(_log2, (product.batch, product.m, product.n, product.k)))
-        group = f"product {dtype} {product.layout}"
+        # Of small products in a call, each with its own weight, there is another rate.
+        group = f"product {dtype} {name if is_grouped(operator) else product.layout}"
         # Of other dtypes there is no reference; what is measured of them counts in fp32's.
         reference = dtype if dtype == "bfloat16" else "float32"
         return Features(f"{product.layout} {key}", group, sizes, product.flops, reference)

@@ -117,6 +117,15 @@ def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     return lambda: function(*tensors[:count], mask, kept, 1.0)
 
 
+def _experts(operator: Operator, tensors: Sequence[Tensor]) -> Call:
+    function = OPDEFS[f"firstlight::{base_name(operator)}"]._init_fn
+    *factors, ends_E = tensors
+    rows, experts = len(factors[0]), len(ends_E)
+    # Each has as many.
+    ends_E.copy_(torch.arange(1, experts + 1) * rows // experts)
+    return lambda: function(*factors, ends_E)
+
+
 def _softmax_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     name = getattr(_aten, base_name(operator))
     return lambda: name(tensors[0], tensors[1], -1, tensors[1].dtype)
@@ -178,6 +187,8 @@ _BUILDERS: dict[str, Builder] = {
     "bernoulli_": lambda _, t: lambda: t[0].bernoulli_(0.9),
     "blockwise_attention": _blockwise,
     "blockwise_attention_backward": _blockwise,
+    "grouped_linear": _experts,
+    "grouped_linear_backward": _experts,
     "_to_copy": _cast,
     "clone": _like(_aten.clone),
     "add": _with_number(_aten.add),

@@ -98,6 +98,11 @@ def is_attention(operator: Operator) -> bool:
     return any(kernel in name for kernel in _ATTENTION)
 
 
+def is_grouped(operator: Operator) -> bool:
+    """Whether it multiplies the rows of experts, all in one call."""
+    return base_name(operator) in _GROUPED
+
+
 def is_masked(operator: Operator) -> bool:
     """Whether an attention kernel was given a mask, which in training is causal else."""
     plain = _INPUTS_WITHOUT_MASK.get(base_name(operator))
@@ -140,7 +145,7 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
         transposed: see `transposed_factors`.
     """
     name = base_name(operator)
-    if name in _GROUPED:
+    if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
         ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
         return Product(count, rows, n, k, dtype, transposed=transposed)
@@ -182,7 +187,9 @@ def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[
     }
     result = {}
     for one, it in products.items():
-        if it.batch > 1:
+        if is_grouped(one):
+            result[one] = (False, False)
+        elif it.batch > 1:
             result[one] = (False, it.n > it.k)
         elif one.phase == "optimizer":
             result[one] = (False, False)
