@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.models import Llama, MoEConfig, empty_model
+from firstlight.models import Llama, MoEConfig, empty_model, moe
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.models.llama import Block
 from firstlight.models.moe import (
@@ -58,6 +59,34 @@ def test_grouped_products_and_their_gradients_are_those_of_each_block(
         torch.testing.assert_close(own, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "ends", [[130, 140, 400], [0, 399, 400], [400, 400, 400], [7, 150, 400], [200, 390, 400]]
+)
+def test_many_rows_in_bf16_are_multiplied_in_blocks(
+    ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_seen: list[int] = []
+
+    def seen(x: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+        rows_seen.append(len(x))
+        return _blocks(x, ends_E)
+
+    monkeypatch.setattr(moe, "_blocks", seen)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(3, 24, 16, generator=generator).bfloat16().requires_grad_()
+    upstream = torch.randn(400, 24, generator=generator).bfloat16()
+    product = grouped_linear(x, weight, torch.tensor(ends))
+    found = (product, *torch.autograd.grad(product, (x, weight), upstream))
+    assert rows_seen == [400, 400]
+    exact = [one.detach().float().requires_grad_() for one in (x, weight)]
+    product = expected_product(exact[0], exact[1], ends)
+    wanted = (product, *torch.autograd.grad(product, exact, upstream.float()))
+    for own, expected in zip(found, wanted, strict=True):
+        assert own.dtype == torch.bfloat16
+        torch.testing.assert_close(own.float(), expected, atol=0.1, rtol=0.01)
+
+
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
 def test_rows_are_multiplied_with_few_others_in_their_place(visits: list[int]) -> None:
     ends = torch.tensor(visits).cumsum(0)
@@ -66,6 +95,7 @@ def test_rows_are_multiplied_with_few_others_in_their_place(visits: list[int]) -
     for (own, block, place), expected in zip(found, torch.split(rows, visits), strict=True):
         assert torch.equal(rows[own], expected)
         assert torch.equal(rows[block][place], expected)
+        assert block.stop <= len(rows)
         count, more = len(expected), len(rows[block]) - len(expected)
         assert 0 <= more <= max(7, count / 16)
 

@@ -82,7 +82,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 # An operator of its own, since torch.compile knows the shapes of torch's for bf16 only.
 @torch.library.custom_op("firstlight::grouped_linear", mutates_args=())
 def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
-    if _is_compiled_by_shape(weight_EFC):
+    if _takes_blocks(x_MC, weight_EFC):
         out_MF = x_MC.new_empty(len(x_MC), weight_EFC.shape[1])
         for weight_FC, (rows, block, own) in zip(weight_EFC, _blocks(x_MC, ends_E), strict=True):
             out_MF[rows] = F.linear(x_MC[block], weight_FC)[own]
@@ -103,7 +103,7 @@ def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_MF = grad_MF.contiguous()
-    if _is_compiled_by_shape(weight_EFC):
+    if _takes_blocks(x_MC, weight_EFC):
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), torch.empty_like(weight_EFC)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
@@ -150,10 +150,15 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
     return aligned and device == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
-def _is_compiled_by_shape(weight_EFC: Tensor) -> bool:
-    """Whether oneDNN has code compiled for each number of rows that is new, and keeps the last
-    thousand, of half a MB each: routers send another number in each step."""
-    return weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
+#: Rows an expert from which on `_blocks` are faster: fewer have few different numbers.
+ROWS_OF_BLOCKS = 128
+
+
+def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
+    """On CPUs in bf16, oneDNN compiles code for each number of rows that is new, and keeps the last
+    thousand, of half a MB each; and routers send another number in each step."""
+    on_cpu = weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
+    return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
 def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from firstlight.models.blockwise import QUERIES, at_a_time, blocks_of
+from firstlight.models.moe import ROWS_OF_BLOCKS
 from firstlight.planner.trace import Operator, bytes_of
 
 
@@ -179,6 +180,8 @@ def experts_bytes(operator: Operator, target: Target) -> int:
         return 0
     is_backward = operator.name.split(".")[1].endswith("backward")
     experts, width, size = operator.inputs[2 if is_backward else 1][0]
+    if shape[0] < ROWS_OF_BLOCKS * experts:
+        return 0
     rows = min(shape[0], 2 * -(-shape[0] // experts))
     sizes = (width, rows, size) if is_backward else (rows, size, width)
     held = dtype.itemsize * rows * (max(width, size) if is_backward else width)
