@@ -17,6 +17,7 @@ from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
 from firstlight.efficiency.compilation import require_compiler
 from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
 from firstlight.efficiency.memory import offloaded_activations
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
@@ -440,6 +441,18 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
     engine = Engine(recipe.distributed, World(0, 2, 0, 2), elsewhere.device)
     TrainingProgram(recipe, model, elsewhere, engine)
     assert seen == {before}
+
+
+def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "_mesh", lambda _: {"tensor": None})
+    monkeypatch.setattr("firstlight.efficiency.engine.cut_tensors", lambda *_: None)
+    model = empty_model(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8))
+    config = DistributedConfig(tensor_parallel=2)
+    assert len(list(model.buffers())) == 1
+    Engine(config, World(0, 2, 0, 2), torch.device("meta")).share(model, "fp32")
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params"])

@@ -271,14 +271,18 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
         changed = with_changes(question.recipe, question.changes)
         step = memory("optimizer", state * _GIB, 99 * _GIB)
         evaluating = memory("evaluation", _GIB, evaluation * _GIB)
-        return Outcome("", question.changes, changed, step, evaluating, usable_bytes=24 * _GIB)
+        bound = not question.compiles and changed.efficiency.compile is True
+        found = Outcome("", question.changes, changed, step, evaluating, is_bound=bound)
+        return dataclasses.replace(found, usable_bytes=24 * _GIB)
 
     monkeypatch.setattr(Oracle, "answer", answer)
     monkeypatch.setattr(
         Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
     )
     machine = find_machine("RTX 4090")
-    written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
+    # With chunks, the second way is the same as the first.
+    efficiency = {"compile": True, "loss_chunk_tokens": 64}
+    written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
     compiled = search.cut_freely(settle(written, machine))
     assert search.best_way(compiled, machine) is None
     assert search.nearest_ways(compiled, machine) == []
@@ -289,6 +293,9 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     assert (len(rows) == 1) is hopeless
     # Where the smallest micro-batch does not fit, no larger one is compiled.
     assert set(rows[1:]) <= {1}
+    # What goes without torch.compile is the same when it is asked for again.
+    offloading = [one for one in asked if one.changes.get("efficiency.compile") is False]
+    assert [one.compiles for one in offloading] == [False]
 
 
 def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
@@ -392,6 +399,17 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert all(one["rows"] == 1 for one in asked[-5:])
     # They share the same step of 8 rows.
     assert [one["batch.gradient_accumulation_steps"] for one in asked[-5:]] == [2, 1, 1, 1, 1]
+    asked.clear()
+    tensor = {"tensor_parallel": 2}
+    cut = settle(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
+    search.nearest_ways(cut, dataclasses.replace(machine, count=2))
+    steps = {
+        one["count"]: one["batch.gradient_accumulation_steps"]
+        for one in asked
+        if "distributed" in one
+    }
+    # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
+    assert steps[2] == 4
     ways = {name: (changes, where) for name, changes, where in search._ways_out(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
     assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}

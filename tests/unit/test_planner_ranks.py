@@ -15,6 +15,7 @@ from firstlight.planner.parts import own_part, with_own_tables
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.ranks import exchange_of, of_one_rank
 from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.preference import PreferenceConfig
 
 _MIB = 2**20
 _CONFIG = {"model_type": "gpt2", "vocab_size": 300, "hidden_size": 32, "num_attention_heads": 2}
@@ -86,7 +87,19 @@ def test_what_the_start_takes_of_the_cpus_memory_is_said() -> None:
     large = one.model.model_copy(update={"hidden_size": 1024, "num_hidden_layers": 80})
     size = 4 * sum(p.numel() for p in meta_model(large).parameters()) / 2**30
     found = of_one_rank(alone(), one.model_copy(update={"model": large}), 4)
-    assert f"in the CPU's memory: 4 x {size:.1f} GiB" in found.notes[-1]
+    said = f"in the CPU's memory: 4 x {size:.1f} GiB"
+    assert said in found.notes[-1]
+    zero = recipe(engine="deepspeed").model_copy(update={"model": large})
+    assert said in of_one_rank(alone(), zero, 4).notes[-1]
+
+
+def test_the_references_of_pairs_are_made_with_the_whole_model() -> None:
+    started = replace(alone(), phases={**alone().phases, "setup": alone().phases["forward"]})
+    pairs = recipe(engine="fsdp").model_copy(update={"preference": PreferenceConfig()})
+    found = of_one_rank(started, pairs, 4).phases["setup"]
+    assert found.parts["weights"] == whole()["weights"]
+    found = of_one_rank(started, recipe(engine="fsdp"), 4).phases["setup"]
+    assert found.parts["weights"] == whole()["weights"] // 4
 
 
 def test_zero_cuts_by_its_stage_and_moves_what_is_offloaded() -> None:

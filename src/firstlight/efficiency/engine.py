@@ -144,8 +144,9 @@ class Engine:
             # It tells that numbers are added up over two dimensions, one after the other.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             cut_tensors(model, mesh["tensor"])
-            for buffer in model.buffers():
-                buffer.data = buffer.data.to(self.device)
+            for module in model.modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, buffer.to(self.device))
         if self.name == "ddp":
             # A model is in the same state on all, and has no buffers that change.
             with warnings.catch_warnings():

@@ -72,7 +72,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
         ends_E: where each expert's rows end.
 
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
-    be used, one product an expert over its own rows.
+    be used, one product an expert over its own rows; and over blocks where those are faster.
     """
     dtype = product_dtype(weight_EFC)
     product: Tensor = _grouped_linear(x_MC.to(dtype), weight_EFC.to(dtype), ends_E.int())

@@ -68,9 +68,9 @@ class Outcome:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """Whether it could fit with torch.compile, if this is without: evaluations are not
-        compiled, and what an update works with is there then too."""
-        if self.problem or self.training is None:
+        """Whether it could fit with torch.compile, of an outcome that is without: evaluations are
+        not compiled, and what an update works with is there then too."""
+        if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
         state = 0 if peak is None else sum(peak.parts.get(name, 0) for name in STATE)

@@ -153,6 +153,9 @@ def _of_fsdp(
         return early + state * 4 * (whole - early) // size // pieces
 
     def cut(phase: str, peak: PhasePeak) -> PhasePeak:
+        if phase == "setup" and part.preference is not None:
+            # The process that makes the references of the pairs has the whole model then.
+            return peak
         parts = dict(peak.parts)
         whole = parts.get("gradients", 0)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
@@ -196,7 +199,8 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
     note = (
         "DeepSpeed is worked out, not traced: its buffers of up to 500 million numbers come on top"
     )
-    return dataclasses.replace(found, notes=(*found.notes, note))
+    notes = (*found.notes, note, *_of_the_host(recipe, processes))
+    return dataclasses.replace(found, notes=notes)
 
 
 def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int = 0) -> Exchange:

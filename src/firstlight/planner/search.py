@@ -9,6 +9,7 @@ from typing import Any
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import copies_of
+from firstlight.planner.settling import with_changes
 from firstlight.training.config import Recipe
 
 #: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
@@ -108,9 +109,11 @@ def _best_way(
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
         # What the recipe has already is no other way.
-        if wanted in tried or name in hopeless:
+        if wanted in tried:
             continue
         tried.append(wanted)
+        if name in hopeless:
+            continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
             # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
             continue
@@ -255,11 +258,10 @@ def nearest_ways(
     for name, changes, where in _ways_out(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            accumulation = rows_a_step(recipe, machine)
-            if where.count > machine.count:
-                # They share the same step.
-                accumulation = max(rows // where.count, 1)
-            least["batch.gradient_accumulation_steps"] = accumulation
+            # More devices share the same step.
+            cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
+            copies = copies_of(cut, where.count)
+            least["batch.gradient_accumulation_steps"] = max(rows // copies, 1)
         questions.append(Question(recipe, where, name, {**least, **changes}, compiles=False))
     found = _told(oracle.answers(questions), tell)
     fitting = [one for one in found if one.fits]

@@ -67,9 +67,10 @@ class TrainingProgram:
         self.model = model if self.engine.cuts else model.to(hardware.device)
         apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
         self.dtype = resolve_precision(config, hardware)
-        # The master weights are the fp32 values that the model is about to lose.
-        initial = {name: p.detach() for name, p in self.model.named_parameters()}
+        initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":
+            # The master weights are the fp32 values that the model is about to lose.
+            initial = {name: p.detach() for name, p in self.model.named_parameters()}
             self.model.to(torch.bfloat16)
         self.optimizer, forward = self._shared(initial)
         section = recipe.preference
@@ -84,7 +85,7 @@ class TrainingProgram:
         it.
 
         Args:
-            initial: fp32 values by parameter name.
+            initial: fp32 values by parameter name, of those that have lost them.
         """
         recipe, config = self.recipe, self.recipe.efficiency
         if self.engine.name == "deepspeed":
