@@ -13,8 +13,8 @@ def codes(result: list[dict[str, Any]]) -> list[int | None]:
 
 def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
     plan: dict[str, Any] = {"steps": 3, "timeout": 30.0}
-    # Where somebody never comes.
-    short = plan | {"timeout": 4.0}
+    # Where somebody never comes; those who do may come some seconds after one another.
+    short = plan | {"timeout": 12.0}
     both = two_ranks()
     other_size = [both[0], both[1] | {"WORLD_SIZE": "4"}]
     same_rank = [both[0], both[1], both[1]]
@@ -44,7 +44,7 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
         assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
     for rank in missing:
         assert rank["code"] == 1, missing
-        assert "error: ranks 1, 3 did not come within 4 s" in rank["said"]
+        assert "error: ranks 1, 3 did not come within 12 s" in rank["said"]
     assert codes(alone) == [1], alone
     assert "could not reach 127.0.0.1:" in alone[0]["said"]
     assert sorted(codes(twice), key=str)[-1] == 2, twice
