@@ -14,11 +14,13 @@ from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.planner.compute_optimal import (
     LAWS,
+    MOST_EPOCHS,
     batch_tokens,
     expected_loss,
     model_ladder,
     peak_learning_rate,
     suggest,
+    useful_tokens,
     worth_of_tokens,
 )
 
@@ -61,6 +63,9 @@ def test_text_read_again_is_worth_less_and_in_the_end_nothing() -> None:
     assert 0.9 * 400 < worth_of_tokens(400, 100) < 400
     most = 100 * (1 + 15.39)
     assert worth_of_tokens(1e9, 100) == pytest.approx(most)
+    # Of what can be had by reading it ever again, there is nine tenths by then.
+    assert worth_of_tokens(useful_tokens(1e9, 100), 100) > 0.9 * most
+    assert useful_tokens(300, 100) == useful_tokens(300, None) == 300
 
 
 def test_batches_grow_with_compute_and_learning_rates_shrink() -> None:
@@ -113,13 +118,22 @@ def test_a_budget_of_tokens_gets_a_model_of_a_twentieth() -> None:
     assert tiny.max_steps >= 200
 
 
-def test_little_text_makes_the_model_larger_and_the_loss_worse() -> None:
+def test_little_text_makes_the_model_smaller_and_the_loss_worse() -> None:
     much = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5)
-    little = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5, unique_tokens=20e6)
-    assert little.parameters >= much.parameters
-    assert little.epochs == pytest.approx(little.tokens / 20e6)
     assert much.epochs is None
-    assert little.loss[1] > much.loss[1]
+    for unique in (20e6, 1e6, 1e5):
+        little = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5, unique_tokens=unique)
+        assert little.parameters < much.parameters
+        smallest = little.config.hidden_size == 128
+        assert smallest or little.parameters <= worth_of_tokens(little.tokens, unique) / 20
+        assert little.epochs is not None
+        assert little.epochs == pytest.approx(little.tokens / unique)
+        # More would be worth nothing: there is time left.
+        assert little.epochs <= MOST_EPOCHS
+        assert little.seconds < 1e5
+        assert little.loss[1] > much.loss[1]
+    enough = suggest(rate_of(1e14), _MODELS, seq_len=_ROW, seconds=1e5, unique_tokens=1e12)
+    assert enough.config == much.config
 
 
 def test_a_budget_is_time_or_tokens() -> None:

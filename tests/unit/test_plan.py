@@ -21,7 +21,7 @@ from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, Plan, make_plan
-from firstlight.planner.plan_text import blocks, memory_table, method_rows
+from firstlight.planner.plan_text import blocks, count_text, hours, memory_table, method_rows
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import settle, with_changes
@@ -450,6 +450,16 @@ def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
     assert changed.efficiency.precision == "fp32"
+
+
+def test_times_and_counts_are_said_in_units_of_their_size() -> None:
+    assert [hours(s) for s in (45.4, 600, 7200, 3e5)] == ["45 s", "10 min", "2.0 h", "3.5 days"]
+    assert [count_text(count) for count in (999_424, 15.5e6, 1.36e9, 1.2e12)] == [
+        "0.999M",
+        "15.5M",
+        "1.36B",
+        "1,200B",
+    ]
 
 
 def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:

@@ -73,6 +73,19 @@ def worth_of_tokens(tokens: float, unique: float | None) -> float:
     return unique * (1 + _WORTH_OF_REPETITION * (1 - math.exp(-repeats / _WORTH_OF_REPETITION)))
 
 
+#: Readings of a text beyond which more are worth next to nothing (Muennighoff et al. 2023).
+MOST_EPOCHS = 40.0
+
+
+def useful_tokens(tokens: float, unique: float | None) -> float:
+    """As many of the tokens as are worth their time, read from less text.
+
+    Args:
+        unique: tokens of the text; None is as many as are read.
+    """
+    return tokens if unique is None else min(tokens, MOST_EPOCHS * unique)
+
+
 def batch_tokens(flops: float, seq_len: int) -> int:
     """Tokens of a step, for a run of so many FLOPs: rows of a power of two.
 
@@ -145,15 +158,14 @@ def suggest(
         speed = rate(config)
         if speed is None:
             break
-        budget = tokens if tokens is not None else speed * (seconds or 0.0)
+        in_time = useful_tokens(speed * (seconds or 0.0), unique_tokens)
+        budget = tokens if tokens is not None else in_time
         one = _suggestion(config, speed, budget, seq_len, unique_tokens)
-        loss = _DECIDING.loss(one.parameters, worth_of_tokens(one.tokens, unique_tokens))
-        if (
-            tokens is not None
-            and best is not None
-            and tokens < _TOKENS_A_PARAMETER * one.parameters
-        ):
-            # With tokens alone any larger model is better; not for what it costs.
+        worth = worth_of_tokens(one.tokens, unique_tokens)
+        loss = _DECIDING.loss(one.parameters, worth)
+        is_short = tokens is not None or worth < one.tokens
+        if is_short and best is not None and worth < _TOKENS_A_PARAMETER * one.parameters:
+            # Where tokens are all that is short, any larger model is better; not for what it costs.
             break
         if best is not None and loss >= best[0]:
             break
@@ -166,7 +178,7 @@ def suggest(
     return best[1]
 
 
-#: Where the budget is tokens (Hoffmann et al. 2022).
+#: Where the budget is tokens, or there is little text (Hoffmann et al. 2022).
 _TOKENS_A_PARAMETER = 20.0
 
 

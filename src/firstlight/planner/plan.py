@@ -11,7 +11,13 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.compute_optimal import Suggestion, model_ladder, suggest, with_steps
+from firstlight.planner.compute_optimal import (
+    Suggestion,
+    model_ladder,
+    suggest,
+    useful_tokens,
+    with_steps,
+)
 from firstlight.planner.machine import Machine
 from firstlight.planner.methods import method_table
 from firstlight.planner.outcome import Oracle, Outcome, Question
@@ -302,7 +308,8 @@ def _in_time(
     assert way.recipe is not None
     speed = way.tokens_per_second.expected
     if budget.seconds is not None:
-        steps = max(int(budget.seconds * speed / found.global_batch_tokens), 1)
+        tokens = useful_tokens(budget.seconds * speed, unique_tokens)
+        steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, unique_tokens)
         changes = {"schedule.max_steps": steps, "optimizer.learning_rate": found.learning_rate}
         way = dataclasses.replace(way, recipe=with_changes(way.recipe, changes))

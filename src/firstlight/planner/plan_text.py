@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from firstlight.planner.compute_optimal import MOST_EPOCHS
 from firstlight.planner.outcome import Outcome
 from firstlight.planner.plan import Plan, cost
 from firstlight.planner.prediction import PARTS
@@ -146,7 +147,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     yield (
         f"to train with this budget: {found.parameters / 1e6:,.0f}M parameters "
         f"(hidden_size {config.hidden_size}, {config.num_hidden_layers} layers), "
-        f"{found.tokens / 1e9:,.3g}B tokens, {found.tokens / found.parameters:.0f} a parameter"
+        f"{count_text(found.tokens)} tokens, {found.tokens / found.parameters:.2g} a parameter"
     )
     low, high = found.loss
     yield (
@@ -160,7 +161,10 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         "32,000; other text has another"
     )
     if found.epochs is not None:
-        yield f"    the prepared text is read {found.epochs:.2g} times"
+        read = f"    the prepared text is read {found.epochs:.2g} times"
+        # Less than all by what is left of a step.
+        is_all = found.epochs > 0.9 * MOST_EPOCHS
+        yield f"{read}: more would be worth little, and more text much" if is_all else read
 
 
 def _price(plan: Plan, seconds: float) -> str:
@@ -173,6 +177,11 @@ def gib(size: float) -> str:
     return f"{size / _GIB:,.2f} GiB"
 
 
+def count_text(count: float) -> str:
+    """ "15.5M", "1.36B"."""
+    return f"{count / 1e6:,.3g}M" if count < 1e9 else f"{count / 1e9:,.4g}B"
+
+
 def speed(rate: Range) -> str:
     """Tokens a second with the range."""
     return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
@@ -183,7 +192,9 @@ def _rate(rate: Range | None) -> str:
 
 
 def hours(seconds: float) -> str:
-    """ "90 min", "5.2 h", "3.1 days"."""
+    """ "45 s", "90 min", "5.2 h", "3.1 days"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"
