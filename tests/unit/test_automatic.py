@@ -182,3 +182,21 @@ def test_a_step_on_a_cpu_is_cut_into_rows_that_keep_it_busy(machine: dict[str, A
     assert rows(global_batch_tokens=15 * 512) == 1
     assert rows(global_batch_tokens=16 * 512, gradient_accumulation_steps=4) == 4
     assert rows() == 8
+
+
+def test_a_run_that_torchs_adafactor_began_goes_on_with_it(machine: dict[str, Any]) -> None:
+    """A checkpoint from before there was the key is one."""
+    recipe = recipe_of(optimizer={"name": "adafactor"}, batch={"micro_batch_size": 2})
+    assert decided(recipe).optimizer.adafactor_variant == "paper"
+    assert decided(recipe, decided(recipe)).optimizer.adafactor_variant == "paper"
+    saved = decided(recipe).model_dump()
+    del saved["optimizer"]["adafactor_variant"]
+    told: list[str] = []
+    found = decide(recipe, saved, _CPU, 10**6, told.append)
+    assert found.optimizer.adafactor_variant == "torch"
+    assert any("goes on with it" in line for line in told)
+    asked = recipe_of(
+        optimizer={"name": "adafactor", "adafactor_variant": "paper"}, batch={"micro_batch_size": 2}
+    )
+    found = decide(asked, saved, _CPU, 10**6, told.append)
+    assert found.optimizer.adafactor_variant == "paper"

@@ -139,12 +139,77 @@ def after_torchs_steps(model: nn.Module, reference: torch.optim.Optimizer) -> di
     return weights(model)
 
 
-def test_adafactor_is_torchs_with_these_settings() -> None:
+@pytest.mark.parametrize("way", ["for-loop", "foreach"])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_adafactor_is_that_of_transformers_over_50_steps(way: str, size: float) -> None:
+    """Weight decay included, with gradients whose squares are below what torch's takes for the
+    least, and rows without any, such as tokens have that a batch lacks."""
+    from transformers.optimization import Adafactor as Reference
+
+    model, expected = new_model(MOE), new_model(MOE)
+    config = make("adafactor", implementation=way, adafactor_threshold=1.5, weight_decay=0.3)
+    optimizer = Optimizer(model, config)
+    reference = Reference(
+        groups_of(expected, 0.3),
+        lr=0.01,
+        clip_threshold=1.5,
+        decay_rate=-0.8,
+        scale_parameter=True,
+        relative_step=False,
+    )
+    start = weights(model)
+    for seed in range(50):
+        optimizer.set_learning_rate(1 / (1 + seed / 10))
+        for group in reference.param_groups:
+            group["lr"] = 0.01 / (1 + seed / 10)
+        for one in (model, expected):
+            set_gradients(one, seed)
+            for parameter in one.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= size
+                if parameter.dim() > 1:
+                    parameter.grad[len(parameter) - 1 - seed % 2 :] = 0
+        optimizer.step()
+        reference.step()
+    for name, value in weights(expected).items():
+        off = (weights(model)[name] - value).norm() / (value - start[name]).norm()
+        assert off < 2e-5, name
+
+
+def test_adafactors_weight_decay_is_relative_to_the_parameter() -> None:
+    model = new_model()
+    matrix = model.get_parameter("lm_head.weight")
+    optimizer = Optimizer(model, make("adafactor", weight_decay=0.1))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # 0.02 of 0.01 of 0.1 of it; torch's takes a thousandth.
+    expected = torch.full_like(matrix, 0.02 * (1 - 2e-5))
+    torch.testing.assert_close(matrix, expected, atol=0, rtol=1e-6)
+
+
+def test_adafactors_rate_does_not_fall_by_itself() -> None:
+    """With torch's it is at most 1/sqrt(step)."""
+    model = new_model()
+    optimizer = Optimizer(model, make("adafactor", learning_rate=0.9, weight_decay=0.0))
+    for _ in range(2):
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    matrix = model.get_parameter("lm_head.weight")
+    torch.testing.assert_close(matrix, torch.full_like(matrix, 0.1))
+
+
+def test_adafactors_torch_variant_is_torchs_with_these_settings() -> None:
     model = new_model()
     reference = torch.optim.Adafactor(groups_of(model, 0.3), lr=0.05, beta2_decay=-0.5, d=2.0)
     expected = after_torchs_steps(model, reference)
     settings = {"adafactor_beta2_decay": -0.5, "adafactor_threshold": 2.0, "weight_decay": 0.3}
-    config = make("adafactor", learning_rate=0.05, max_grad_norm=0.0, **settings)
+    config = make(
+        "adafactor", adafactor_variant="torch", learning_rate=0.05, max_grad_norm=0.0, **settings
+    )
     assert same(after_steps(config), expected)
 
 

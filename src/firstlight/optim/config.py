@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "muon", "sgd"]
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
+AdafactorVariant = Literal["auto", "paper", "torch"]
 
 
 class OptimizerConfig(BaseModel):
@@ -23,11 +24,11 @@ class OptimizerConfig(BaseModel):
         same, in memory that CUDA moves to the CPU's when the GPU's is full, at the price of the
         moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): the second moment
         as one row and one column a matrix and no first one, nearly 0 bytes; steps of a size
-        relative to the parameter's, so it needs a learning_rate of its own, about 1e-2. "muon":
-        Muon for the matrices and stacked experts inside the layers (Jordan et al. 2024), 4 bytes,
-        AdamW for embeddings, head and norms, 8 bytes; each update costs 15 matrix products a
-        matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum
-        0; the cheapest update, and slow to learn a Transformer.
+        relative to the parameter's root mean square, so it needs a learning_rate of its own, about
+        1e-2. "muon": Muon for the matrices and stacked experts inside the layers (Jordan et al.
+        2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update costs 15 matrix
+        products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0 with
+        sgd_momentum 0; the cheapest update, and slow to learn a Transformer.
     implementation: how torch runs AdamW (Muon's too) and SGD: "fused", one kernel that reads and
         writes each value once (an update is bound by memory, not arithmetic); "foreach", one
         kernel an operation over all parameters, with temporary copies as large as the
@@ -49,8 +50,14 @@ class OptimizerConfig(BaseModel):
     sgd_momentum: SGD's; 0 needs no state.
     adafactor_threshold: Adafactor's updates are scaled down to this root mean square (its d).
     adafactor_beta2_decay: Adafactor's second moment forgets with 1 - step ** this; at most 0.
+    adafactor_variant: the form of Adafactor. "paper": weight decay is relative to the parameter's
+        root mean square, as steps are, and the rate is the schedule's (transformers' Adafactor with
+        relative_step off). "torch": torch.optim.Adafactor, whose weight decay is learning_rate
+        times weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at
+        most 1/sqrt(step). "auto" is paper; a run that an older version began goes on with torch.
     weight_decay: applied to matrices only, never to norms and biases. Decoupled, but for SGD,
-        where it is added to the gradient.
+        where it is added to the gradient; with Adafactor, relative to the parameter's size (see
+        adafactor_variant).
     max_grad_norm: gradients are scaled down to this global L2 norm; 0 switches it off. Costs one
         reading of all gradients, and when it scales, one writing.
     """
@@ -68,6 +75,7 @@ class OptimizerConfig(BaseModel):
     sgd_momentum: float = Field(0.9, ge=0, lt=1)
     adafactor_threshold: float = Field(1.0, ge=1)
     adafactor_beta2_decay: float = Field(-0.8, le=0)
+    adafactor_variant: AdafactorVariant = "auto"
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, ge=0)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from firstlight.distributed.pieces import is_in_pieces
 from firstlight.errors import ConfigError
+from firstlight.optim.adafactor import Adafactor
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.eight_bit import eight_bit_rule
 from firstlight.optim.rule import Layout, Rule
@@ -65,13 +66,16 @@ def _sgd(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
 
 
 def _adafactor(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
-    optimizer = torch.optim.Adafactor(
-        decay_groups(parameters, config.weight_decay),
-        lr=config.learning_rate,
-        beta2_decay=config.adafactor_beta2_decay,
-        d=config.adafactor_threshold,
-        foreach=config.implementation == "foreach",
-    )
+    groups = decay_groups(parameters, config.weight_decay)
+    rate, decay = config.learning_rate, config.adafactor_beta2_decay
+    threshold, foreach = config.adafactor_threshold, config.implementation == "foreach"
+    optimizer: torch.optim.Optimizer
+    if config.adafactor_variant == "torch":
+        optimizer = torch.optim.Adafactor(
+            groups, rate, beta2_decay=decay, d=threshold, foreach=foreach
+        )
+    else:
+        optimizer = Adafactor(groups, rate, decay, threshold, foreach=foreach)
     return [_torch_rule(optimizer, _adafactor_layout)]
 
 

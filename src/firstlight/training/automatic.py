@@ -16,6 +16,7 @@ from firstlight.efficiency import (
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware, peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.fit import largest_micro_batch
@@ -91,13 +92,8 @@ def decide(
         way = "compiled" if config.compile is True else "not compiled"
         tell(f"chosen for this machine: {config.precision}, attention {config.attention}, {way}")
     recipe = recipe.model_copy(update={"efficiency": config})
-    optimizer = recipe.optimizer
-    if optimizer.name == "adamw8bit" and optimizer.eight_bit_library == "auto":
-        library = saved.get("optimizer", {}).get("eight_bit_library", "auto")
-        if library == "auto":
-            library = installed_library(optimizer)
-        optimizer = optimizer.model_copy(update={"eight_bit_library": library})
-        recipe = recipe.model_copy(update={"optimizer": optimizer})
+    optimizer = _decided_optimizer(recipe.optimizer, saved.get("optimizer", {}), tell)
+    recipe = recipe.model_copy(update={"optimizer": optimizer})
     if recipe.batch.micro_batch_size in (None, "auto"):
         rows = saved.get("batch", {}).get("micro_batch_size")
         if rows is None and recipe.batch.micro_batch_size == "auto":
@@ -108,6 +104,33 @@ def decide(
         batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
         recipe = recipe.model_copy(update={"batch": batch})
     return recipe
+
+
+def _decided_optimizer(
+    config: OptimizerConfig, saved: Mapping[str, Any], tell: Callable[[str], None]
+) -> OptimizerConfig:
+    """The optimizer with the library of its 8 bits and the form of Adafactor decided.
+
+    Args:
+        config: the recipe's section.
+        saved: the checkpoint's section, {} for a new run.
+        tell: called with a choice that a new run would not make.
+    """
+    chosen: dict[str, Any] = {}
+    if config.name == "adamw8bit" and config.eight_bit_library == "auto":
+        library = saved.get("eight_bit_library", "auto")
+        chosen["eight_bit_library"] = installed_library(config) if library == "auto" else library
+    if config.name == "adafactor" and config.adafactor_variant == "auto":
+        # Before there was this key, all runs had torch's.
+        variant = saved.get("adafactor_variant", "torch") if saved else "paper"
+        chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
+        if chosen["adafactor_variant"] == "torch":
+            tell(
+                "this run began with torch's Adafactor and goes on with it: "
+                "optimizer.adafactor_variant torch (a new run takes paper, whose weight decay "
+                "is relative to the parameter's size)"
+            )
+    return config.model_copy(update=chosen)
 
 
 def _require_whole_model(recipe: Recipe) -> None:

@@ -77,11 +77,19 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
             "or one of its checkpoints, or leave schedule.resume out"
         )
     checkpoint = load_checkpoint(folder, verify=False)  # finding it did
-    before = checkpoint.trainer_state.get("recipe", {}).get("optimizer", {}).get("name")
-    if before != job.recipe.optimizer.name:
+    saved, config = checkpoint.trainer_state.get("recipe", {}).get("optimizer", {}), job.recipe
+    before = saved.get("name")
+    if before != config.optimizer.name:
         raise CheckpointError(
             f"{folder} has the state of optimizer.name {before}, and schedule.resume goes on with "
-            f"it: set that instead of {job.recipe.optimizer.name}, or leave schedule.resume out"
+            f"it: set that instead of {config.optimizer.name}, or leave schedule.resume out"
+        )
+    variant = saved.get("adafactor_variant", "torch")  # all had torch's before there was the key
+    if before == "adafactor" and variant != config.optimizer.adafactor_variant:
+        raise CheckpointError(
+            f"{folder} was trained with optimizer.adafactor_variant {variant}, and schedule.resume "
+            f"goes on with it: set that instead of {config.optimizer.adafactor_variant}, or leave "
+            "schedule.resume out"
         )
     found = restore(checkpoint, job.program)
     if found.step >= job.max_steps:

@@ -1,0 +1,130 @@
+"""Adafactor as its paper and transformers have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Added to squared gradients, so that rows without a gradient have an inverse root.
+_EPS_OF_SQUARES = 1e-30
+#: Least root mean square of a parameter that its steps are relative to.
+_EPS_OF_SCALE = 1e-3
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) with relative parameter scale, without
+    momentum and without its own schedule: `transformers.Adafactor` with `relative_step=False` and
+    `scale_parameter=True`.
+
+    A step and the weight decay are both `lr` times the parameter's root mean square.
+    torch.optim.Adafactor, whose state this has, differs in three ways: its weight decay is `lr`
+    times `weight_decay` whatever the parameter's size, its rate is at most 1/sqrt(step), and it
+    takes the mean of squared gradients to be at least 1.2e-7, which those of large models are not.
+
+    Args:
+        groups: torch's parameter groups, each of parameters with two or more dimensions or of
+            parameters with fewer.
+        lr: the step relative to the parameter's root mean square.
+        beta2_decay: the second moment forgets with 1 - step ** this; at most 0.
+        threshold: the largest root mean square of an update before `lr`.
+        foreach: each operation over all parameters of a group at once, with temporary copies as
+            large as they are; else parameter by parameter.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        beta2_decay: float,
+        threshold: float,
+        *,
+        foreach: bool,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "d": threshold,
+            "weight_decay": 0.0,
+            "foreach": foreach,
+        }
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            for part in [found] if group["foreach"] else [[p] for p in found]:
+                if part:
+                    self._update(part, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [self._state_of(p) for p in parameters]
+        fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
+        # Lists of tensors without dimensions instead of numbers: no GPU is waited for.
+        rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
+        torch._foreach_mul_(rates, group["lr"])
+        updates = _directions(gradients, states, fresh)
+        scales = _root_mean_squares(updates)
+        torch._foreach_div_(scales, group["d"])
+        torch._foreach_clamp_min_(scales, 1.0)
+        torch._foreach_div_(updates, scales)
+        torch._foreach_mul_(updates, rates)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, [1 - group["weight_decay"] * rate for rate in rates])
+        torch._foreach_sub_(parameters, updates)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The parameter's state, with this step counted."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            # Python reads it: see `rules._torch_rule`.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            if parameter.dim() < 2:
+                state["variance"] = torch.zeros_like(parameter)
+            else:
+                state["row_var"] = torch.zeros_like(parameter[..., :1])
+                state["col_var"] = torch.zeros_like(parameter[..., :1, :])
+        state["step"] += 1
+        return state
+
+
+def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
+    """The root mean square of each tensor, []."""
+    norms = list(torch._foreach_norm(tensors))
+    torch._foreach_div_(norms, [math.sqrt(tensor.numel()) for tensor in tensors])
+    return norms
+
+
+def _directions(
+    gradients: list[Tensor], states: list[dict[str, Tensor]], fresh: list[float]
+) -> list[Tensor]:
+    """The gradients over the root of their second moments, which take them in first.
+
+    Args:
+        gradients: of any shapes.
+        states: their parameters'.
+        fresh: share of the second moment that is this step's, one for each.
+    """
+    inverse_roots = []
+    for gradient, state, share in zip(gradients, states, fresh, strict=True):
+        if "variance" in state:
+            state["variance"].lerp_(gradient.square() + _EPS_OF_SQUARES, share)
+            inverse_roots.append(state["variance"].rsqrt())
+            continue
+        for key, dim in (("row_var", -1), ("col_var", -2)):
+            # The mean of the squares, without a copy of them.
+            norm = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
+            mean = norm.square_().div_(gradient.shape[dim]).add_(_EPS_OF_SQUARES)
+            state[key].lerp_(mean, share)
+        row = state["row_var"]
+        inverse_roots.append(
+            (row / row.mean(dim=-2, keepdim=True)).rsqrt() * state["col_var"].rsqrt()
+        )
+    torch._foreach_mul_(inverse_roots, gradients)
+    return inverse_roots
