@@ -19,14 +19,15 @@ SAMPLING = "--max-new-tokens 96 --temperature 0.7 --top-k 50 --seed 1".split()
 PROMPTS = ("def read_lines(path):\n", "class Queue:\n", "import os\n\ndef main():\n")
 
 
-def firstlight(*arguments: str) -> str:
-    """Run `firstlight ARGUMENTS...`; return its stdout, let people's output through."""
+def firstlight(*arguments: str, returned: bool = False) -> str:
+    """Run `firstlight ARGUMENTS...`; let its output through, or with `returned` return stdout."""
     print(f"\n$ firstlight {shlex.join(arguments)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "firstlight", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+    stdout = subprocess.PIPE if returned else None
+    done = subprocess.run(command, stdout=stdout, text=True, encoding="utf-8")
     if done.returncode:
         sys.exit(done.returncode)
-    return done.stdout
+    return done.stdout or ""
 
 
 def main() -> None:
@@ -37,9 +38,10 @@ def main() -> None:
     if not (DATA / "manifest.json").exists():
         firstlight("prepare", "stdlib", "--tokenizer", str(TOKENIZER), "--out", str(DATA))
     firstlight("train", "recipes/demo.yaml", "--resume")
-    result = json.loads(firstlight("eval", str(RUN), "--json"))
+    result = json.loads(firstlight("eval", str(RUN), "--json", returned=True))
     for prompt in PROMPTS:
-        print(firstlight("generate", str(RUN), "--prompt", prompt, *SAMPLING), flush=True)
+        firstlight("generate", str(RUN), "--prompt", prompt, *SAMPLING)
+        print(flush=True)
     print(
         f"""
 {"-" * 78}

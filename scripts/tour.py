@@ -31,17 +31,17 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "instruction-
 
 
 def firstlight(*arguments: str, told: str | None = None) -> str:
-    """Run `firstlight ARGUMENTS...`; return its stdout, let people's output through.
+    """Run `firstlight ARGUMENTS...` and let its output through.
 
     Args:
-        told: given to it on stdin.
+        told: given to it on stdin; stdout is then returned.
     """
     pipe = f"echo {shlex.quote(told)} | " if told else ""
     print(f"\n$ {pipe}firstlight {shlex.join(arguments)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "firstlight", *arguments]
     done = subprocess.run(
         command,
-        stdout=subprocess.PIPE,
+        stdout=None if told is None else subprocess.PIPE,
         text=True,
         encoding="utf-8",
         # A terminal would be asked for messages.
@@ -49,7 +49,7 @@ def firstlight(*arguments: str, told: str | None = None) -> str:
     )
     if done.returncode:
         sys.exit(done.returncode)
-    return done.stdout
+    return done.stdout or ""
 
 
 # What is learned, made of the standard library

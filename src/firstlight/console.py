@@ -1,6 +1,7 @@
-"""What people see while something runs: messages and progress bars, always on stderr.
+"""Progress, warnings and hints for people, always on stderr.
 
-stdout belongs to results: generated text, or the one JSON object of `--json`.
+stdout belongs to results: generated text, a verb's tables, or the one JSON object of `--json`
+(`cli/output.py`).
 """
 
 from __future__ import annotations

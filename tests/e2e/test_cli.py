@@ -105,16 +105,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         assert b"Traceback" not in done.stderr
         assert b"Warning" not in done.stderr
         (folder / f"{arguments[0]}.err").write_bytes(done.stderr)
+        (folder / f"{arguments[0]}.out").write_bytes(done.stdout)
         return done.stdout.decode("utf-8")
 
-    assert verb("tokenizer", "train", corpus, "--vocab-size", "320", "--out", "tok") == ""
-    assert verb("prepare", corpus, "--tokenizer", "tok", "--out", "data") == ""
-    assert verb("train", "run.yaml", "--optimizer.learning_rate", "3e-3") == ""
-    assert verb("eval", "run") == ""
-    assert verb("info", "run") == ""
-    (folder / "generate.out").write_text(
-        verb("generate", "run", "--prompt", "日本 🙂 the", "--seed", "7"), encoding="utf-8"
-    )
+    assert verb("tokenizer", "train", corpus, "--vocab-size", "320", "--out", "tok")
+    assert verb("prepare", corpus, "--tokenizer", "tok", "--out", "data")
+    assert verb("train", "run.yaml", "--optimizer.learning_rate", "3e-3")
+    assert verb("eval", "run")
+    assert verb("info", "run")
+    verb("generate", "run", "--prompt", "日本 🙂 the", "--seed", "7")
     return folder
 
 
@@ -122,11 +121,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def test_every_verb_of_the_pipeline_says_what_it_made(trained: Path) -> None:
-    said = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.err")}
+    said = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.out")}
+    beside = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.err")}
     assert said["tokenizer"].startswith("tok: 320 tokens from 120 documents, ")
     assert "data: train: " in said["prepare"]
     assert "data: val: " in said["prepare"]
-    assert "step 6/6  loss " in said["train"]
+    assert "step 6/6  loss " in beside["train"]
+    # Progress is no result, and a result that goes into a file is plain text.
+    assert "step 6/6" not in said["train"]
+    assert {beside[verb] for verb in ("tokenizer", "prepare", "info", "eval")} == {""}
+    assert not [verb for verb, text in said.items() if "\x1b" in text]
     assert "checkpoint   run/checkpoints/step-00000006\n" in said["train"]
     assert "val/loss     " in said["train"]
     assert "bits per byte  " in said["eval"]
@@ -354,6 +358,19 @@ def test_a_reader_that_goes_away_is_no_error(trained: Path) -> None:
     with process.stderr:
         assert process.stderr.read() == b""
     assert process.wait() == 1
+
+
+def test_work_is_finished_for_a_reader_of_its_result_that_goes_away(
+    trained: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "firstlight", "report", str(trained / "run")]
+    read, write = os.pipe()
+    os.close(read)
+    page = tmp_path / "page.html"
+    done = subprocess.run([*command, "--out", page], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert page.is_file()
 
 
 # --- errors ----------------------------------------------------------------------------------

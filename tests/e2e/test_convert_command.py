@@ -61,7 +61,7 @@ def checkpoint(trained: Path, tmp_path: Path) -> Path:
 
 def test_a_run_becomes_a_model_folder(run: Run, trained: Path, tmp_path: Path) -> None:
     answer = run(trained, "--out", tmp_path / "out")
-    assert (answer.exit_code, answer.out) == (0, "")
+    assert (answer.exit_code, answer.err) == (0, "")
     newest = trained / "checkpoints" / "step-00000012"
     names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
@@ -74,14 +74,14 @@ def test_a_run_becomes_a_model_folder(run: Run, trained: Path, tmp_path: Path) -
     ]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    lines = [line.split("  ", 1) for line in answer.err.splitlines()]
+    lines = [line.split("  ", 1) for line in answer.out.splitlines()]
     assert {name.strip(): value.strip() for name, value in lines}.items() >= {
         "source": "Hugging Face, llama",
         "written": str(tmp_path / "out"),
         "parameters": f"{sum(t.numel() for t in weights[0].values()):,} in f32",
         "chat template": "none",
     }.items()
-    assert "logits         differ by up to 0 (the largest is " in answer.err
+    assert "logits         differ by up to 0 (the largest is " in answer.out
     assert load_model(tmp_path / "out").tokenizer is not None
 
 

@@ -452,5 +452,4 @@ def test_the_command_line_starts_without_torch() -> None:
         "pathlib",
         "typing",
         "firstlight.cli.output",
-        "firstlight.console",
     }

@@ -641,8 +641,8 @@ def test_an_interruption_leaves_what_was_measured(
     arguments = ["--model", model, "--programs", "reference", "--device", "cpu", "--out", str(out)]
     result = CliRunner().invoke(training_command, arguments)
     assert result.exit_code != 0
-    assert "firstlight  " in result.stderr
-    assert "reference: waiting: not measured yet" in result.stderr
+    assert "firstlight  " in result.stdout
+    assert "reference: waiting: not measured yet" in result.stdout
     written = json.loads((out / "training.json").read_text(encoding="utf-8"))
     assert written["complete"] is False
     assert [row["status"] for row in written["rows"]] == ["measured", "waiting"]

@@ -246,7 +246,7 @@ def test_a_built_in_template_brings_the_tokens_it_needs(
     out = tmp_path / "out"
     options = ["--chat-template", "chatml", "--out", str(out)]
     assert main(["tokenizer", "extend", str(source), "--add", "<a>", "<|im_end|>", *options]) == 0
-    assert "added what the chat template chatml needs: <|im_start|>\n" in capsys.readouterr().err
+    assert "added what the chat template chatml needs: <|im_start|>\n" in capsys.readouterr().out
     loaded = Tokenizer.from_pretrained(out)
     assert list(loaded.special_tokens) == [END_OF_TEXT, "<a>", "<|im_end|>", "<|im_start|>"]
     assert loaded.chat_template == CHAT_TEMPLATES["chatml"]

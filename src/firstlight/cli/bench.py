@@ -13,8 +13,7 @@ from firstlight.cli.bench_methods import methods_command
 from firstlight.cli.bench_planner import planner_command
 from firstlight.cli.bench_scaling import scaling_command
 from firstlight.cli.bench_training import training_command
-from firstlight.cli.output import human_bytes, say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import human_bytes, show, show_table, with_json
 
 
 @click.group("bench")
@@ -87,11 +86,11 @@ def loading_command(
         folder=folder,
     )
     result = bench_loading(bench)
-    _say_result(result)
+    _show_result(result)
     if out is not None:
         write_json(out / "loading.json", result)
         write_file(out / "loading.png", draw(result))
-        say(f"written: {out / 'loading.json'}, {out / 'loading.png'}")
+        show(f"written: {out / 'loading.json'}, {out / 'loading.png'}")
     return result
 
 
@@ -108,14 +107,14 @@ for command in (
 _HEADER = ("way", "peak", "/ file", "/ model", "import", "load", "first logits", "/ transformers")
 
 
-def _say_result(result: dict[str, Any]) -> None:
+def _show_result(result: dict[str, Any]) -> None:
     checkpoint, machine = result["checkpoint"], result["machine"]
-    say(
+    show(
         f"{checkpoint['parameters']:,} parameters in {checkpoint['dtype']}, "
         f"{human_bytes(checkpoint['file_bytes'])}; {machine['name']}, {machine['threads']} "
         f"threads; medians of {result['repeats']}"
     )
-    say_table([_HEADER, *(_cells(row) for row in result["rows"])])
+    show_table([_HEADER, *(_cells(row) for row in result["rows"])])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import counted, say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import counted, show, show_table, with_json
 
 Result = dict[str, Any]
 
@@ -67,39 +66,39 @@ def _publish(result: Result, out: Path | None) -> None:
     from firstlight.bench.gemm_report import draw
     from firstlight.files import write_file, write_json
 
-    _say_result(result)
+    _show_result(result)
     if out is not None:
         write_json(out / "gemm.json", result)
         write_file(out / "gemm.png", draw(result))
-        say(f"written: {out / 'gemm.json'}, {out / 'gemm.png'}")
+        show(f"written: {out / 'gemm.json'}, {out / 'gemm.png'}")
 
 
-def _say_result(result: Result) -> None:
+def _show_result(result: Result) -> None:
     machine = result["machine"]
     load = machine["load_at_start"]
-    say(
+    show(
         f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}; medians of "
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: not all was measured")
     )
     # A lower one may be that of a command that has just ended.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
-        say(f"the load was {load:.1f} at the start: other work takes part of these rates")
+        show(f"the load was {load:.1f} at the start: other work takes part of these rates")
     dtypes = list(result["ceilings"])
     ceilings = [_tera(rate) for rate in result["ceilings"].values()]
-    say_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
+    show_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
     for part, title in (
         ("size", "square"),
         ("model", f"{result['model']}, {result['tokens']:,} tokens: share of the ceiling"),
     ):
-        _say_rates(result, part, title, dtypes)
-    _say_step(result, dtypes)
-    _say_ratios(result["padding"], "padded: time (rate) against unpadded", dtypes)
-    _say_ratios(result["tile"], "N around a tile: time (rate) against 256", dtypes)
-    _say_ratios(result["wave"], "tiles: time (rate) against one a multiprocessor", dtypes)
+        _show_rates(result, part, title, dtypes)
+    _show_step(result, dtypes)
+    _show_ratios(result["padding"], "padded: time (rate) against unpadded", dtypes)
+    _show_ratios(result["tile"], "N around a tile: time (rate) against 256", dtypes)
+    _show_ratios(result["wave"], "tiles: time (rate) against one a multiprocessor", dtypes)
 
 
-def _say_rates(result: Result, part: str, title: str, dtypes: list[str]) -> None:
+def _show_rates(result: Result, part: str, title: str, dtypes: list[str]) -> None:
     rows: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
         if row["part"] == part:
@@ -111,20 +110,20 @@ def _say_rates(result: Result, part: str, title: str, dtypes: list[str]) -> None
             if part == "model":
                 name += f" {row['m']} x {row['n']} x {row['k']} {row['layout']}"
             rows.setdefault(name, {})[row["dtype"]] = cell
-    _say_cells(title, rows, dtypes)
+    _show_cells(title, rows, dtypes)
 
 
-def _say_step(result: Result, dtypes: list[str]) -> None:
+def _show_step(result: Result, dtypes: list[str]) -> None:
     rows: dict[str, dict[str, str]] = {}
     for step in result["step"]:
         name = f"weights as {step['weights']}, vocabulary {step['vocabulary']}"
         cell = f"{step['seconds']:.3g} s, {step['share_of_ceiling']:.0%} of the ceiling"
         rows.setdefault(name, {})[step["dtype"]] = cell
     tokens = f"{result['step_tokens']:,}"
-    _say_cells(f"all products of a step of {tokens} tokens take, at these rates", rows, dtypes)
+    _show_cells(f"all products of a step of {tokens} tokens take, at these rates", rows, dtypes)
 
 
-def _say_ratios(found: list[Result], title: str, dtypes: list[str]) -> None:
+def _show_ratios(found: list[Result], title: str, dtypes: list[str]) -> None:
     rows: dict[str, dict[str, str]] = {}
     for row in found:
         name = str(row["to"])
@@ -136,14 +135,14 @@ def _say_ratios(found: list[Result], title: str, dtypes: list[str]) -> None:
         cell = f"{row['time_ratio']:.2f} ({row['rate_ratio']:.2f}) "
         cell += f"[{row['lowest']:.2f}-{row['highest']:.2f}]"
         rows.setdefault(name, {})[row["dtype"]] = cell
-    _say_cells(title, rows, dtypes)
+    _show_cells(title, rows, dtypes)
 
 
-def _say_cells(title: str, rows: dict[str, dict[str, str]], dtypes: list[str]) -> None:
+def _show_cells(title: str, rows: dict[str, dict[str, str]], dtypes: list[str]) -> None:
     if rows:
-        say("")
+        show()
         cells = [(name, *(row.get(dtype, "") for dtype in dtypes)) for name, row in rows.items()]
-        say_table([(title, *dtypes), *cells])
+        show_table([(title, *dtypes), *cells])
 
 
 def _tera(rate: float) -> str:

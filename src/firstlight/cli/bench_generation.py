@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import human_bytes, say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import human_bytes, show, show_table, with_json
 
 
 @click.command("generation")
@@ -87,10 +86,10 @@ def generation_command(
     finally:
         # Also when it was interrupted.
         if result:
-            _say_result(result)
+            _show_result(result)
         if result and out is not None:
             write_file(out / "generation.png", draw(result))
-            say(f"written: {out / 'generation.json'}, {out / 'generation.png'}")
+            show(f"written: {out / 'generation.json'}, {out / 'generation.png'}")
     return result
 
 
@@ -100,19 +99,19 @@ _HEADER = (
 )
 
 
-def _say_result(result: dict[str, Any]) -> None:
+def _show_result(result: dict[str, Any]) -> None:
     machine = result["machine"]
-    say(
+    show(
         f"{result['model']}, {result['parameters']:,} parameters, {result['prompt_tokens']} tokens "
         f"of prompt, {result['new_tokens']} new ones; {machine['name']}, {machine['threads']} "
         f"threads; memory copied at {machine['copy_bytes_per_second'] / 1e9:.1f} GB/s"
     )
     cells = [_cells(row, batch) for row in result["rows"] for batch in row["batches"]]
     if cells:
-        say_table([_HEADER, *cells])
+        show_table([_HEADER, *cells])
     for row in result["rows"]:
         if row["reason"]:
-            say(f"{row['name']}: failed: {row['reason']}")
+            show(f"{row['name']}: failed: {row['reason']}")
 
 
 def _cells(row: dict[str, Any], batch: dict[str, Any]) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import human_bytes, say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import human_bytes, show, show_table, with_json
 
 
 @click.command("methods")
@@ -93,9 +92,9 @@ def methods_command(
     finally:
         # Also when it was interrupted.
         if result:
-            _say_result(result)
+            _show_result(result)
             write_file(out / "methods.png", draw(result))
-            say(f"written: {out / 'methods.json'}, {out / 'methods.png'}")
+            show(f"written: {out / 'methods.json'}, {out / 'methods.png'}")
     return result
 
 
@@ -106,14 +105,14 @@ _HEADER = (
 _TITLES = {"alone": "each method alone", "ladder": "the ladder: each added to those above"}
 
 
-def _say_result(result: dict[str, Any]) -> None:
+def _show_result(result: dict[str, Any]) -> None:
     machine = result["machine"]
-    say(
+    show(
         f"{result['model']}, {result['parameters']:,} parameters, {result['micro_batch_size']} x "
         f"{result['seq_len']} tokens a step; {machine['name']}, {machine['threads']} threads; "
         f"medians of {result['repeats']} x {result['steps']} steps"
     )
-    say(
+    show(
         f"MFU is of {machine['matmul_flops'] / 1e12:,.2f} TFLOP/s, this machine's "
         f"{machine['matmul_dtype']} matrix products; speed and memory are to the first row, on "
         "the CPU above the memory after the imports; the final loss is that of step "
@@ -123,11 +122,11 @@ def _say_result(result: dict[str, Any]) -> None:
     for table, title in _TITLES.items():
         measured = [row for row in result[table] if row["status"] == "measured"]
         if measured:
-            say("")
-            say_table([(title, *_HEADER), *(_cells(row) for row in measured)])
+            show()
+            show_table([(title, *_HEADER), *(_cells(row) for row in measured)])
         for row in result[table]:
             if row["reason"]:
-                say(f"{row['name']}: {row['status']}: {row['reason']}")
+                show(f"{row['name']}: {row['status']}: {row['reason']}")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

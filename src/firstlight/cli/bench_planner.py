@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import say_table, with_json
+from firstlight.cli.output import show, show_table, with_json
 from firstlight.console import say
 from firstlight.files import write_file, write_json
 
@@ -48,9 +48,9 @@ def planner_command(
     finally:
         # Also when it was interrupted.
         if result.get("memory"):
-            _say_memory(result)
+            _show_memory(result)
         if result.get("speed"):
-            _say_speed(result["speed"])
+            _show_speed(result["speed"])
         if out is not None and result:
             _write(out, result)
     return result
@@ -103,10 +103,10 @@ def _speed_row(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], *seconds, f"{row['error']:+.1%}"
 
 
-def _say_memory(result: dict[str, Any]) -> None:
+def _show_memory(result: dict[str, Any]) -> None:
     good = [one for one in result["memory"] if not one["reason"]]
     worst = sorted(good, key=lambda one: abs(one["error"]), reverse=True)[:_WORST]
-    say_table(
+    show_table(
         [
             ("worst in memory", "predicted", "measured", "error"),
             *map(_memory_row, worst),
@@ -114,19 +114,19 @@ def _say_memory(result: dict[str, Any]) -> None:
     )
     for one in result["memory"]:
         if one["reason"]:
-            say(": ".join(_memory_row(one)))
+            show(": ".join(_memory_row(one)))
     found = result["memory_summary"]
     if found["count"]:
-        say(
+        show(
             f"memory, {found['count']} configurations: 95 of 100 within {found['error_95']:.2%}, "
             f"half within {found['median_error']:.2%}; at most {found['worst_shortage']:.2%} too "
             f"little; a prediction takes {found['prediction_seconds_95']:.1f} s"
         )
 
 
-def _say_speed(found: dict[str, Any]) -> None:
+def _show_speed(found: dict[str, Any]) -> None:
     rows = [row for row in found["rows"] if not row["problem"]]
-    say_table(
+    show_table(
         [
             ("speed", "predicted s", "measured s", "error"),
             *map(_speed_row, sorted(rows, key=lambda row: -abs(row["error"]))),
@@ -134,10 +134,10 @@ def _say_speed(found: dict[str, Any]) -> None:
     )
     for row in found["rows"]:
         if row["problem"]:
-            say(": ".join(_speed_row(row)))
+            show(": ".join(_speed_row(row)))
     if rows:
         p95_worked = found["p95"]["error_worked"]
-        say(
+        show(
             f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
             f"half within {found['median']['error']:.1%} (of the steps' own work {p95_worked:.1%} "
             f"and {found['median']['error_worked']:.1%}; by the first prediction alone "
@@ -159,4 +159,4 @@ def _write(out: Path, result: dict[str, Any]) -> None:
 
         write_file(out / "planner-speed.png", draw_speed(result["speed"]))
         names.append("planner-speed.png")
-    say(f"written: {', '.join(str(out / name) for name in names)}")
+    show(f"written: {', '.join(str(out / name) for name in names)}")

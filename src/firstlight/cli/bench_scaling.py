@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import human_bytes, say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import human_bytes, show, show_table, with_json
 
 
 @click.command("scaling")
@@ -93,29 +92,29 @@ def scaling_command(
     finally:
         # Also when it was interrupted.
         if result:
-            _say_result(result)
+            _show_result(result)
         if result and out is not None:
             write_file(out / "scaling.png", draw(result))
-            say(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
+            show(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
     return result
 
 
 _HEADER = ("engine", "processes", "tokens/s", "/ one", "not computing", "memory by rank")
 
 
-def _say_result(result: dict[str, Any]) -> None:
+def _show_result(result: dict[str, Any]) -> None:
     machine = result["machine"]
-    say(
+    show(
         f"{result['model']}, {result['parameters']:,} parameters, {result['precision']}, "
         f"{result['micro_batch_size']} rows of {result['seq_len']} tokens a process; "
         f"{machine['name']}, {machine['cores']} cores"
     )
     rows = [row for row in result["rows"] if "tokens_per_second" in row]
     if rows:
-        say_table([_HEADER, *map(_cells, rows)])
+        show_table([_HEADER, *map(_cells, rows)])
     for row in result["rows"]:
         if row["reason"]:
-            say(f"{row['engine']}, {row['processes']}: failed: {row['reason']}")
+            show(f"{row['engine']}, {row['processes']}: failed: {row['reason']}")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

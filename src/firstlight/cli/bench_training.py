@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import say_table, with_json
-from firstlight.console import say
+from firstlight.cli.output import show, show_table, with_json
 
 
 @click.command("training")
@@ -104,10 +103,10 @@ def training_command(
     finally:
         # Also when it was interrupted.
         if result:
-            _say_result(result)
+            _show_result(result)
         if result and out is not None:
             write_file(out / "training.png", draw(result))
-            say(f"written: {out / 'training.json'}, {out / 'training.png'}")
+            show(f"written: {out / 'training.json'}, {out / 'training.png'}")
     return result
 
 
@@ -117,32 +116,32 @@ _HEADER = (
 )
 
 
-def _say_result(result: dict[str, Any]) -> None:
+def _show_result(result: dict[str, Any]) -> None:
     machine = result["machine"]
     rates = ", ".join(
         f"{flops / 1e12:,.2f} TFLOP/s in {dtype}" for dtype, flops in machine["ceilings"].items()
     )
-    say(
+    show(
         f"{result['model']}, {result['parameters']:,} parameters, {result['micro_batch_size']} x "
         f"{result['seq_len']} tokens a step; {machine['name']}, {machine['threads']} threads; "
         f"medians of {result['repeats']} x {result['steps']} steps"
     )
-    say(f"large matrix products: {rates}; the higher is the ceiling")
+    show(f"large matrix products: {rates}; the higher is the ceiling")
     if machine["load"] is not None and machine["load"] > machine["cpus"] and _waits(result):
-        say(
+        show(
             f"other work keeps this machine busy (load {machine['load']:.1f} on {machine['cpus']} "
             "CPUs): threads that wait by spinning, as outside of firstlight's environment, wait "
             "longer for it; --same-environment takes that difference away"
         )
     measured = [row for row in result["rows"] if row["status"] == "measured"]
     if measured:
-        say_table([_HEADER, *(_cells(row) for row in measured)])
+        show_table([_HEADER, *(_cells(row) for row in measured)])
     for row in result["rows"]:
         if row["reason"]:
-            say(f"{row['name']}: {row['status']}: {row['reason']}")
+            show(f"{row['name']}: {row['status']}: {row['reason']}")
         elif row["chosen"]:
             chosen = (f"{key} {value}" for key, value in row["chosen"].items())
-            say(f"{row['name']}: {', '.join(chosen)}")
+            show(f"{row['name']}: {', '.join(chosen)}")
 
 
 def _waits(result: dict[str, Any]) -> bool:

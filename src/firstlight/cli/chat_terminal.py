@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from firstlight.cli.output import counted, say_rows, write_out
+from firstlight.cli.output import counted, show_rows, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, InputError, nearest
 
@@ -245,7 +245,7 @@ class Terminal:
     # Commands
 
     def _help(self) -> None:
-        say_rows((f"/{name} {c.argument}", c.help) for name, c in self._commands.items())
+        show_rows(((f"/{name} {c.argument}", c.help) for name, c in self._commands.items()), say)
         say(_INPUT_HELP)
         if not self._session.has_template:
             say("This model continues your text as it is: begin with a space for a new word.")
@@ -279,7 +279,7 @@ class Terminal:
     def _show_settings(self) -> None:
         settings = self._session.settings
         rows = [(name, _value(settings, field)) for name, field, _, _ in _SETTINGS]
-        say_rows([*rows, ("system", shown(self._session.system or "none"))])
+        show_rows([*rows, ("system", shown(self._session.system or "none"))], say)
 
     def _show_stats(self) -> None:
         session, stats = self._session, self._session.stats
@@ -297,7 +297,7 @@ class Terminal:
                 ("left out", counted(stats.dropped, "turn" if session.has_template else "token")),
                 ("seed", stats.seed),
             ]
-        say_rows(rows)
+        show_rows(rows, say)
 
     def _save(self, text: str) -> None:
         from firstlight.files import write_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import say_rows, with_json
+from firstlight.cli.output import show_rows, with_json
 from firstlight.console import say
 
 
@@ -65,7 +65,7 @@ def convert_command(
     for note in result.notes:
         say(f"note: {note}")
     difference, largest = result.largest_difference, result.largest_logit
-    say_rows(
+    show_rows(
         [
             ("source", f"{result.program}, {result.model_type}"),
             ("written", result.file or result.out),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import say_rows, with_json
+from firstlight.cli.output import show_rows, with_json
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def eval_command(
                 on_texts=show,
             ),
         )
-        _say_scores(scores)
+        _show_scores(scores)
         result["tasks"] = {one.task: {"items": one.items, **one.figures()} for one in scores}
     if with_loss:
         folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
@@ -110,7 +110,7 @@ def eval_command(
                 loaded, folder, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
             ),
         )
-        _say_loss(found)
+        _show_loss(found)
         result |= dataclasses.asdict(found)
     return result
 
@@ -150,7 +150,7 @@ def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> A
         return work(show)
 
 
-def _say_loss(found: Evaluation) -> None:
+def _show_loss(found: Evaluation) -> None:
     from firstlight.evaluation.estimates import with_error
 
     if found.loss_stderr is None:
@@ -167,10 +167,10 @@ def _say_loss(found: Evaluation) -> None:
     if found.gzip_bits_per_byte is not None:
         shown.append(("gzip -9", f"{found.gzip_bits_per_byte:.4f} bits per byte on the same text"))
     shown.append(("tokens", f"{found.tokens:,}"))
-    say_rows(shown)
+    show_rows(shown)
 
 
-def _say_scores(scores: list[TaskResult]) -> None:
+def _show_scores(scores: list[TaskResult]) -> None:
     from firstlight.evaluation.estimates import with_error
 
     rows = []
@@ -180,4 +180,4 @@ def _say_scores(scores: list[TaskResult]) -> None:
             note = "" if metric.stderr is None else f" (standard error{items})"
             rows.append((f"{one.task} {name}", with_error(metric.value, metric.stderr) + note))
     if rows:
-        say_rows(rows)
+        show_rows(rows)

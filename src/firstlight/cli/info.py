@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import human_bytes, say_rows, with_json
+from firstlight.cli.output import human_bytes, show_rows, with_json
 
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
@@ -47,7 +47,7 @@ def _machine() -> dict[str, Any]:
         "platform": platform.platform(),
     }
     speeds = ", ".join(f"{name} {rate / 1e12:.2f} TFLOP/s" for name, rate in rates.items())
-    say_rows(
+    show_rows(
         [
             ("device", f"{hardware.device} ({hardware.name})"),
             ("memory", human_bytes(hardware.memory_bytes)),
@@ -95,7 +95,7 @@ def _model(checkpoint: str) -> dict[str, Any]:
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }
-    _say_model(result, config)
+    _show_model(result, config)
     return result
 
 
@@ -112,7 +112,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
+def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
     tokenizer, parts = result["tokenizer"], result["parameters_by_part"]
     shape = (
         f"{config.num_hidden_layers} layers, {config.hidden_size} wide, "
@@ -120,7 +120,7 @@ def _say_model(result: dict[str, Any], config: ModelConfig) -> None:
     )
     total, active = result["parameters"], result["active_parameters"]
     dtypes = ", ".join(result["dtypes"])
-    say_rows(
+    show_rows(
         [
             ("folder", result["folder"]),
             *([("adapts", result["base"])] if result["base"] else []),

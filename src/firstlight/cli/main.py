@@ -18,7 +18,7 @@ from firstlight.cli.convert import convert_command
 from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import generate_command
 from firstlight.cli.info import info_command
-from firstlight.cli.output import write_out
+from firstlight.cli.output import discard_stdout, write_out
 from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.report import report_command
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); say nothing, also not while closing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return 1
     except OSError as error:
         return _fail(describe_os_error(error), "StorageError", 1, as_json)

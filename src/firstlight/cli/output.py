@@ -1,9 +1,10 @@
-"""What all verbs share: the --json switch, and results for people and for programs."""
+"""The output of all verbs: results on stdout for people, or as the one object of --json."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec
@@ -16,9 +17,9 @@ P = ParamSpec("P")
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
-    """Add --json to a verb: what the function returns is printed as one JSON object on stdout.
+    """Add --json to a verb: the function's return value is printed as one JSON object on stdout.
 
-    The function gets `as_json`, and says what people read on stderr, with or without it.
+    The function gets `as_json`. `show` prints its result for people, which --json moves to stderr.
     """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -37,12 +38,34 @@ def write_out(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-def say_rows(rows: Iterable[tuple[str, object]]) -> None:
-    """Say (name, value) pairs, aligned."""
+def show(line: str = "") -> None:
+    """Print one line of a verb's result, as it is: on stdout, or with --json on stderr.
+
+    The work goes on where the reader of stdout is gone (`| head`): files may still be written.
+    """
+    context = click.get_current_context(silent=True)
+    if context is not None and context.params.get("as_json"):
+        say(line)
+        return
+    try:
+        write_out(line + "\n")
+    except BrokenPipeError:
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Let everything that is written to stdout from now on go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
+    """Show (name, value) pairs, aligned, each through `line`."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        say(f"{name:<{width}}  {value}")
+        line(f"{name:<{width}}  {value}")
 
 
 def counted(count: int, noun: str) -> str:
@@ -59,9 +82,9 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def say_table(rows: Sequence[Sequence[str]]) -> None:
-    """Say rows of cells: the first column to the left, the others to the right."""
+def show_table(rows: Sequence[Sequence[str]]) -> None:
+    """Show rows of cells: the first column to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        say("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())
+        show("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())

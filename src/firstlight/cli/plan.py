@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import say_table, with_json
+from firstlight.cli.output import show, show_table, with_json
 from firstlight.cli.train import split_arguments
-from firstlight.console import say
 from firstlight.errors import ConfigError
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -95,14 +94,14 @@ def plan_command(
             )
         for block in blocks(plan):
             if isinstance(block, str):
-                say(block)
+                show(block)
             else:
-                say_table(block)
+                show_table(block)
         if write is not None and search and plan.chosen is None:
             raise ConfigError(f"{write} is not written: nothing fits")
         if write is not None:
             write_recipe(write, plan.chosen or plan.recipe)
-            say(f"written: {write}")
+            show(f"written: {write}")
         return plan.to_json()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import click
 
-from firstlight.cli.output import counted, human_bytes, with_json
+from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
@@ -141,7 +141,7 @@ def prepare_command(
             overwrite=overwrite,
             progress=True,
         )
-    _say_summary(out, manifest)
+    _show_summary(out, manifest)
     return {"out": str(out), **manifest}
 
 
@@ -155,7 +155,7 @@ def _require_of_text(
         )
 
 
-def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
+def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, sources
     from firstlight.data.prepare import REJECTED_NAME
 
@@ -167,12 +167,12 @@ def _say_summary(out: Path, manifest: dict[str, Any]) -> None:
             number, what = entry["documents"], "conversation"
             if manifest.get("pairs"):
                 number, what = number // 2, "preference pair"
-            say(
+            show(
                 f"{out}: {split}: {counted(number, what)}, "
                 f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to learn"
             )
             continue
-        say(
+        show(
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )

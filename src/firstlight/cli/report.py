@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import say_rows, say_table, with_json
+from firstlight.cli.output import show_rows, show_table, with_json
 
 if TYPE_CHECKING:
     from firstlight.training.report_files import WrittenReport
@@ -33,14 +33,14 @@ def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> d
 
     report = report_files.write_report([run.expanduser() for run in runs], out)
     result = report_files.as_json(report)
-    _say_numbers(report)
-    say_rows([("report", report.page), ("picture", report.picture)])
+    _show_numbers(report)
+    show_rows([("report", report.page), ("picture", report.picture)])
     return result
 
 
-def _say_numbers(report: WrittenReport) -> None:
+def _show_numbers(report: WrittenReport) -> None:
     from firstlight.training.report_compare import number_table
 
     labels = report.comparison.labels
     rows = [(name, *texts) for name, texts, _ in number_table(report.comparison)]
-    say_table([("", *labels), *rows])
+    show_table([("", *labels), *rows])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import counted, human_bytes, with_json
+from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def train_command(
         say(f"{counts['rejected']} documents were not used (firstlight prepare lists them)")
     if tokenizer.vocab_size < vocab_size:
         say(f"the corpus gave only {tokenizer.vocab_size} of {vocab_size} tokens")
-    say(
+    show(
         f"{out}: {tokenizer.vocab_size} tokens from {counted(counts['documents'], 'document')}, "
         f"{human_bytes(counts['text_bytes'])}"
     )
@@ -128,9 +128,9 @@ def extend_command(
     with new_folder(out) as folder:
         after.save_pretrained(folder)
     if needed:
-        say(f"added what the chat template {chat_template} needs: {' '.join(needed)}")
+        show(f"added what the chat template {chat_template} needs: {' '.join(needed)}")
     added = {token: after.special_tokens[token] for token in [*add, *needed]}
-    say(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
+    show(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
     if (source / "config.json").is_file():
         say(
             "only the tokenizer was written: the model grows when `firstlight train --init-from "
@@ -160,8 +160,8 @@ def _try_out(tokenizer: Tokenizer) -> None:
         return
     if not text.strip():
         raise TokenizerError("the chat template makes nothing of a conversation")
-    say("the chat template is set; a question and its answer become:")
-    say(f"  {text!r}")
+    show("the chat template is set; a question and its answer become:")
+    show(f"  {text!r}")
 
 
 def _chat_template(

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from firstlight.cli.launch import LAUNCH_OPTIONS, launch_if_asked, launch_options
-from firstlight.cli.output import say_rows, with_json
+from firstlight.cli.output import show_rows, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
@@ -87,6 +87,7 @@ def train_command(
     the run folder asks for a checkpoint.
     """
     path, overrides = split_arguments(arguments)
+    from firstlight.distributed import find_world, is_main
     from firstlight.planner.automatic import RunForecaster
     from firstlight.training.config import load_recipe
     from firstlight.training.loop import train
@@ -111,7 +112,8 @@ def train_command(
     ]
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
-    say_rows(rows)
+    if is_main(find_world()):
+        show_rows(rows)
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
         click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
