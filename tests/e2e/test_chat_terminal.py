@@ -115,7 +115,8 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
         commands
         == (
             "/help /reset /retry /undo /system /temperature /top-k /top-p /min-p "
-            "/repetition-penalty /max-tokens /seed /settings /stats /save /quit"
+            "/repetition-penalty /frequency-penalty /presence-penalty /max-tokens "
+            "/seed /settings /stats /save /quit"
         ).split()
     )
     assert said("/temprature 1")[1] == [
@@ -153,13 +154,15 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
         {"role": "assistant", "content": WILD},
     ]
     _, lines = said("/system a", "/reset", "/system none", "/settings")
-    assert lines[-9:] == [
+    assert lines[-11:] == [
         "system  none",
         "temperature         0.8",
         "top-k               0",
         "top-p               1.0",
         "min-p               0.0",
         "repetition-penalty  1.0",
+        "frequency-penalty   0.0",
+        "presence-penalty    0.0",
         "max-tokens          512",
         "seed                3",
         "system              none",

@@ -339,6 +339,11 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
     assert "--logprobs is for programs: it needs --json" in refused.err
     other = ("--repetition-penalty", "5", "--min-p", "0.5")
     assert one_object(run("generate", model, *options, *other).out)["text"] != whole["text"]
+    biased = one_object(run("generate", model, *options, "--logit-bias", "7=100").out)
+    assert set(biased["token_ids"]) == {7}
+    varied = ("--frequency-penalty", "2", "--presence-penalty", "2")
+    found = one_object(run("generate", model, *options, "--logit-bias", "7=3", *varied).out)
+    assert found["token_ids"] != whole["token_ids"]
 
 
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
@@ -481,6 +486,12 @@ _ERRORS = {
     "generate run --prompt x --top-p 0": "top_p must be above 0",
     "generate run --prompt x --min-p 2": "min_p must be between 0 (off) and 1",
     "generate run --prompt x --repetition-penalty 0": "repetition_penalty must be above 0",
+    "generate run --prompt x --frequency-penalty 2.1": "frequency_penalty must be between -2 and",
+    "generate run --prompt x --presence-penalty nan": "presence_penalty must be between -2 and 2",
+    "generate run --prompt x --logit-bias 5": "--logit-bias 5 is not of the form ID=BIAS",
+    "generate run --prompt x --logit-bias 5=101": "logit_bias must be numbers from -100 to 100",
+    "generate run --prompt x --logit-bias 5=1 --logit-bias 5=2": "given twice for the token 5",
+    "generate run --prompt x --logit-bias 99999=1": "logit_bias names the token id 99999, and",
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",

@@ -193,6 +193,7 @@ def test_an_allowed_page_of_elsewhere_is_answered_and_told_so(local: Direct, ori
         answer = local.ask(path, headers=headers, body=[ROUTES[path]])
         assert answer.headers["access-control-allow-origin"] == origin.decode()
         assert answer.headers["vary"] == "Origin"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id"
     wanted = (b"access-control-request-headers", b"authorization, x-stainless-os")
     asked = [HOST, headers[2], (b"access-control-request-method", b"POST"), wanted]
     answer = local.ask("/v1/completions", method="OPTIONS", headers=asked, body=[b""])

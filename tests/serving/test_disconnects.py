@@ -406,7 +406,7 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
 def test_what_was_made_for_a_client_that_went_away_is_forgotten() -> None:
     with held() as app:
         work = app.service.workshop.completion(b'{"prompt": "x"}')
-        progress = Progress(work, app.service, lambda: None)
+        progress = Progress(work, app.service, lambda: None, "req_1")
 
         async def read() -> object:
             progress.jobs[0].receive(Update(progress.jobs[0], "a", 1))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from live import KEY, Live, live
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import continuation, generate, pieces_of
 from firstlight.generation.sampling import SamplingConfig
+from firstlight.serving.work import fingerprint_of
 
 openai = pytest.importorskip("openai")
 
@@ -200,6 +204,20 @@ def test_our_own_settings_are_extras(client: Any) -> None:
     assert found.choices[0].text != plain
 
 
+def test_penalties_and_biases_are_those_of_generate(client: Any) -> None:
+    penalties: dict[str, Any] = {"frequency_penalty": 1.2, "presence_penalty": -0.3}
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, seed=1, logit_bias={"9": 1.5}, **penalties
+    )
+    expected = alone(max_new_tokens=30, temperature=1.0, seed=1, logit_bias={9: 1.5}, **penalties)
+    assert found.choices[0].text == expected
+    assert expected != alone(max_new_tokens=30, temperature=1.0, seed=1)
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=6, logit_bias={"70": 100}, temperature=0
+    )
+    assert chat.choices[0].message.content == tiny_tokenizer().decode([70]) * 6
+
+
 def test_several_prompts_with_several_choices(client: Any) -> None:
     prompts = [PROMPT, "one", "a stone under"]
     found = client.completions.create(
@@ -310,8 +328,8 @@ def test_errors_are_of_the_clients_classes(server: Live, client: Any) -> None:
     with client_of(server, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="x", presence_penalty=1.0)
-    assert caught.value.param == "presence_penalty"
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    assert caught.value.param == "suffix"
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="the star " * 200)
@@ -319,8 +337,42 @@ def test_errors_are_of_the_clients_classes(server: Live, client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert caught.value.code == "model_not_found"
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.request_id.startswith("req_")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-4")
+    assert (caught.value.code, caught.value.type) == ("model_not_found", "invalid_request_error")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="tiny", input="x")
+
+
+def test_each_request_has_an_id_and_each_answer_the_models_fingerprint(client: Any) -> None:
+    fingerprint = fingerprint_of(tiny_model())
+    assert re.fullmatch("fp_[0-9a-f]{12}", fingerprint)
+    ids = set()
+    for stream in (False, True):
+        fields = {"model": "tiny", "max_tokens": 2, "stream": stream}
+        for ask, content in (
+            (client.completions, {"prompt": "x"}),
+            (client.chat.completions, {"messages": MESSAGES}),
+        ):
+            raw = ask.with_raw_response.create(**fields, **content)
+            ids.add(raw.headers["x-request-id"])
+            parsed = raw.parse()
+            chunks = list(parsed) if stream else [parsed]
+            assert {chunk.system_fingerprint for chunk in chunks} == {fingerprint}
+    assert len(ids) == 4
+    assert all(re.fullmatch("req_[0-9a-f]{32}", one) for one in ids)
+
+
+def test_the_fingerprint_is_that_of_the_weights() -> None:
+    model: Any = copy.deepcopy(tiny_model())
+    before = fingerprint_of(model)
+    assert before == fingerprint_of(tiny_model())
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, 3] += 1e-3
+    assert fingerprint_of(model) != before
+    assert fingerprint_of(model.bfloat16()) != before
 
 
 def test_a_full_queue_is_a_rate_limit() -> None:

@@ -271,7 +271,9 @@ def test_a_text_that_fails_is_a_500_that_says_nothing_of_the_inside(
         assert app.ask("/health").status == 200
     finally:
         app.close()
-    assert "a text failed: RuntimeError: weights at" in capsys.readouterr().err
+    request_id = answer.headers["x-request-id"]
+    said = f"firstlight: {request_id}: a text failed: RuntimeError: weights at"
+    assert said in capsys.readouterr().err
     assert b"folder" not in answer.body
 
 

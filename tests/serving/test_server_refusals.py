@@ -25,9 +25,6 @@ def direct() -> Iterator[Direct]:
 # What would change the answer
 
 REFUSED_VALUES: dict[str, Any] = {
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "logit_bias": {"5": 1},
     "best_of": 2,
     "echo": True,
     "suffix": "end",
@@ -59,8 +56,23 @@ def test_what_would_change_the_answer_is_refused_by_name(
 
 def test_false_is_not_0(direct: Direct) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
-        content = body_for(POSTS[0], **{name: False})
-        refused(direct, POSTS[0], content, name, "unsupported_parameter")
+        refused(direct, POSTS[0], body_for(POSTS[0], **{name: False}), name, None)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_biases_that_cannot_be_meant_are_refused(direct: Direct, path: str) -> None:
+    wrong: list[Any] = [
+        {"5": 101}, {"5": -100.5}, {"5": True}, {"5": None}, {"x": 1}, {"-1": 1}, {"05": 1},
+        {"1.0": 1}, {"": 1}, [1], "5", {str(i): 0 for i in range(1025)},
+    ]  # fmt: skip
+    for value in wrong:
+        message = refused(direct, path, body_for(path, logit_bias=value), "logit_bias", None)
+        assert "numbers from -100 to 100 by token id" in message
+    message = refused(direct, path, body_for(path, logit_bias={"322": 1}), "logit_bias", None)
+    assert "the token id 322, and the model has 322 tokens" in message
+    many = {str(i): 0 for i in range(322)}
+    for fine in ({}, None, {"321": -100}, {"5": 1.5}, many):
+        assert direct.ask(path, body_for(path, logit_bias=fine)).status == 200
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -93,6 +105,7 @@ def test_unknown_fields_are_refused_with_the_nearest_known(direct: Direct, path:
         ("max_tokens", True), ("n", 0), ("n", 9), ("n", 10**30), ("temperature", -0.1),
         ("temperature", 2.1), ("temperature", "0"), ("top_p", 0), ("top_p", 1.5), ("top_k", -1),
         ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("seed", 2**63),
+        ("frequency_penalty", 2.5), ("frequency_penalty", "1"), ("presence_penalty", -2.1),
         ("seed", "1"), ("stop", ""), ("stop", ["a"] * 5), ("stop", ["a", ""]), ("stop", [1]),
         ("stop", "x" * 257), ("stream", "yes"), ("stream", 1), ("user", 5), ("model", 5),
         ("model", "x" * 257), ("metadata", []), ("logprobs", "yes"), ("logprobs", 6),

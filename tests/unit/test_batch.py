@@ -184,9 +184,13 @@ PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 
         SamplingConfig(
             max_new_tokens=40, temperature=1.5, min_p=0.01, repetition_penalty=1.3, seed=1
         ),
+        SamplingConfig(
+            max_new_tokens=40, temperature=1.0, frequency_penalty=0.7, presence_penalty=-0.4,
+            logit_bias={7: 2.0, 30: -100}, seed=2,
+        ),
     ],
-    ids=["greedy", "top-k", "min-p"],
-)
+    ids=["greedy", "top-k", "min-p", "penalties"],
+)  # fmt: skip
 def test_a_text_is_the_same_in_and_out_of_a_batch(
     loaded: LoadedModel, config: SamplingConfig, batch_size: int
 ) -> None:
@@ -201,6 +205,9 @@ def test_a_text_is_the_same_in_and_out_of_a_batch(
             top_k=config.top_k,
             min_p=config.min_p,
             repetition_penalty=config.repetition_penalty,
+            frequency_penalty=config.frequency_penalty,
+            presence_penalty=config.presence_penalty,
+            logit_bias=config.logit_bias,
             seed=one.seed,
         )
         assert one == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.continuation import Continuation, StopTexts
-from firstlight.generation.sampling import SamplingConfig, logprob_of, penalize
+from firstlight.generation.sampling import SamplingConfig, logprob_of, penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
 
 GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)
@@ -137,6 +138,58 @@ def test_the_penalty_makes_every_logit_seen_smaller() -> None:
     assert logits.tolist() == [3.0, -3.0, 1.0, -1.0]
 
 
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=6, max_size=6),
+    chosen=st.lists(st.integers(0, 5), max_size=30),
+    frequency=st.floats(-2, 2),
+    presence=st.floats(-2, 2),
+    bias=st.dictionaries(st.integers(0, 5), st.floats(-100, 100)),
+)
+def test_penalties_and_biases_are_added_as_openai_defines_them(
+    logits: list[float],
+    chosen: list[int],
+    frequency: float,
+    presence: float,
+    bias: dict[int, float],
+) -> None:
+    config = SamplingConfig(frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias)
+    counts = Counter(chosen)
+    expected = [
+        logit - counts[i] * frequency - (counts[i] > 0) * presence + bias.get(i, 0.0)
+        for i, logit in enumerate(logits)
+    ]
+    found = shift(torch.tensor(logits), config, counts)
+    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_penalties_count_the_new_tokens_and_not_the_prompt(tokenizer: Tokenizer) -> None:
+    """Exact values: 9 is chosen until its penalties have cost it more than its lead."""
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[9], logits[8], logits[7] = 4.0, 2.0, 1.75
+    config = SamplingConfig(
+        max_new_tokens=7, temperature=0, frequency_penalty=0.5, presence_penalty=0.25
+    )
+    text = Continuation([9] * 20, config, context=999)
+    for _ in range(7):
+        text.push(logits)
+    # 9: 4, 3.25, 2.75, 2.25, 1.75; 8: 2, 1.25; 7: 1.75. The first of equals is taken.
+    assert text.token_ids == [9, 9, 9, 9, 8, 7, 9]
+    assert SamplingConfig().logit_bias == {}
+
+
+def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[4] = 30.0
+    for bias, expected in (({}, 4), ({4: -100}, 0), ({11: 100}, 11), ({4: -29.5, 5: 0.75}, 5)):
+        config = SamplingConfig(max_new_tokens=1, temperature=0, logit_bias=bias)
+        text = Continuation([1], config, context=999)
+        text.push(logits)
+        assert text.token_ids == [expected]
+    beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
+    with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
+        Continuation([1], beyond, context=999).push(logits)
+
+
 def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
     logits = torch.randn(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
     config = SamplingConfig(
@@ -168,6 +221,10 @@ def test_more_log_probabilities_than_tokens_are_all() -> None:
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be above 0"),
         ({"stop": ("a", "")}, "stop must be texts of at least one character"),
         ({"logprobs": -1}, "logprobs must be 0 or above"),
+        ({"frequency_penalty": 2.01}, "frequency_penalty must be between -2 and 2, not 2.01"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be between -2 and 2"),
+        ({"logit_bias": {3: -100.5}}, "logit_bias must be numbers from -100 to 100 by token id"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must be numbers from -100 to 100 by token id"),
     ],
 )
 def test_settings_out_of_range_are_refused(values: dict[str, object], message: str) -> None:

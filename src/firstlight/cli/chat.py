@@ -20,6 +20,20 @@ from firstlight.errors import ConfigError
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="-2 to 2, for each time that a token was chosen; 0 is off.",
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="-2 to 2, for a token that was chosen before; 0 is off.",
+)
 @click.option("--seed", type=int, help="The same seed gives the same answers.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights; see generate.")
@@ -42,6 +56,8 @@ def chat_command(
     top_p: float,
     min_p: float,
     repetition_penalty: float,
+    frequency_penalty: float,
+    presence_penalty: float,
     seed: int | None,
     device: str,
     dtype: str,
@@ -70,6 +86,8 @@ def chat_command(
         seed=seed,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
     )
     if web:
         from firstlight.serving.chat_ui import require_web, serve_chat

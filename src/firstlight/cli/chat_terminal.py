@@ -34,6 +34,8 @@ _SETTINGS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (
     ("top-p", "top_p", float, "only the likeliest tokens that sum to p; 1 is off"),
     ("min-p", "min_p", float, "only tokens p times as likely as the likeliest; 0 is off"),
     ("repetition-penalty", "repetition_penalty", float, "against what was said; 1 is off"),
+    ("frequency-penalty", "frequency_penalty", float, "for each time a token was chosen; 0 is off"),
+    ("presence-penalty", "presence_penalty", float, "for a token that was chosen; 0 is off"),
     ("max-tokens", "max_new_tokens", int, "of an answer, at most"),
     ("seed", "seed", int, "the same seed gives the same answers; none is chance"),
 )

@@ -22,6 +22,26 @@ from firstlight.errors import ConfigError
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="-2 to 2, for each time that a token was chosen; 0 is off.",
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="-2 to 2, for a token that was chosen before; 0 is off.",
+)
+@click.option(
+    "--logit-bias",
+    multiple=True,
+    metavar="ID=BIAS",
+    help="Add -100 to 100 to a token's logit; several are allowed.",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before it; several are allowed.")
 @click.option(
     "--logprobs",
@@ -54,20 +74,13 @@ from firstlight.errors import ConfigError
 def generate_command(
     checkpoint: str,
     prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    stop: tuple[str, ...],
-    logprobs: int | None,
-    seed: int | None,
+    logit_bias: tuple[str, ...],
     device: str,
     dtype: str,
     compiled: bool,
     loading: str,
     as_json: bool,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Continue a text. The prompt and its continuation go to stdout, as they are made.
 
@@ -77,19 +90,9 @@ def generate_command(
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware import find_hardware
 
-    if logprobs is not None and not as_json:
+    if settings["logprobs"] is not None and not as_json:
         raise ConfigError("--logprobs is for programs: it needs --json, too")
-    config = SamplingConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop,
-        logprobs=logprobs,
-    )
+    config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
     loaded = load(
         checkpoint,
         find_hardware(device).device,
@@ -112,3 +115,24 @@ def generate_command(
     if result.prompt_tokens + len(result.token_ids) == limit:
         say(f"the model's context of {limit} tokens is full")
     return dataclasses.asdict(result)
+
+
+def _biases(given: tuple[str, ...]) -> dict[int, float]:
+    """The biases of --logit-bias by token id.
+
+    Raises:
+        ConfigError: one is not of the form ID=BIAS, or a token has two.
+    """
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            token_id, value = int(token), float(bias)
+        except ValueError:
+            raise ConfigError(
+                f"--logit-bias {text} is not of the form ID=BIAS, such as 50256=-100"
+            ) from None
+        if token_id in found:
+            raise ConfigError(f"--logit-bias is given twice for the token {token_id}")
+        found[token_id] = value
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,6 +74,7 @@ class Continuation:
         self._most = min(config.max_new_tokens, context - len(self.prompt_ids))
         self._generator = torch.Generator().manual_seed(seed)
         self._seen = set(prompt_ids)
+        self._counts: Counter[int] = Counter()
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
         self._stops = StopTexts(config.stop)
 
@@ -85,11 +87,12 @@ class Continuation:
             ModelError: the logits are not finite numbers.
         """
         assert self.finish_reason is None
-        token_id = sample(logits_V, self.config, self._generator, self._seen)
+        token_id = sample(logits_V, self.config, self._generator, self._seen, self._counts)
         if token_id in self._eos_token_ids:
             return self._end("stop")
         self.token_ids.append(token_id)
         self._seen.add(token_id)
+        self._counts[token_id] += 1
         if self.logprobs is not None:
             assert self.config.logprobs is not None
             self.logprobs.append(logprob_of(logits_V, token_id, self.config.logprobs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -243,6 +243,9 @@ def generate(
     repetition_penalty: float = 1.0,
     stop: Sequence[str] = (),
     logprobs: int | None = None,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
     compile: bool = False,
 ) -> Generation:
     """Continue a text.
@@ -251,7 +254,7 @@ def generate(
         checkpoint: a folder or hub id as for `load`, or what `load` returned.
         prompt: text to continue; empty starts from the model's beginning-of-text token.
         max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, stop,
-            logprobs: see `SamplingConfig`.
+            logprobs, frequency_penalty, presence_penalty, logit_bias: see `SamplingConfig`.
         compile: see `GenerationStream`.
 
     Raises:
@@ -268,6 +271,9 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         logprobs=logprobs,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=logit_bias or {},
     )
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
     stream = GenerationStream(loaded, prompt, config, compile=compile)

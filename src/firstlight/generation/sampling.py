@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class SamplingConfig:
         logprobs: note the log-probability of each token chosen, and of so many likeliest ones
             beside it; None notes none.
         seed: the same seed gives the same text; None draws one.
+        frequency_penalty: from the logit of each token, this times the number of its occurrences
+            among the new tokens is subtracted, as in OpenAI's interface; -2 to 2, 0 is off.
+        presence_penalty: from the logits of all tokens that occur among the new tokens, this is
+            subtracted, as in OpenAI's interface; -2 to 2, 0 is off.
+        logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
+        prompt_logprobs: note the log-probabilities of the prompt's tokens and of so many likeliest
+            ones beside each; None notes none. With them, `max_new_tokens` may be 0.
 
     Raises:
         ConfigError: a value is out of range.
@@ -45,10 +52,16 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        least = 1 if self.prompt_logprobs is None else 0
+        biases_fit = all(i >= 0 and -100 <= bias <= 100 for i, bias in self.logit_bias.items())
         limits = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= least, f"at least {least}"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -60,6 +73,10 @@ class SamplingConfig:
             ),
             ("stop", all(self.stop), "texts of at least one character"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or above"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or above"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
         )
         for name, fine, allowed in limits:
@@ -72,19 +89,24 @@ def sample(
     config: SamplingConfig,
     generator: torch.Generator,
     seen: Collection[int] = (),
+    counts: Mapping[int, int] | None = None,
 ) -> int:
     """Choose one token id from the logits [V] of one position.
 
     Args:
         seen: ids that the repetition penalty is for.
+        counts: occurrences of each id among the new tokens, for the frequency and the presence
+            penalty.
 
     Raises:
+        ConfigError: `logit_bias` names a token that the model doesn't have.
         ModelError: the logits are not finite numbers.
     """
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1 and seen:
         logits_V = penalize(logits_V, config.repetition_penalty, seen)
+    logits_V = shift(logits_V, config, counts or {})
     if config.temperature == 0:
         return int(logits_V.argmax())
     return draw(filter_probabilities(logits_V, config), generator)
@@ -112,6 +134,43 @@ def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
     logits_V = logits_V.float()
     values = logits_V[ids]
     return logits_V.index_copy(0, ids, torch.where(values > 0, values / penalty, values * penalty))
+
+
+def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -> Tensor:
+    """Logits [V] (fp32 where any is changed) less the frequency and the presence penalty, plus the
+    bias, as OpenAI's interface defines them: logit - count * frequency_penalty - (count > 0) *
+    presence_penalty + bias.
+
+    Args:
+        counts: occurrences of each id among the new tokens.
+
+    Raises:
+        ConfigError: `logit_bias` names a token that the model doesn't have.
+    """
+    require_biased_tokens(config, len(logits_V))
+    frequency, presence = config.frequency_penalty, config.presence_penalty
+    shifts = dict(config.logit_bias)
+    for token_id, count in counts.items() if frequency or presence else ():
+        shifts[token_id] = shifts.get(token_id, 0.0) - count * frequency - presence
+    if not shifts:
+        return logits_V
+    ids = torch.tensor(list(shifts), device=logits_V.device)
+    values = torch.tensor(list(shifts.values()), dtype=torch.float32, device=logits_V.device)
+    return logits_V.float().index_add(0, ids, values)
+
+
+def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
+    """Refuse a bias for a token beyond the vocabulary.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    highest = max(config.logit_bias, default=-1)
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"logit_bias names the token id {highest}, and the model has {vocab_size} tokens: "
+            f"ids go from 0 to {vocab_size - 1}"
+        )
 
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:

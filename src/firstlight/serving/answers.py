@@ -55,6 +55,7 @@ class _Format:
 
     Args:
         model: its name.
+        fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: of its tokens; None where no log-probabilities are asked for.
         tells_usage: whether every chunk has the field `usage`, null but for the last.
     """
@@ -63,12 +64,15 @@ class _Format:
     whole_object = ""
     chunk_object = ""
 
-    def __init__(self, model: str, texts: TokenTexts | None, *, tells_usage: bool) -> None:
+    def __init__(
+        self, model: str, fingerprint: str, texts: TokenTexts | None, *, tells_usage: bool
+    ) -> None:
         self._texts = texts
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint,
         }
         self._tail: dict[str, Any] = {"usage": None} if tells_usage else {}
 
@@ -88,8 +92,10 @@ class CompletionFormat(_Format):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts | None, *, tells_usage: bool) -> None:
-        super().__init__(model, texts, tells_usage=tells_usage)
+    def __init__(
+        self, model: str, fingerprint: str, texts: TokenTexts | None, *, tells_usage: bool
+    ) -> None:
+        super().__init__(model, fingerprint, texts, tells_usage=tells_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _choice(

@@ -20,6 +20,8 @@ _KINDS = {
     "none of them empty and not more than there may be",
     "stop": "must be a text or a list of up to 4 texts, of 1 to 256 characters",
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
+    "logit_bias": "must be an object of up to 1,024 numbers from -100 to 100 by token id, such as "
+    "{'50256': -100}",
     "tool_calls": "is not supported by this server: leave it out",
     "annotations": "is not supported by this server: leave it out",
 }

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firstlight.serving.loopback import is_loopback
-from firstlight.serving.problems import ClientGoneError, RequestError
+from firstlight.serving.problems import ClientGoneError, RequestError, new_request_id
 from firstlight.serving.replies import error_response
 from firstlight.serving.service import Limits
 
@@ -155,12 +155,14 @@ class Guard:
             return
         status = CLIENT_GONE
         origin = self._access.foreign_origin(scope)
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_headers(origin)]
+                message["headers"] = [*message.get("headers", ()), *_headers(origin, request_id)]
             await send(message)
 
         try:
@@ -243,11 +245,15 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
 
 
-def _headers(origin: bytes | None) -> list[tuple[bytes, bytes]]:
+def _headers(origin: bytes | None, request_id: str) -> list[tuple[bytes, bytes]]:
     """What every response has; `origin`: the allowed one elsewhere that asks, if it does."""
-    headers = [(b"x-content-type-options", b"nosniff")]
+    headers = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
     if origin is not None:
-        headers += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        headers += [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", b"x-request-id"),
+            (b"vary", b"Origin"),
+        ]
     return headers
 
 

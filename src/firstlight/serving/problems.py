@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ from typing import Any
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
     429: "rate_limit_error",
 }
 
@@ -56,6 +56,11 @@ def error_body(
     """OpenAI's shape of an error."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def new_request_id() -> str:
+    """The id of a request, for the header x-request-id and the log."""
+    return f"req_{secrets.token_hex(16)}"
 
 
 def too_long(tokens: int, limit: int, param: str) -> RequestError:

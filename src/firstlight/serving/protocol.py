@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from firstlight.serving.problems import error_body
+from firstlight.serving.problems import error_body, new_request_id
 from firstlight.serving.service import Limits
 
 #: Of a body that is read and thrown away, since its request was refused before it had come: a
@@ -176,6 +176,7 @@ class GuardedProtocol(H11Protocol):
         phrase = {400: "Bad Request", 503: "Service Unavailable"}[status]
         head = (
             f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\n"
+            f"X-Request-Id: {new_request_id()}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -43,8 +43,7 @@ async def whole_answer(service: Service, work: Work, request: Request) -> Respon
         RequestError, ClientGoneError: see `Service.running` and `Progress`.
     """
     choices = [Choice() for _ in work.texts]
-    abort = _abort_of(request.scope)
-    async with service.running(work, request.receive, abort) as progress:
+    async with service.running(work, request.receive, *_connection(request.scope)) as progress:
         async for updates in progress:
             for index, update in updates:
                 _add(choices[index], update)
@@ -81,8 +80,8 @@ class EventStream(Response):
             RequestError, ClientGoneError: nothing has been sent.
         """
         try:
-            abort = _abort_of(scope)
-            async with self._service.running(self._work, receive, abort) as progress:
+            connection = _connection(scope)
+            async with self._service.running(self._work, receive, *connection) as progress:
                 async for updates in progress:
                     await self._send(send, b"".join(map(_event, self._chunks(updates))))
             last = b""
@@ -135,6 +134,7 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _abort_of(scope: Scope) -> Any:
-    """What closes the connection, where the server can do that."""
-    return scope.get("state", {}).get("abort", lambda: None)
+def _connection(scope: Scope) -> tuple[Callable[[], None], str]:
+    """What closes the connection, where the server can do that, and the request's id."""
+    state = scope["state"]
+    return state.get("abort", lambda: None), state["request_id"]

@@ -15,11 +15,15 @@ MOST_CHOICES, MOST_PROMPTS = 8, 64
 MOST_MESSAGES, MOST_PARTS = 512, 64
 MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_LOGPROBS, MOST_CHAT_LOGPROBS = 5, 20
+MOST_BIASES = 1024
 #: Token ids of one prompt: more than any context.
 _MOST_IDS = 200_000
 
 _Text = Annotated[str, Field(max_length=256)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
@@ -54,6 +58,8 @@ class GenerationRequest(_Strict):
         top_k, min_p, repetition_penalty: not OpenAI's; see `SamplingConfig`.
         stop: texts that end an answer and are no part of it.
         seed: the same seed gives the same answer.
+        frequency_penalty, presence_penalty: see `SamplingConfig`.
+        logit_bias: numbers by token id, added to the logits of these tokens.
         user ... prompt_cache_retention: OpenAI's fields that say nothing about the answer:
             accepted, without effect.
     """
@@ -77,6 +83,9 @@ class GenerationRequest(_Strict):
         | None
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASES)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -164,9 +173,6 @@ class ChatRequest(GenerationRequest):
 #: OpenAI's fields that would change the answer, and that are refused unless their value asks for
 #: nothing. null asks for nothing in any of them.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),

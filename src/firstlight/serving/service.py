@@ -133,18 +133,19 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(
-        self, work: Work, receive: Receive, abort: Callable[[], None]
+        self, work: Work, receive: Receive, abort: Callable[[], None], request_id: str
     ) -> AsyncIterator[Progress]:
         """Have work done; when the block is left, whatever is left of it is forgotten.
 
         Args:
             receive: tells when the client goes away.
             abort: closes its connection, whatever has not been sent.
+            request_id: the request's name in the log.
 
         Raises:
             RequestError: 429, the queue is full; 503, the server is stopping.
         """
-        progress = Progress(work, self, abort)
+        progress = Progress(work, self, abort, request_id)
         try:
             self.scheduler.submit(progress.jobs)
         except QueueFullError as error:
@@ -178,10 +179,12 @@ class Progress:
     lists of (index of the choice, update), and ends after the last update of all of them.
     """
 
-    def __init__(self, work: Work, service: Service, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Work, service: Service, abort: Callable[[], None], request_id: str
+    ) -> None:
         self.jobs = [Job(text, self._receive) for text in work.texts]
         self._index = {job: index for index, job in enumerate(self.jobs)}
-        self._service, self._abort = service, abort
+        self._service, self._abort, self._request_id = service, abort, request_id
         self._left = len(self.jobs)
         self._submitted = time.monotonic()
         self._last: dict[Job, float] = {}
@@ -194,7 +197,7 @@ class Progress:
         if self._error is not None:
             return
         if update.error is not None:
-            self.end(_failure(update.error))
+            self.end(_failure(update.error, self._request_id))
             return
         self._measure(update)
         self._left -= update.ended
@@ -257,8 +260,8 @@ class Progress:
         return updates
 
 
-def _failure(error: Exception) -> RequestError:
+def _failure(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, StoppedError):
         return RequestError(503, str(error), code="stopping")
-    say(f"firstlight: a text failed: {type(error).__name__}: {error}")
+    say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
     return RequestError(500, FAILED)

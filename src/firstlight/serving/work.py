@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from firstlight.errors import ConfigError, InputError, TokenizerError
 from firstlight.generation.chat import turn_end_ids
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
-from firstlight.generation.sampling import SamplingConfig
+from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
 from firstlight.huggingface import LoadedModel
+from firstlight.models import Model
 from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat
 from firstlight.serving.bodies import read_request
 from firstlight.serving.problems import RequestError, too_long
 from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from firstlight.serving.token_text import TokenTexts
+from firstlight.training.report_text import own_version
 
 #: Tokens of a completion that doesn't say, as OpenAI's. A chat's answer may fill the context.
 _COMPLETION_TOKENS = 16
@@ -54,6 +59,7 @@ class Workshop:
         self._loaded, self.name, self.context = loaded, name, context
         self._tokenizer = tokenizer_of(loaded)
         self._texts = TokenTexts(self._tokenizer)
+        self._fingerprint = fingerprint_of(loaded.model)
         self._capacity = capacity
         self._ends = loaded.eos_token_ids
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
@@ -74,7 +80,7 @@ class Workshop:
         return self._work(
             request,
             prompts,
-            CompletionFormat(self.name, texts, tells_usage=tells_usage),
+            CompletionFormat(self.name, self._fingerprint, texts, tells_usage=tells_usage),
             max_tokens=request.max_tokens or _COMPLETION_TOKENS,
             logprobs=request.logprobs,
             end_ids=self._ends,
@@ -111,7 +117,7 @@ class Workshop:
         return self._work(
             request,
             [prompt_ids],
-            ChatFormat(self.name, texts, tells_usage=_tells_usage(request)),
+            ChatFormat(self.name, self._fingerprint, texts, tells_usage=_tells_usage(request)),
             max_tokens=most or request.max_tokens or self.context,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             end_ids=self._chat_ends,
@@ -188,19 +194,39 @@ class Workshop:
                 raise RequestError(400, f"{param} has no tokens to go on from", param=param)
             if len(prompt_ids) >= self.context:
                 raise too_long(len(prompt_ids), self.context, param)
+        samplings = [_sampling(request, n, max_tokens, logprobs) for n in range(choices)]
+        try:
+            require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
+        except ConfigError as error:
+            raise RequestError(400, str(error), param="logit_bias") from None
         texts = [
             Continuation(
                 prompt_ids,
-                _sampling(request, choice, max_tokens, logprobs),
+                sampling,
                 context=self.context,
                 eos_token_ids=end_ids,
                 tokenizer=self._tokenizer,
             )
             for prompt_ids in prompts
-            for choice in range(choices)
+            for sampling in samplings
         ]
         tokens = sum(map(len, prompts))
         return Work(texts, tokens, answer, bool(request.stream), _tells_usage(request))
+
+
+def fingerprint_of(model: Model) -> str:
+    """`system_fingerprint`: a short hash of the configuration, the versions of firstlight and
+    torch, and the first and last values of every tensor, which training changes. Reading all
+    weights would take as long as loading them."""
+    found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for end in (0, -1) if tensor.numel() else ():
+            row = tensor
+            while row.ndim > 1:
+                row = row[end]
+            found.update(row.reshape(-1)[:16].double().cpu().numpy().tobytes())
+    return f"fp_{found.hexdigest()[:12]}"
 
 
 def _sampling(
@@ -218,6 +244,9 @@ def _sampling(
             min_p=request.min_p or 0.0,
             repetition_penalty=request.repetition_penalty or 1.0,
             stop=request.stop_texts,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
             logprobs=logprobs,
             # Negative seeds are OpenAI's, too.
             seed=None if seed is None else (seed + choice) % 2**63,
