@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import yaml
 
 from firstlight.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from firstlight.data.examples import rows_in
 from firstlight.data.prepare import prepare
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import (
     CheckpointError,
     ConfigError,
@@ -273,6 +276,36 @@ def test_a_run_without_max_steps_is_one_epoch(recipe: dict[str, Any]) -> None:
     *before, last = metrics(values)
     assert last["epoch"] >= 1 > before[-1]["epoch"]
     assert len(before) >= 3
+
+
+def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
+    recipe: dict[str, Any], data: Path
+) -> None:
+    values = changed(
+        recipe,
+        batch={"micro_batch_size": 32},
+        evaluation={"every_steps": 0},
+        optimizer={"learning_rate": 8e-4},
+    )
+    values["schedule"] = {
+        "epochs": 1.5,
+        "warmup_tokens": 3 * 32 * 32,
+        "decay_steps": 9,
+        "min_learning_rate": 2e-4,
+    }
+    stop_after(values, 5)
+    train(values, resume=True)
+    rows = rows_in(TokenDataset(data, "train"), 32)
+    rates = [record["learning_rate"] for record in metrics(values)]
+    assert len(rates) == math.ceil(1.5 * rows / 32)
+    assert rates == [8e-4 * warmup_cosine(step, 9, 3, 0.25) for step in range(len(rates))]
+    assert rates[2] == 8e-4
+    assert set(rates[8:]) == {2e-4}
+
+
+def test_a_minimum_above_the_peak_is_refused(recipe: dict[str, Any]) -> None:
+    values = changed(recipe, schedule={"min_learning_rate": 1e-2})
+    refused(values, ConfigError, "min_learning_rate 0.01 is above optimizer.learning_rate 0.001")
 
 
 def test_without_a_validation_split_there_is_no_validation_loss(

@@ -294,7 +294,13 @@ def _suggested_recipe(recipe: Recipe, found: Suggestion) -> Recipe:
         recipe.model_copy(update={"model": found.config}),
         {
             "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
-            "schedule.max_steps": found.max_steps,
+            "schedule": {
+                **recipe.schedule.model_dump(
+                    exclude={"epochs", "decay_steps", "min_learning_rate"}
+                ),
+                "max_steps": found.max_steps,
+                "min_lr_ratio": recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
+            },
             "optimizer.learning_rate": found.learning_rate,
         },
     )

@@ -202,7 +202,7 @@ def _ideal_seconds(
     assert recipe.model is not None
     assert recipe.data.seq_len is not None
     per_token = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len)
-    tokens, batch = epoch_tokens, recipe.batch
+    tokens, batch = epoch_tokens * (recipe.schedule.epochs or 1), recipe.batch
     if recipe.schedule.max_steps is not None:
         rows = 1 if batch.micro_batch_size == "auto" else batch.rows
         a_step = rows * (batch.gradient_accumulation_steps or 1) * recipe.data.seq_len

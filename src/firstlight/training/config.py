@@ -351,6 +351,16 @@ class Recipe(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
 
+    @model_validator(mode="after")
+    def _falling_rate(self) -> Self:
+        lowest, peak = self.schedule.min_learning_rate, self.optimizer.learning_rate
+        if lowest is not None and lowest > peak:
+            raise ValueError(
+                f"schedule.min_learning_rate {lowest:g} is above optimizer.learning_rate {peak:g}: "
+                "lower it"
+            )
+        return self
+
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
     """Read a recipe file.
@@ -501,6 +511,11 @@ _OTHER_NAMES = {
     "batch_size": "micro_batch_size",
     "lr": "learning_rate",
     "max_iters": "max_steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "warmup_iters": "warmup_steps",
+    "lr_decay_iters": "decay_steps",
+    "min_lr": "min_learning_rate",
     "grad_clip": "max_grad_norm",
     "out_dir": "dir",
     "path": "dir",

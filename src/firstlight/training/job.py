@@ -24,7 +24,7 @@ from firstlight.evaluation.results import Task
 from firstlight.files import remove_file, remove_leftovers, write_file
 from firstlight.hardware import is_out_of_memory, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import warmup_cosine
+from firstlight.optim.schedule import resolve_schedule
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.bystanders import PassiveSaver, SilentLogs
@@ -64,6 +64,7 @@ class Job:
     """One run, set up and checked: what the loop works with.
 
     Attributes:
+        schedule: of the whole run.
         max_steps: of the whole run.
         state: where it stands.
         saved_step: of the newest checkpoint of what it has done; -1 before the first.
@@ -94,7 +95,14 @@ class Job:
         self.engine = program.engine
         self.accumulation = recipe.batch.accumulation(self.seq_len, self.engine.size)
         self._rows_a_step = recipe.batch.rows * self.accumulation * self.engine.size
-        self.max_steps, self.warmup_steps = _schedule(recipe, dataset, self._rows_a_step)
+        self.schedule = resolve_schedule(
+            recipe.schedule,
+            recipe.optimizer.learning_rate,
+            rows_per_epoch(dataset, self.seq_len),
+            self._rows_a_step,
+            self.seq_len,
+        )
+        self.max_steps = self.schedule.max_steps
         self.state, self.guard = TrainState(), Guard(recipe.guard)
         self.saved_step = -1
         self.evaluation: Evaluation | None = None
@@ -227,9 +235,7 @@ class Job:
         self._saver.require_written()
         start = time.perf_counter()
         state = self.state
-        share = warmup_cosine(
-            state.step, self.max_steps, self.warmup_steps, self.recipe.schedule.min_lr_ratio
-        )
+        share = self.schedule.lr_scale(state.step)
         batches = [self._loader.next_batch() for _ in range(self.accumulation)]
         waited = time.perf_counter() - start
         state.step += 1
@@ -511,12 +517,3 @@ class Job:
                 "guard": self.guard.state_dict(),
             },
         )
-
-
-def _schedule(recipe: Recipe, dataset: Dataset, rows_a_step: int) -> tuple[int, int]:
-    """(max_steps, warmup_steps) with the defaults worked out."""
-    assert recipe.data.seq_len is not None
-    epoch = math.ceil(rows_per_epoch(dataset, recipe.data.seq_len) / rows_a_step)
-    max_steps = recipe.schedule.max_steps or epoch
-    warmup_steps = recipe.schedule.warmup_steps
-    return max_steps, max_steps // 20 if warmup_steps is None else warmup_steps
