@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import firstlight
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware import Hardware, find_hardware
-from firstlight.planner import automatic
+from firstlight.planner import automatic, forecasting
 from firstlight.planner.automatic import (
     _ADVICE,
-    RunForecaster,
+    advice,
+    forecast_run,
     planned_elsewhere,
     planned_recipe,
 )
 from firstlight.planner.calibration import Calibration
+from firstlight.planner.forecasting import RunForecaster
 from firstlight.planner.machine import _CPU_SHARE, find_machine
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Question
@@ -39,6 +41,8 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "resid_pdrop": 0.1,
 }
+#: Bytes of it.
+_WEIGHTS = 4 * (300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32))
 
 
 def settled(**sections: Any) -> Recipe:
@@ -102,11 +106,63 @@ def test_no_run_ends_for_a_forecast(
     assert not (result.run_folder / FORECAST_NAME).exists()
 
 
+_FAILURES = {
+    "crash": (
+        "import os; os.kill(os.getpid(), 11)",
+        "was ended by SIGSEGV",
+    ),
+    "error": ("raise SystemExit(3)", "failed (exit code 3)"),
+    "hang": ("import signal; signal.pause()", "took more than 1 s"),
+}
+
+
+@pytest.mark.parametrize("failure", _FAILURES)
+def test_a_process_that_predicts_can_not_end_the_run(
+    recipe: dict[str, Any],
+    failure: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code, said = _FAILURES[failure]
+    monkeypatch.setattr(forecasting, "_COMMAND", [sys.executable, "-c", code])
+    monkeypatch.setattr(forecasting, "_MOST_SECONDS", 1.0 if failure == "hang" else 60.0)
+    with RunForecaster() as forecaster:
+        forecaster.start()
+        started = forecaster._process
+        result = firstlight.train(recipe, forecaster=forecaster, progress=True)
+    assert started is not None
+    assert started.poll() is not None
+    assert (
+        f"memory and speed can't be predicted: the process that predicts {said}\n"
+        in capfd.readouterr().err
+    )
+    assert result.step == 12
+
+
+def test_a_process_that_was_started_in_vain_is_ended() -> None:
+    with RunForecaster() as forecaster:
+        forecaster.start()
+        started = forecaster._process
+    assert started is not None
+    assert started.poll() is not None
+
+
+def test_an_update_that_torchao_compiles_is_predicted_by_the_process_of_a_run() -> None:
+    """Its kernel would crash on tensors that have no memory."""
+    pytest.importorskip("torchao")
+    optimizer = {"name": "adamw8bit", "eight_bit_library": "torchao"}
+    recipe = settled(optimizer=optimizer, batch={"micro_batch_size": 1})
+    with RunForecaster() as forecaster:
+        found = forecaster.forecast(recipe, _CPU, 1)
+    assert found is not None
+    assert found.parts["weights"] == 4 * (
+        300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32)
+    )
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "bf16_params"])
 def test_every_precision_has_a_forecast(precision: str) -> None:
-    found = RunForecaster().forecast(
-        settled(efficiency={"precision": precision, "compile": False}), _CPU, 1
-    )
+    found = forecast_run(settled(efficiency={"precision": precision, "compile": False}), _CPU, 1)
     assert found is not None
     assert found.tokens_per_second is not None
 
@@ -120,27 +176,22 @@ def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
     assert comparison.measured()["tokens_per_second"] == 60
 
 
-def test_a_forecast_is_the_planners_and_leaves_no_trace() -> None:
-    recipe = settled()
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    found = RunForecaster().forecast(recipe, _CPU, 1)
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_forecast_is_the_planners() -> None:
+    found = forecast_run(settled(), _CPU, 1)
     assert found is not None
-    weights = 4 * (300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32))
-    assert found.parts["weights"] == weights
-    assert found.parts["optimizer_states"] >= 2 * weights
+    assert found.parts["weights"] == _WEIGHTS
+    assert found.parts["optimizer_states"] >= 2 * _WEIGHTS
     assert found.tokens_per_second is not None
     low, expected, high = found.tokens_per_second
     assert 0 < low <= expected <= high
     # Processes on a CPU share it, and nothing is known of that.
-    assert RunForecaster().forecast(recipe, _CPU, 2) is None
+    assert forecast_run(settled(), _CPU, 2) is None
 
 
 def test_a_forecast_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before each run."""
     monkeypatch.setattr("firstlight.planner.pace.measure_operators", None)
-    assert RunForecaster().forecast(settled(), _CPU, 1) is not None
+    assert forecast_run(settled(), _CPU, 1) is not None
 
 
 def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
@@ -152,19 +203,19 @@ def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
     ways = [Question(recipe, machine, changes=known[name], evaluates=False) for name in _ADVICE]
     needed = [one.needed_bytes for one in Oracle(measures=False).answers(ways)]
     assert len(needed) == 3
-    advice = RunForecaster().advise(recipe, _CPU, 1)
-    assert advice is not None
-    assert advice.startswith("in the ")
-    assert "logits and loss" in advice
-    assert advice.endswith(" of the speed")
+    found = advice(recipe, _CPU, 1)
+    assert found is not None
+    assert found.startswith("in the ")
+    assert "logits and loss" in found
+    assert found.endswith(" of the speed")
     # By what is known it would have fitted: what saves the most is named.
-    assert _named(advice) == ways[needed.index(min(needed))].changes
+    assert _named(found) == ways[needed.index(min(needed))].changes
     # Where the others fit too, the fastest.
     slightly_more = int(1.01 * max(needed) / _CPU_SHARE)
     monkeypatch.setattr("firstlight.planner.machine.free_memory_bytes", lambda _: slightly_more)
-    advice = RunForecaster().advise(recipe, _CPU, 1)
-    assert advice is not None
-    assert _named(advice) == {"efficiency.loss_chunk_tokens": 1024}
+    found = advice(recipe, _CPU, 1)
+    assert found is not None
+    assert _named(found) == {"efficiency.loss_chunk_tokens": 1024}
 
 
 def _named(advice: str) -> dict[str, Any]:

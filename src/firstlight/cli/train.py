@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from firstlight.errors import ConfigError
 #: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
 STOPPED_EXIT_CODE = 75
 _EXIT_CODE = "firstlight.exit_code"
+
+#: What launchers set: of several processes, only the main one forecasts, and which that is isn't
+#: known before torch is imported.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
@@ -87,23 +92,28 @@ def train_command(
     the run folder asks for a checkpoint.
     """
     path, overrides = split_arguments(arguments)
-    from firstlight.distributed import find_world, is_main
-    from firstlight.planner.automatic import RunForecaster
-    from firstlight.training.config import load_recipe
-    from firstlight.training.loop import train
-    from firstlight.training.report import REPORT_NAME
+    from firstlight.planner.forecasting import RunForecaster
 
-    recipe = load_recipe(path, overrides)
-    if plan is not None:
-        recipe = _planned(recipe, resume, init_from)
-    result = train(
-        recipe,
-        resume=resume,
-        init_from=init_from,
-        new_rows=new_rows,
-        progress=True,
-        forecaster=RunForecaster(),
-    )
+    with RunForecaster() as forecaster:
+        if plan is None and not any(name in os.environ for name in _RANKS):
+            # It imports torch while this process does.
+            forecaster.start()
+        from firstlight.distributed import find_world, is_main
+        from firstlight.training.config import load_recipe
+        from firstlight.training.loop import train
+        from firstlight.training.report import REPORT_NAME
+
+        recipe = load_recipe(path, overrides)
+        if plan is not None:
+            recipe = _planned(recipe, resume, init_from)
+        result = train(
+            recipe,
+            resume=resume,
+            init_from=init_from,
+            new_rows=new_rows,
+            progress=True,
+            forecaster=forecaster,
+        )
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
         ("report", result.run_folder / REPORT_NAME),

@@ -1,16 +1,13 @@
-"""The planner at work in `firstlight train`: forecasts, advice, and `--plan auto`."""
+"""The planner in `firstlight train`: forecasts, advice, and `--plan auto`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
@@ -35,35 +32,9 @@ _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation ch
 
 _GIB = 2**30
 
-#: For a forecast in a process of its own.
-_MOST_SECONDS = 90.0
 
-
-class RunForecaster:
-    """Predicts the runs of this machine; see `training.forecast.Forecaster`."""
-
-    def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
-        """See `Forecaster`."""
-        if recipe.efficiency.compile is not True:
-            with torch.random.fork_rng(devices=[]):
-                return _forecast(recipe, hardware, processes)
-        # What is compiled to be looked at is kept by torch, and no code to train with.
-        found = _elsewhere("forecast", recipe, hardware, processes)
-        if found is None:
-            return None
-        rates = found["tokens_per_second"]
-        return Forecast(**{**found, "tokens_per_second": tuple(rates) if rates else None})
-
-    def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
-        """See `Forecaster`."""
-        if recipe.efficiency.compile is True:
-            found = _elsewhere("advice", recipe, hardware, processes)
-            return None if found is None else str(found)
-        with torch.random.fork_rng(devices=[]):
-            return _advice(recipe, hardware, processes)
-
-
-def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+def forecast_run(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+    """See `Forecaster.forecast`."""
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
@@ -79,24 +50,6 @@ def _forecast(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | 
     )
 
 
-def _elsewhere(what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-    """A "forecast" or an "advice" from a process of its own, as JSON values; None where it has
-    none."""
-    request = {
-        "what": what,
-        "recipe": recipe.model_dump(mode="json"),
-        "device": str(hardware.device),
-        "processes": processes,
-    }
-    try:
-        # Other processes wait for this one, and take it for gone after their timeout.
-        patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
-        done = ask_module("firstlight.planner.automatic", request, patience)
-    except subprocess.TimeoutExpired:
-        return None
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-
-
 def main() -> int:
     """Read a request from stdin; write the forecast, advice or plan to stdout as JSON."""
     request = json.loads(sys.stdin.read())
@@ -105,15 +58,16 @@ def main() -> int:
     if request["what"] == "plan":
         found = _plan(recipe, hardware, request["init_from"])
     elif request["what"] == "forecast":
-        forecast = _forecast(recipe, hardware, request["processes"])
+        forecast = forecast_run(recipe, hardware, request["processes"])
         found = None if forecast is None else dataclasses.asdict(forecast)
     else:
-        found = _advice(recipe, hardware, request["processes"])
+        found = advice(recipe, hardware, request["processes"])
     os.write(1, f"{json.dumps(found)}\n".encode())
     return 0
 
 
-def _advice(recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
+def advice(recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
+    """See `Forecaster.advise`."""
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None

@@ -17,6 +17,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.int8 import quantize_int8
 from firstlight.models import Model, ModelConfig, build_model
+from firstlight.optim.eight_bit import installed_library
 from firstlight.planner.compiling import (
     graphs_kept,
     replaced,
@@ -168,7 +169,10 @@ def predict_evaluation(
 
 
 def _evaluate(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
-    with _traced(planned, target) as (tracer, program, batch):
+    with (
+        _compiled_without_kernels(planned.recipe),
+        _traced(planned, target) as (tracer, program, batch),
+    ):
         if in_run:
             watch_program(program, tracer)
             program.step([batch], share_of_peak=1.0)
@@ -234,14 +238,22 @@ def predict_generation(
 
 
 def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPrediction:
-    compiles = planned.recipe.efficiency.compile is True
     with (
-        stubbed_compiler() if compiles else contextlib.nullcontext(),
+        _compiled_without_kernels(planned.recipe),
         _traced(planned, target) as (tracer, program, batch),
     ):
         second = _two_steps(tracer, program, batch)
         trace = _finished(tracer, planned)
     return predict(trace, target, second, stretches=stretches)
+
+
+def _compiled_without_kernels(recipe: Recipe) -> contextlib.AbstractContextManager[object]:
+    """For what a step compiles: the model, or the update, which torchao's optimizer compiles
+    itself. A real kernel would read addresses that fake tensors do not have, and crash."""
+    optimizer = recipe.optimizer
+    updates = optimizer.name == "adamw8bit" and installed_library(optimizer) == "torchao"
+    compiles = recipe.efficiency.compile is True or updates
+    return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:

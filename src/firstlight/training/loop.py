@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
+from firstlight.errors import FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.forecast import Comparison, Forecaster
@@ -80,7 +81,7 @@ def train(
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
         forecaster: predicts what the run takes, which is set beside what it takes; such as
-            `planner.automatic.RunForecaster`.
+            `planner.forecasting.RunForecaster`.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
@@ -168,7 +169,8 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
     try:
         return question()
     except Exception as error:  # noqa: BLE001
-        tell(f"memory and speed can't be predicted: {type(error).__name__}: {error}")
+        kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
+        tell(f"memory and speed can't be predicted: {kind}{error}")
         return None
 
 

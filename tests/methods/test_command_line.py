@@ -1,0 +1,183 @@
+"""Every row of docs/methods.md, started by `firstlight train`, with a forecast."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_documentation import _rows
+
+import firstlight
+from firstlight.cli.main import main
+from firstlight.hardware import Hardware
+from firstlight.planner.automatic import forecast_run
+from firstlight.training.config import Recipe
+from firstlight.training.forecast import FORECAST_NAME, Forecast
+
+#: Of keys whose rows name no value.
+_VALUES: dict[str, Any] = {
+    "batch.micro_batch_size": 2,
+    "batch.gradient_accumulation_steps": 2,
+    "batch.global_batch_tokens": 256,
+    "efficiency.activation_memory_budget": 0.5,
+    "efficiency.activation_offload": True,
+    "efficiency.loss_chunk_tokens": 24,
+    "efficiency.optimizer_in_backward": True,
+    "efficiency.empty_cache_steps": 1,
+    "efficiency.vocab_multiple": 64,
+    "efficiency.compile": True,
+    "efficiency.compile_regional": True,
+    "lora.rank": 4,
+    "lora.dora": True,
+    "data.document_masking": True,
+    "data.workers": 2,
+    "data.prefetch": 3,
+    "data.pin_memory": True,
+}
+#: What a row needs beside it.
+_COMPILED = {"efficiency.compile": True}
+_BESIDE: dict[str, dict[str, Any]] = {
+    "batch.micro_batch_size: auto": {"batch.global_batch_tokens": 64},
+    "efficiency.activation_checkpointing: budget": _COMPILED,
+    "efficiency.activation_memory_budget": {
+        **_COMPILED,
+        "efficiency.activation_checkpointing": "budget",
+    },
+    "efficiency.optimizer_in_backward": {"optimizer.max_grad_norm": 0.0},
+    "efficiency.compile_regional": _COMPILED,
+    **{f"efficiency.compile_backend: {n}": _COMPILED for n in ("inductor", "aot_eager", "eager")},
+    **{
+        f"efficiency.compile_mode: {n}": _COMPILED
+        for n in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    },
+    "optimizer.eight_bit_library: auto": {"optimizer.name": "adamw8bit"},
+    "optimizer.eight_bit_library: bitsandbytes": {"optimizer.name": "adamw8bit"},
+    "optimizer.eight_bit_library: torchao": {"optimizer.name": "adamw8bit"},
+    "lora.dora": {"lora.rank": 4},
+    "lora.quantize: none": {"lora.rank": 4},
+    "lora.quantize: nf4": {"lora.rank": 4},
+}
+#: Not on a CPU.
+_REFUSED = {
+    "efficiency.precision: fp8",
+    "efficiency.attention: efficient",
+    "efficiency.attention: cudnn",
+    "efficiency.attention: flex",
+    "optimizer.name: paged_adamw8bit",
+    "data.pin_memory",
+}
+#: What a C++ compiler or several processes take many seconds for.
+_SLOW = (
+    "torchao",
+    "inductor",
+    "budget",
+    "size: auto",
+    "efficiency.compile",
+    "compile_regional",
+    "compile_mode: default",
+    "compile_mode: reduce-overhead",
+    "max-autotune",
+    "no-cudagraphs",
+)
+
+
+class _InOneProcess:
+    """A run's forecaster whose process stays for the next run, so that torch is imported once."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> _InOneProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves it running."""
+
+    def start(self) -> None:
+        """Runs already."""
+
+    def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+        return self._pool.submit(forecast_run, recipe, hardware, processes).result(120)
+
+    def advise(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        yield pool
+
+
+@pytest.fixture
+def started(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.planner.forecasting.RunForecaster", lambda: _InOneProcess(pool))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A model to start from."""
+    recipe = tmp_path_factory.mktemp("base") / "recipe.yaml"
+    values = _recipe(data, recipe.parent / "run", {"evaluation.every_steps": 0})
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return firstlight.train(recipe).checkpoint
+
+
+def _recipe(data: Path, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "run": {"dir": str(run), "device": "cpu"},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+        },
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 2},
+        "schedule": {"max_steps": 2},
+        "evaluation": {"max_rows": 1, "sample_prompts": []},
+        "efficiency": {"precision": "fp32", "compile": False},
+    }
+    for name, value in settings.items():
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] if row.endswith(_SLOW) else []) for row in _rows()],
+)
+@pytest.mark.usefixtures("started")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_every_method_trains_by_the_command_line(
+    row: str, data: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, _, value = row.partition(": ")
+    settings = {**_BESIDE.get(row, {}), key: value or _VALUES[key]}
+    values = _recipe(data, tmp_path / "run", settings)
+    recipe = tmp_path / "recipe.yaml"
+    start: list[str] = []
+    if "lora" in values:
+        del values["model"]
+        start = ["--init-from", str(base)]
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    code = main(["train", str(recipe), *start])
+    said = capfd.readouterr().err
+    if row in _REFUSED:
+        assert code == 2, said
+        assert said.count("error:") == 1
+        return
+    assert code == 0, said
+    assert "can't be predicted" not in said
+    found = json.loads((tmp_path / "run" / FORECAST_NAME).read_text(encoding="utf-8"))
+    assert found["predicted"]["peak_bytes"] > 0
