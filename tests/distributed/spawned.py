@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,11 +13,13 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """A port that nothing listens on at the moment, and that no connection is given by the system
+    until a process listens on it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def world_environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -260,7 +260,8 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
     size, rest = divmod(processes, group)
     if rest:
         raise ConfigError(
-            f"distributed.tensor_parallel is {group} and this run has {processes} processes: "
+            f"distributed.tensor_parallel is {group} and this run has {processes} "
+            f"process{'' if processes == 1 else 'es'}: "
             f"start it with --nproc {group}, or a multiple of it, or leave the key out"
         )
     one, several, others = "one process", "processes", "ddp or fsdp"
@@ -287,9 +288,16 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         )
     # DeepSpeed offloads for one process, too.
     if name not in ("none", "deepspeed") and size == 1:
+        if group > 1:
+            raise ConfigError(
+                f"distributed.engine {name} shares a model between groups of {group} processes "
+                f"(distributed.tensor_parallel {group}), and the {group} processes of this run are "
+                f"one group: leave distributed.engine out, or start the run with --nproc "
+                f"{2 * group} or another multiple of {group}"
+            )
         raise ConfigError(
-            f"distributed.engine {name} is for several {several}, and this run has one: start it "
-            "with --nproc, or set distributed.engine to none"
+            f"distributed.engine {name} is for several processes, and this run has one: start it "
+            "with --nproc 2 or more, or set distributed.engine to none"
         )
     _require_own_keys(config, name)
     if config.shard is not None and size % config.shard:
@@ -341,7 +349,8 @@ def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
     _require_own_keys(config, "none")
     if processes != config.pipeline:
         raise ConfigError(
-            f"distributed.pipeline is {config.pipeline} and this run has {processes} processes: "
+            f"distributed.pipeline is {config.pipeline} and this run has {processes} "
+            f"process{'' if processes == 1 else 'es'}: "
             f"start it with --nproc {config.pipeline}, or set the key to {processes}"
         )
     return "none"

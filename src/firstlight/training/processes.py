@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from firstlight.distributed import (
+    World,
     agree,
     barrier,
     broadcast_object,
@@ -21,6 +21,7 @@ from firstlight.distributed import (
     own_device,
     process_group,
 )
+from firstlight.efficiency.deepspeed_engine import deepspeed_session
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.training.config import Recipe
@@ -43,12 +44,22 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         RankError: one of them did not come, failed, or is gone.
     """
     world = find_world()
-    if world.size == 1:
-        hardware = find_hardware(recipe.run.device)
+    with contextlib.ExitStack() as stack:
+        if world.size == 1:
+            hardware = find_hardware(recipe.run.device)
+        else:
+            hardware = stack.enter_context(_met(recipe, world))
         engine = Engine(recipe.distributed, world, hardware.device)
-        with group_of_one(hardware.device) if engine.name == "deepspeed" else nullcontext():
-            yield hardware, engine
-        return
+        if engine.name == "deepspeed":
+            if world.size == 1:
+                stack.enter_context(group_of_one(hardware.device))
+            stack.enter_context(deepspeed_session(world, hardware.device))
+        yield hardware, engine
+
+
+@contextlib.contextmanager
+def _met(recipe: Recipe, world: World) -> Iterator[Hardware]:
+    """The hardware of this process, once all processes of the run have met."""
     name = recipe.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,7 +73,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         recipe.distributed.timeout_seconds,
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
     ):
-        yield find_hardware(str(device)), Engine(recipe.distributed, world, device)
+        yield find_hardware(str(device))
 
 
 @contextlib.contextmanager

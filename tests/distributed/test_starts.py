@@ -1,0 +1,166 @@
+"""Every engine starts in every way that docs/scaling.md names, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from spawned import free_port
+
+pytest.importorskip("deepspeed")
+
+_DRIVER = Path(__file__).with_name("starts_driver.py")
+
+#: The launcher's name, options, and the engine's name.
+Way = tuple[str, tuple[str, ...], str]
+
+#: How one process is started: variables of a way, and options.
+_ONE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("plain", ()),
+    ("plain", ("--nproc", "1")),
+    ("torchrun", ()),
+    ("by hand", ()),
+    ("rank and size alone", ()),
+    ("Slurm", ()),
+    ("a batch script of Slurm", ("--nproc", "1")),
+    ("Open MPI", ()),
+    ("MPICH", ()),
+)
+_TWO = ("torchrun", "by hand", "Slurm", "Open MPI", "MPICH")
+_ENGINES: dict[str, tuple[str, ...]] = {
+    "auto": (),
+    "ddp": ("--distributed.engine", "ddp"),
+    "fsdp": ("--distributed.engine", "fsdp"),
+    "tensor parallel": ("--distributed.tensor_parallel", "2"),
+    "pipeline": ("--distributed.pipeline", "2", "--batch.gradient_accumulation_steps", "2"),
+    "zero": ("--distributed.engine", "deepspeed"),
+    "zero, offloaded": (
+        *("--distributed.engine", "deepspeed", "--distributed.zero_stage", "3"),
+        *("--distributed.offload", "cpu"),
+    ),
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, recipe: dict[str, Any]) -> Path:
+    recipe["model"] |= {"hidden_size": 16, "num_attention_heads": 2}
+    recipe |= {"batch": {"micro_batch_size": 1}, "checkpoint": {"every_steps": 0}}
+    recipe["efficiency"] = {"precision": "fp32", "compile": False}
+    recipe["schedule"] = {"max_steps": 1}
+    # A start that fails on one process ends on the other.
+    recipe["distributed"] = {"timeout_seconds": 60}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int], str]]:
+    """The exit codes of all processes of each start, and what the first of them said last."""
+    starts = [
+        {
+            "way": way,
+            "port": free_port(),
+            "arguments": [
+                *(str(recipe_file), "--run.dir", str(recipe_file.parent / f"run-{number}")),
+                *options,
+                *_ENGINES[engine],
+            ],
+        }
+        for number, (way, options, engine) in enumerate(ways)
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(_DRIVER), str(rank), str(size), json.dumps(starts)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        # Together: one that is not read waits for that, and the others wait for it.
+        with ThreadPoolExecutor(size) as pool:
+            said = list(pool.map(lambda process: process.communicate(timeout=400), processes))
+    finally:
+        for process in processes:
+            process.kill()
+    for out, err in said:
+        assert "Traceback" not in err, err
+        assert len(out.splitlines()) == len(starts), err
+        assert all(json.loads(line)["left"] == [] for line in out.splitlines())
+    codes = [[json.loads(line)["code"] for line in out.splitlines()] for out, _ in said]
+    errors = [line for line in said[0][1].splitlines() if line.startswith("firstlight: error")]
+    return [(list(one), errors.pop(0) if one[0] else "") for one in zip(*codes, strict=True)]
+
+
+def test_one_process_starts_however_it_is_started(recipe_file: Path) -> None:
+    ways = [(way, options, "zero") for way, options in _ONE]
+    ways += [("plain", (), "zero, offloaded"), ("plain", (), "auto"), ("Slurm", (), "auto")]
+    for way, (codes, said) in zip(ways, _start(recipe_file, ways, 1), strict=True):
+        assert codes == [0], (way, said)
+
+
+def test_one_process_is_told_of_engines_for_several(recipe_file: Path) -> None:
+    ways: list[Way] = [
+        ("plain", ("--nproc", "1"), engine) for engine in ("ddp", "fsdp", "tensor parallel")
+    ]
+    for (codes, said), count in zip(_start(recipe_file, ways, 1), (2, 2, 2), strict=True):
+        assert codes == [2]
+        assert f"start it with --nproc {count}" in said
+
+
+def test_two_processes_start_however_they_are_started(recipe_file: Path) -> None:
+    ways: list[Way] = [(way, (), "zero") for way in _TWO]
+    ways += [("torchrun", (), engine) for engine in _ENGINES if engine != "zero"]
+    for way, (codes, said) in zip(ways, _start(recipe_file, ways, 2), strict=True):
+        assert codes == [0, 0], (way, said)
+
+
+@pytest.mark.slow
+def test_every_engine_of_two_starts_in_every_way(recipe_file: Path) -> None:
+    ways: list[Way] = [(way, (), engine) for way in _TWO for engine in _ENGINES]
+    for way, (codes, said) in zip(ways, _start(recipe_file, ways, 2), strict=True):
+        assert codes == [0, 0], (way, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        (("-m", "firstlight"), ("--nproc", "2")),
+        (("-m", "firstlight"), ("--nproc", "1", "--max-restarts", "1")),
+        (("-m", "torch.distributed.run", "--standalone", "-m", "firstlight"), ()),
+        (
+            *(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),),
+            *((),),
+        ),
+        (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"), ()),
+    ],
+)
+def test_real_launchers_start_deepspeed(
+    recipe_file: Path, launcher: tuple[str, ...], processes: tuple[str, ...]
+) -> None:
+    module = () if "firstlight" in launcher else ("-m", "firstlight")
+    names = ("PATH", "HOME", "PYTHONPATH")
+    done = subprocess.run(
+        [
+            *(sys.executable, *launcher, *module, "train", str(recipe_file)),
+            *(*processes, *_ENGINES["zero"]),
+        ],
+        env={name: os.environ[name] for name in names if name in os.environ}
+        | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
