@@ -51,7 +51,7 @@ def _recipe(shards: Path, run: Path, processes: int, **sections: Mapping[str, An
         # Eight rows a step, however many share them.
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
         "schedule": {"max_steps": 12},
-        "evaluation": {"every_steps": 5, "max_rows": 7, "sample_tokens": 8},
+        "evaluation": {"every_steps": 5, "max_rows": 7, "train_rows": 5, "sample_tokens": 8},
         "checkpoint": {"every_steps": 4, "keep_last": 10},
         "efficiency": {"precision": "fp32", "compile": False},
     }
@@ -136,8 +136,9 @@ def _require_same_losses(tmp_path: Path, shards: Path, ways: list[tuple[str, int
             for name in ("train/loss", "grad_norm"):
                 assert two[name] == pytest.approx(one[name], rel=1e-5 if "norm" in name else 1e-6)
             assert ("val/loss" in one) == ("val/loss" in two)
-            if "val/loss" in one:
-                assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-6)
+            for name in ("val/loss", "train_eval/loss"):
+                if name in one:
+                    assert two[name] == pytest.approx(one[name], rel=1e-6)
         for name in ("metrics.jsonl", "samples.jsonl", "recipe.yaml"):
             assert (run / name).is_file(), name
         assert (run / "report.html").is_file() == (number == 0)

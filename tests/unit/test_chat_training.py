@@ -95,8 +95,10 @@ def test_a_run_on_conversations_learns_and_tells_what_it_sees(
 
 
 def test_the_validation_loss_is_that_of_the_assistants_tokens(chat: dict[str, Any]) -> None:
-    chat["evaluation"]["max_rows"] = 0
+    chat["evaluation"] |= {"max_rows": 0, "train_rows": 10**6}
     result = train(chat)
+    beside = read_json_lines(folder_of(chat) / "metrics.jsonl")[-1]["train_eval/loss"]
+    assert beside == pytest.approx(evaluate(folder_of(chat), split="train").loss, rel=1e-4)
     state = load_trainer_state(result.checkpoint)
     dataset = ExampleDataset(state["data"]["dir"], "val")
     model = load_model(result.checkpoint, dtype=torch.float32).model

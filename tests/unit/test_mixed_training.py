@@ -116,6 +116,7 @@ def test_a_mix_trains_on_both_corpora_and_says_how_much_of_each(
 
 
 def test_the_loss_on_a_mix_is_the_mean_by_weight(mixed: dict[str, Any]) -> None:
+    mixed["evaluation"]["train_rows"] = 2
     train(mixed)
     evaluated = [record for record in records(mixed) if "val/loss" in record]
     assert [record["step"] for record in evaluated] == [6, 12]
@@ -124,6 +125,10 @@ def test_the_loss_on_a_mix_is_the_mean_by_weight(mixed: dict[str, Any]) -> None:
         assert record["val/loss"] == pytest.approx(mean, rel=1e-12)
         assert record["perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
         assert record["val/loss/prepared"] != record["val/loss/small"]
+        parts = [record[f"train_eval/loss/{name}"] for name in ("prepared", "small")]
+        mean = 0.7 * parts[0] + 0.3 * parts[1]
+        assert record["train_eval/loss"] == pytest.approx(mean, rel=1e-12)
+        assert parts[0] != parts[1]
 
 
 def test_a_corpus_without_a_validation_split_is_left_out_of_the_loss(

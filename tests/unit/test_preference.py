@@ -338,6 +338,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
     pairs: dict[str, Any], base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pairs["evaluation"] = {**pairs.get("evaluation", {}), "train_rows": 10**6}
     result = train(pairs, init_from=base, progress=True)
     told = " ".join(capsys.readouterr().err.split())
     assert "data: train: 36 preference pairs in" in told
@@ -348,6 +349,9 @@ def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
     assert lines[-1]["train/loss"] < 0.6
     assert lines[-1]["val/reward_accuracy"] > 0.9
     assert lines[-1]["val/loss"] < math.log(2) - 0.05
+    assert lines[-1]["train_eval/loss"] < 0.6
+    assert lines[-1]["train_eval/reward_accuracy"] > 0.9
+    assert lines[-1]["val/loss"] != lines[-1]["train_eval/loss"]
     assert "perplexity" not in lines[-1]
     assert result.evaluation is not None
     assert result.evaluation.loss == lines[-1]["val/loss"]

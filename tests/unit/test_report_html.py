@@ -45,6 +45,7 @@ def full_run(folder: Path, name: str = "run") -> Path:
         record(
             step,
             **(validation(6 - step / 10) if step % 5 == 0 else {}),
+            **({"train_eval/loss": 3 - step / 10} if step % 5 == 0 else {}),
             **({"arc/acc": step / 40, "arc/acc_stderr": 0.01} if step % 10 == 0 else {}),
             **({"arc/acc_norm": 0.5} if step == 20 else {}),
         )
@@ -89,6 +90,9 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
     assert curves["train/loss, each step"]["y"] == exact
     assert curves["val/loss"]["x"] == [5, 10, 15, 20]
     assert curves["val/loss"]["y"] == [5.5, 5, 4.5, 4]
+    (loss,) = (c for c in page.curves() if "val/loss" in {one["name"] for one in c["curves"]})
+    beside = {one["name"]: one["y"] for one in loss["curves"]}
+    assert beside["train_eval/loss"] == [2.5, 2, 1.5, 1]
     assert curves["arc/acc"]["y"] == [0.25, 0.5]
     assert {"learning rate", "gradient norm", "throughput", "memory", "mfu"} <= curves.keys()
 
@@ -120,6 +124,7 @@ def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
         "arc/acc": 0.5,
         "arc/acc_stderr": 0.01,
         "arc/acc_norm": 0.5,
+        "train_eval/loss": 1.0,
     }
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
 

@@ -27,6 +27,7 @@ from firstlight.errors import (
     StorageError,
     TrainingError,
 )
+from firstlight.evaluation.perplexity import evaluate
 from firstlight.huggingface import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
@@ -267,6 +268,41 @@ def test_accumulation_gives_the_same_steps_as_a_large_batch(
             assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
             assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
+
+
+def test_the_same_training_rows_are_evaluated_beside_validation(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a model with dropout, which they leave as it was."""
+    recipe["model"] = {
+        **recipe["model"],
+        "model_type": "gpt2",
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+    }
+    del recipe["model"]["num_key_value_heads"]
+    recipe["efficiency"] = {"precision": "fp32"}
+    train(recipe)
+    held = changed(recipe, run={"dir": str(tmp_path / "held")}, evaluation={"train_rows": 10**6})
+    stop_after(held, 5)
+    result = train(held, resume=True, progress=True)
+    found = [record.pop("train_eval/loss", None) for record in metrics(held)]
+    assert [step for step, loss in enumerate(found, 1) if loss is not None] == [6, 12]
+    assert losses(held) == losses(recipe)
+    whole = evaluate(result.checkpoint, split="train")
+    assert found[-1] == pytest.approx(whole.loss, rel=1e-6)
+    said = f"train_eval/loss {found[-1]:.4f} ({whole.rows} of {whole.rows} rows)"
+    assert said in " ".join(capsys.readouterr().err.split())
+    # Of fewer rows they are the same ones each time, so a model that stands still scores alike.
+    still = changed(
+        held,
+        run={"dir": str(tmp_path / "still")},
+        evaluation={"train_rows": 3},
+        optimizer={"learning_rate": 1e-30},
+    )
+    train(still)
+    first, second = (r["train_eval/loss"] for r in metrics(still) if "train_eval/loss" in r)
+    assert first == second
 
 
 def test_a_run_without_max_steps_is_one_epoch(recipe: dict[str, Any]) -> None:

@@ -286,6 +286,9 @@ class EvaluationConfig(_Section):
 
     every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
     max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
+    train_rows: rows of the training split that are evaluated beside it, spread evenly and the same
+        each time (of each corpus of a mix): train_eval/loss has what val/loss has, without
+        dropout and without a batch's luck; 0 is none.
     sample_prompts: texts to be continued at each evaluation; with conversations, messages to be
         answered.
     sample_tokens: tokens a sample.
@@ -299,6 +302,7 @@ class EvaluationConfig(_Section):
 
     every_steps: int = Field(200, ge=0)
     max_rows: int = Field(256, ge=0)
+    train_rows: int = Field(0, ge=0)
     sample_prompts: list[str] = [""]
     sample_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.8, ge=0)

@@ -27,7 +27,7 @@ from firstlight.evaluation.perplexity import Evaluation, bits_a_nat
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import DataConfig
 from firstlight.training.program import TrainingProgram
-from firstlight.training.validation import validation_loss
+from firstlight.training.validation import split_loss
 
 Dataset = TokenDataset | MixedDataset
 
@@ -241,26 +241,33 @@ def describe_mix(dataset: MixedDataset, seq_len: int, rows: int) -> str:
     return f"{rows:,} rows of a mix of {total:,}: {shares}"
 
 
-def evaluate_validation(
-    program: TrainingProgram, dataset: Dataset, seq_len: int, check: Callable[[], None]
+def evaluate_dataset(
+    program: TrainingProgram,
+    dataset: Dataset,
+    seq_len: int,
+    check: Callable[[], None],
+    *,
+    key: str,
+    max_rows: int,
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """(the loss on the validation split, that on each corpus of a mix by its name).
+    """(the loss on a split, that on each corpus of a mix by its name).
 
-    Of a mix, `evaluation.max_rows` is for each corpus, and the loss is their mean by weight:
-    see `mixed_evaluation`.
+    Of a mix, `max_rows` is for each corpus, and the loss is their mean by weight: see
+    `mixed_evaluation`.
 
     Args:
-        program, seq_len, check: see `validation_loss`.
+        program, seq_len, check, key, max_rows: see `split_loss`.
 
     Raises:
         DivergedError: a loss is not finite.
     """
+
+    def loss_of(one: TokenDataset) -> Evaluation:
+        return split_loss(program, one, seq_len, check, key=key, max_rows=max_rows)
+
     if isinstance(dataset, TokenDataset):
-        return validation_loss(program, dataset, seq_len, check), {}
-    found = {
-        corpus.name: validation_loss(program, corpus.dataset, seq_len, check)
-        for corpus in dataset.corpora
-    }
+        return loss_of(dataset), {}
+    found = {corpus.name: loss_of(corpus.dataset) for corpus in dataset.corpora}
     masking = program.recipe.data.document_masking
     together = mixed_evaluation(
         [corpus.part for corpus in dataset.corpora],

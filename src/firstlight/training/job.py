@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from firstlight.training.config import Recipe
 from firstlight.training.datasets import (
     Dataset,
     describe_mix,
-    evaluate_validation,
+    evaluate_dataset,
     has_examples,
     origin,
 )
@@ -377,33 +377,67 @@ class Job:
         ):
             self._samples.append({"step": step, "prompt": prompt, "text": text})
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
+        config = self.recipe.evaluation
         if self.validation is not None:
-            found, by_corpus = evaluate_validation(
-                self.program, self.validation, self.seq_len, check
+            found, by_corpus = evaluate_dataset(
+                self.program,
+                self.validation,
+                self.seq_len,
+                check,
+                key="val/loss",
+                max_rows=config.max_rows,
             )
-            rows = f"({found.rows} of {found.total_rows} rows)"
-            self.evaluation, self.state.val_loss = found, found.loss
-            if preferred := self.program.preference_metrics("val"):
-                # Of pairs there is neither a perplexity nor a number of bits.
-                nothing = math.nan
-                self.evaluation = replace(found, perplexity=nothing, bits_per_byte=nothing)
-                bar.message(
-                    f"step {step}: val/loss {found.loss:.4f}, "
-                    f"{preferred['val/reward_accuracy']:.1%} of pairs in the right order, reward "
-                    f"margin {preferred['val/reward_margin']:.3f} {rows}"
-                )
-                pending |= {"val/loss": found.loss, **preferred}
-                return
-            bar.message(
-                f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-                f"{found.bits_per_byte:.4f} bits a byte {rows}"
+            preferred = self.program.preference_metrics("val")
+            self.state.val_loss = found.loss
+            pending |= self._take_validation(found, by_corpus, preferred, bar)
+        if config.train_rows:
+            found, by_corpus = evaluate_dataset(
+                self.program,
+                self.dataset,
+                self.seq_len,
+                check,
+                key="train_eval/loss",
+                max_rows=config.train_rows,
             )
             pending |= {
-                "val/loss": found.loss,
-                "perplexity": found.perplexity,
-                "bits_per_byte": found.bits_per_byte,
-                **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
+                "train_eval/loss": found.loss,
+                **self.program.preference_metrics("train_eval"),
+                **{f"train_eval/loss/{name}": one.loss for name, one in by_corpus.items()},
             }
+            bar.message(
+                f"step {step}: train_eval/loss {found.loss:.4f} "
+                f"({found.rows} of {found.total_rows} rows)"
+            )
+
+    def _take_validation(
+        self,
+        found: Evaluation,
+        by_corpus: Mapping[str, Evaluation],
+        preferred: Mapping[str, float],
+        bar: TrainingProgress,
+    ) -> dict[str, float]:
+        """Keep the last evaluation, say it, and return its metrics."""
+        step, rows = self.state.step, f"({found.rows} of {found.total_rows} rows)"
+        self.evaluation = found
+        if preferred:
+            # Of pairs there is neither a perplexity nor a number of bits.
+            self.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
+            bar.message(
+                f"step {step}: val/loss {found.loss:.4f}, "
+                f"{preferred['val/reward_accuracy']:.1%} of pairs in the right order, reward "
+                f"margin {preferred['val/reward_margin']:.3f} {rows}"
+            )
+            return {"val/loss": found.loss, **preferred}
+        bar.message(
+            f"step {step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
+            f"{found.bits_per_byte:.4f} bits a byte {rows}"
+        )
+        return {
+            "val/loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+            **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
+        }
 
     def _score(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
         pending = self.state.pending

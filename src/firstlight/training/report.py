@@ -109,6 +109,9 @@ def _draw_loss(axes: Any, metrics: Metrics) -> None:
     if loss is not None and bits is not None:
         label += f": {loss:.3f} nats a token, {bits:.3f} bits a byte"
     axes.plot(*_points(metrics.series("val/loss")), "o-", color="tab:orange", label=label)
+    beside = metrics.series("train_eval/loss")
+    if len(beside):
+        axes.plot(*_points(beside), "o-", color="tab:green", label="train_eval/loss")
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)

@@ -166,6 +166,7 @@ def _lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
 _CHARTS = (
     ("train/loss", "Training loss", "smoothed, nats a token"),
     ("val/loss", "Validation loss", "nats a token"),
+    ("train_eval/loss", "Loss on the same training rows", "nats a token"),
     ("bits_per_byte", "Bits per byte", "of the validation text"),
 )
 
@@ -224,6 +225,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("perplexity", "perplexity", "{:.2f}".format, False),
     ("bits_per_byte", "bits per byte", "{:.4f}".format, False),
     ("gzip_bits_per_byte", "gzip -9, bits per byte", "{:.4f}".format, None),
+    ("train_eval/loss", "loss on the same training rows", "{:.4f}".format, False),
     ("train/loss", "training loss, last step", "{:.4f}".format, False),
     ("step", "steps", "{:,}".format, None),
     ("max_steps", "of", "{:,}".format, None),
@@ -243,7 +245,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 #: Left out where no run has any.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
 #: What can't be compared between tokenizers.
-_BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss"}
+_BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
 def number_table(found: Comparison) -> list[tuple[str, list[str], set[int]]]:

@@ -29,6 +29,7 @@ _MAX_EVENTS = 500
 _SHOWN = {
     "train/loss",
     "val/loss",
+    "train_eval/loss",
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
@@ -179,12 +180,14 @@ def memory_unit(most: float) -> tuple[int, str]:
 
 
 def loss_lines(metrics: Metrics) -> list[Line]:
-    """The raw and the smoothed training loss, and the validation loss."""
+    """The raw and the smoothed training loss, the validation loss and that on the same rows of the
+    training split."""
     raw = metrics.series("train/loss")
     return [
         Line("train/loss, each step", raw, 0, faint=True),
         Line("train/loss, smoothed", smoothed(raw), 0),
         Line("val/loss", metrics.series("val/loss"), 1),
+        Line("train_eval/loss", metrics.series("train_eval/loss"), 6),
     ]
 
 

@@ -160,7 +160,8 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
     `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
     `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second` and `mfu`: medians;
     `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
-    `skipped_steps`, `rollbacks`, `resumed`: counts; `NAME/acc...`: the last.
+    `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
+    where there are any.
     """
     metrics = run.metrics
     bits = metrics.values("bits_per_byte")
@@ -186,7 +187,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         "resumed": sum(start["step"] > 0 for start in run.starts),
         **{
             key: metrics.last(key)
-            for name in accuracies(metrics)
+            for name in (*accuracies(metrics), "train_eval/loss")
             for key in (name, f"{name}_stderr")
             if key in metrics.columns
         },

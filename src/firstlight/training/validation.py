@@ -26,16 +26,24 @@ from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.program import TrainingProgram
 
 
-def validation_loss(
-    program: TrainingProgram, dataset: TokenDataset, seq_len: int, check: Callable[[], None]
+def split_loss(
+    program: TrainingProgram,
+    dataset: TokenDataset,
+    seq_len: int,
+    check: Callable[[], None],
+    *,
+    key: str,
+    max_rows: int,
 ) -> Evaluation:
-    """The loss of a run's model on a split, as its recipe's `evaluation` section says.
+    """The loss of a run's model on a split, or on the same rows of it each time.
 
     Args:
         program: its model is in evaluation mode.
         dataset: the split.
         seq_len: tokens a row.
         check: called after each batch; may raise.
+        key: name of the loss in the metrics.
+        max_rows: evaluated rows, spread evenly over the split; 0 is all.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -49,13 +57,13 @@ def validation_loss(
         batch_size=recipe.batch.rows,
         device=program.hardware.device,
         document_masking=recipe.data.document_masking,
-        rows=evaluation_rows(rows, recipe.evaluation.max_rows),
+        rows=evaluation_rows(rows, max_rows),
         on_rows=lambda *_: check(),
         rank=program.engine.rank,
         processes=program.engine.size,
     )
     if not math.isfinite(found.loss):
-        raise DivergedError(f"val/loss is {found.loss}; {DIVERGED}")
+        raise DivergedError(f"{key} is {found.loss}; {DIVERGED}")
     return found
 
 
