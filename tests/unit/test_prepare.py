@@ -106,6 +106,7 @@ def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
         "documents": {"read": 6, "written": 4, "rejected": {"empty": 2}},
         "val_fraction": 0.25,
         "split_by": "document",
+        "unread_files": {},
         "splits": {
             "train": {
                 "documents": 3,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import json
 import os
 import random
+import subprocess
 import sys
 import sysconfig
 import types
@@ -22,7 +24,9 @@ from firstlight.data.sources import (
     Rejected,
     Source,
     find_sources,
+    listed,
     read_documents,
+    unread_files,
 )
 from firstlight.errors import InputError, MissingDependencyError
 
@@ -58,15 +62,40 @@ def make_tree(root: Path, *files: str) -> None:
         (root / name).write_text(f"text of {name}\n", encoding="utf-8")
 
 
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+_RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
+
+
 # Finding
 
 
 def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
     wanted = ["B.TXT", "a-b/z.txt", "a.md", "a/b.py", "a/c/d.jsonl", "a/c/d.jsonl.gz", "b.parquet"]
     make_tree(tmp_path, *reversed(wanted))
-    make_tree(tmp_path, "a/data.csv", "notes", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
+    make_tree(tmp_path, "a/data.pdf", "notes", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
     make_tree(tmp_path, "node_modules/m/readme.md", "x.txt.bak", "x.parquet.gz")
     assert names(tmp_path) == [str(tmp_path / name) for name in wanted]
+    assert unread_files([tmp_path]) == {"": 1, ".bak": 1, ".parquet.gz": 1, ".pdf": 1}
+
+
+def test_files_of_other_kinds_are_counted_by_ending_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path, "a.txt", "a.PDF", "b.pdf", "c.tar.gz", "d/e.png", "d/notes 1. draft")
+    make_tree(tmp_path, ".x.png", "d/.git/y.png")
+    monkeypatch.chdir(tmp_path)
+    counts = {".pdf": 2, "": 1, ".png": 1, ".tar.gz": 1}
+    assert list(unread_files([".", "*", tmp_path / "d", "stdlib"]).items()) == list(counts.items())
+    assert unread_files(["*.p*"]) == {".pdf": 1}
+    assert unread_files(["a.txt"]) == {}
+    way = "(text of them: pdftotext FILE.pdf)"
+    assert listed(counts) == f"2 .pdf, 1 without an ending, 1 .png, 1 .tar.gz {way}"
 
 
 def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
@@ -93,7 +122,7 @@ def test_inputs_are_read_in_the_order_given(tmp_path: Path) -> None:
 
 
 def test_globs_cross_folders_with_two_stars(tmp_path: Path) -> None:
-    make_tree(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt", "x/d.csv")
+    make_tree(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt", "x/d.pdf")
     assert names(f"{tmp_path}/*.txt") == [str(tmp_path / "a.txt")]
     assert names(f"{tmp_path}/**/*.txt") == [
         str(tmp_path / name) for name in ("a.txt", "x/b.txt", "x/y/c.txt")
@@ -150,8 +179,12 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist$"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(\.txt, \.md, \.py, "),
         ("no[xyz]", r"matches no text files"),
-        ("empty", r"folder empty holds no text files"),
-        ("corpus/table.csv", r"table\.csv is of an unknown kind: known are \.txt"),
+        ("empty", r"folder empty holds no text files .*\)$"),
+        ("corpus", r"folder corpus holds no text files .*; it has 1 \.odt \(text of them: pandoc "),
+        (
+            "corpus/table.odt",
+            r"table\.odt is of an unknown kind: known are \.txt.* \(text of it: pandoc ",
+        ),
         ("pipe.txt", r"pipe\.txt is neither a file nor a folder"),
         ("hf:", r"hf: needs a dataset's name"),
         ("", r"an input is empty"),
@@ -163,7 +196,7 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 def test_inputs_that_are_not_there_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: str, message: str
 ) -> None:
-    make_tree(tmp_path, "corpus/table.csv")
+    make_tree(tmp_path, "corpus/table.odt")
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe.txt")
     monkeypatch.chdir(tmp_path)
@@ -201,16 +234,142 @@ def test_the_size_of_a_source_is_its_bytes(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "\ufefferste\r\nzweite\rdritte\x00\u2028vierte\n\n "
+    text = "erste\r\nzweite\rdritte\x00\u2028vierte\n\n "
     (tmp_path / "a.md").write_bytes(text.encode())
     assert read(tmp_path) == [Document(text, str(tmp_path / "a.md"), 1)]
 
 
-def test_bad_utf8_is_rejected_with_the_line_and_the_byte(tmp_path: Path) -> None:
-    path = tmp_path / "latin1.txt"
-    path.write_bytes("eins\nzwei\nGrüße\n".encode("latin-1"))
-    detail = "byte 0xfc is not UTF-8 (convert it with iconv)"
-    assert read(path) == [Rejected(str(path), 3, "bad_utf8", detail)]
+# A mark is text of nobody, wherever the file has it from.
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
+    tmp_path: Path, encoding: str, suffix: str
+) -> None:
+    # Of a multiple of the bytes that are read at a time, and of characters in two halves.
+    text = "ein Grüßchen 日本 🙂\r\n" * 9000
+    mark = "\ufeff" if encoding in ("utf-16-le", "utf-16-be") else ""
+    record = json.dumps({"text": text}, ensure_ascii=False)
+    for kind, content in (
+        *((kind, text) for kind in ("txt", "md", "py")),
+        ("jsonl", f"{record}\n{record}\n"),
+        ("csv", f'text,n\n"{text}",1\n"{text}",2\n'),
+        ("tsv", f'n\ttext\n1\t"{text}"\n2\t"{text}"\n'),
+    ):
+        path = tmp_path / f"a.{kind}{suffix}"
+        path.write_bytes(COMPRESSORS[suffix]((mark + content).encode(encoding)))
+        assert set(texts_of(path)) == {text}, kind
+        assert len(read(path)) == (1 if content == text else 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "detail"),
+    [
+        ("eins\nzwei\nGrüße\n".encode("latin-1"), 3, "byte 0xfc is not UTF-8{} -f WINDOWS-1252 "),
+        ("Il était une fois…\n".encode("cp1252"), 1, "byte 0xe9 is not UTF-8{} -f WINDOWS-1252 "),
+        ("Widziałem żółtą gęś\n".encode("cp1250"), 1, "byte 0xb3 is not UTF-8{} -f ENCODING "),
+        ("schön, für\n".encode("cp850"), 1, "byte 0x94 is not UTF-8{} -f ENCODING "),
+        ("天地玄黄 宇宙洪荒\n".encode("gb18030"), 1, "byte 0xcc is not UTF-8{} -f ENCODING "),
+        ("吾輩は猫である。名前はまだ無い。".encode("cp932"), 1, "byte 0x8c{utf8}{} -f SHIFT-JIS "),
+        ("吾輩は猫である。名前はまだ無い。".encode("euc-jp"), 1, "byte 0xb8{utf8}{} -f EUC-JP "),
+        (_RUSSIAN.encode("cp1251"), 1, "byte 0xd1 is not UTF-8{} -f WINDOWS-1251 "),
+        (_RUSSIAN.encode("koi8-r"), 1, "byte 0xf3 is not UTF-8{} -f KOI8-R "),
+        (b"# coding: iso-8859-15\nx = '\xa4'\n", 2, "byte 0xa4 is not UTF-8{} -f ISO8859-15 "),
+        ("Grüße\n".encode() * 3 + b"\xff\n", 4, "byte 0xff is not UTF-8{} -c -f UTF-8 "),
+        ("ohne Marke".encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
+        ("ohne Marke".encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
+        ("mit Marke".encode("utf-32"), 1, "the file is UTF-32{} -f UTF-32 "),
+    ],
+)
+def test_other_encodings_get_the_command_that_converts_them(
+    tmp_path: Path, content: bytes, line: int, detail: str
+) -> None:
+    path = tmp_path / "an old file.txt"
+    path.write_bytes(content)
+    (found,) = read(path)
+    assert isinstance(found, Rejected)
+    assert (found.line, found.reason) == (line, "bad_utf8")
+    begin = detail.format(": convert it with iconv", utf8=" is not UTF-8")
+    new = tmp_path / "an old file.utf-8.txt"
+    command = f"-t utf-8 '{path}' > '{new}'"
+    assert found.detail.startswith(begin + command), found.detail
+    if "ENCODING" not in detail:
+        shell = found.detail[found.detail.index("iconv") :]
+        subprocess.run(shell, shell=True, check="-c" not in detail)
+        assert "�" not in texts_of(new)[0]
+
+
+def test_a_compressed_file_is_converted_through_its_program(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress('{"text": "für"}\n'.encode("cp1252")))
+    (found,) = read(tmp_path / "a.jsonl.gz")
+    assert isinstance(found, Rejected)
+    shell = found.detail[found.detail.index("gzip -dc ") :]
+    subprocess.run(shell, shell=True, check=True)
+    assert texts_of(tmp_path / "a.utf-8.jsonl.gz") == ["für"]
+
+
+def test_utf16_that_breaks_off_keeps_what_stands_before(tmp_path: Path) -> None:
+    for suffix, before in (("jsonl", ""), ("csv", "text\n")):
+        lines = ['{"text": "a"}', '{"text": "b"}'] if suffix == "jsonl" else ["a", "b"]
+        content = (before + "\n".join(lines) + "\n").encode("utf-16") + b"\x00\xd8\x00"
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(content)
+        assert texts_of(path) == ["a", "b"]
+        assert reasons_of(path) == [(4 if before else 3, "bad_utf16")]
+    (tmp_path / "a.txt").write_bytes("a\nb".encode("utf-16") + b"\x00")
+    assert reasons_of(tmp_path / "a.txt") == [(2, "bad_utf16")]
+
+
+# Tables
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_table_gives_its_text_column(tmp_path: Path, delimiter: str, newline: str) -> None:
+    huge = "x," * 400_000
+    texts = ["plain", "a, b; c\td", 'said "so"', "two\nlines\n\n", "日本 🙂", huge]
+    path = tmp_path / ("a.tsv" if delimiter == "\t" else "a.csv")
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=newline)
+        writer.writerow(["id", "body"])
+        writer.writerows(enumerate(texts))
+    assert texts_of(path, text_key="body") == texts
+    assert [entry.line for entry in read(path, text_key="body")] == [2, 3, 4, 5, 9, 10]
+
+
+def test_each_bad_row_is_rejected_by_line_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(
+        b'id,text\n1,good\n2\n3,a,b\n\n4,"x" y\n5," "\n6,\xe9t\xe9\n'
+        b'7,"good\ntoo"\n8,"open\nto the end\n'
+    )
+    assert texts_of(path) == ["good", "good\ntoo"]
+    assert reasons_of(path) == [
+        (3, "broken_row"),
+        (4, "broken_row"),
+        (5, "empty"),
+        (6, "broken_row"),
+        (7, "empty"),
+        (8, "bad_utf8"),
+        (11, "broken_row"),
+    ]
+    details = {e.line: e.detail for e in read(path) if isinstance(e, Rejected)}
+    assert details[3] == "1 fields, but the header has 2"
+    assert details[11] == "a quote is not closed (lines 11 to 12)"
+    assert details[8].startswith("byte 0xe9 is not UTF-8: convert it with iconv -f WINDOWS-1252 ")
+
+
+def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id;texts\n1;2\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("still read", encoding="utf-8")
+    (tmp_path / "c.csv").write_text("", encoding="utf-8")
+    detail = (
+        "no column 'text' (did you mean 'texts'?) (columns: id, texts): name the one with the text "
+        "with --text-key"
+    )
+    assert read(tmp_path) == [
+        Rejected(str(tmp_path / "a.csv"), 1, "no_text", detail),
+        Document("still read", str(tmp_path / "b.txt"), 1),
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b" ", b"\n\t\r\n", "\u3000\u2029".encode()])
@@ -220,13 +379,6 @@ def test_an_empty_document_is_rejected(tmp_path: Path, content: bytes) -> None:
 
 
 # JSONL
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".zst": zstandard.compress,
-}
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
@@ -333,10 +485,10 @@ def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
         (13, "broken_json"),
     ]
     details = {e.line: e.detail for e in found if isinstance(e, Rejected)}
-    assert details[4] == "byte 0xff is not UTF-8"
+    assert details[4].startswith("byte 0xff is not UTF-8: convert it with iconv -f ENCODING ")
     assert details[5] == "no field 'text' (fields: body, id)"
     assert details[7] == "the text is list, not a string"
-    assert {e.reason for e in found if isinstance(e, Rejected)} == set(REASONS)
+    assert {e.reason for e in found if isinstance(e, Rejected)} <= set(REASONS)
     assert {e.origin for e in found} == {str(path)}
 
 

@@ -38,7 +38,7 @@ from firstlight.errors import ConfigError
     metavar="auto|local|HOST:PORT",
     help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
 )
-@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, Parquet.")
+@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet.")
 @click.option(
     "--kind",
     type=click.Choice(["text", "chat", "preference"]),
@@ -93,9 +93,10 @@ def prepare_command(
 ) -> dict[str, Any]:
     """Turn a corpus into token shards in --out.
 
-    INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, the word
-    `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as is each line of a JSONL file
-    and each row of a table. Documents that can't be read are listed in OUT/rejected.jsonl.
+    INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst], .csv, .tsv or .parquet,
+    the word `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as is each line of a JSONL
+    file and each row of a table. Text is UTF-8, or UTF-16 with a byte-order mark. Documents that
+    can't be read are listed in OUT/rejected.jsonl; files of other kinds are counted.
 
     With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG], and each
     record a conversation: {instruction, input, output}, {messages} or {conversations}. With --kind
@@ -184,5 +185,11 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
                 say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
         if sum(documents["rejected"].values()) > 5:
             say(f"  ... all of them in {out / REJECTED_NAME}")
+    if manifest["unread_files"]:
+        count = sum(manifest["unread_files"].values())
+        say(
+            f"{counted(count, 'file')} of the inputs not read, since prepare reads no such kind: "
+            f"{sources.listed(manifest['unread_files'])}"
+        )
     if chat is not None and chat.get("warning"):
         say(f"warning: {chat['warning']}")

@@ -25,15 +25,15 @@ def tokenizer_group() -> None:
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--vocab-size", type=int, required=True, help="Number of tokens, 257 at least.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, Parquet.")
+@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet.")
 @with_json
 def train_command(
     inputs: tuple[str, ...], vocab_size: int, out: Path, text_key: str, as_json: bool
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
-    INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, the word
-    `stdlib`, or hf:NAME[:CONFIG].
+    INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst], .csv, .tsv or .parquet,
+    the word `stdlib`, or hf:NAME[:CONFIG].
     """
     from firstlight.data.sources import find_sources, read_documents
     from firstlight.files import new_folder, require_free

@@ -29,14 +29,14 @@ from firstlight.data.conversations import (
 from firstlight.data.examples import PLACES_NAME
 from firstlight.data.pairs import to_pair
 from firstlight.data.prepare import REJECTED_NAME, require_replaceable, write_tokenizer_and_manifest
-from firstlight.data.records import Record, find_records, read_records
+from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.shards import (
     LABELLED_VERSION,
     MANIFEST_FORMAT,
     ShardWriter,
     token_dtype,
 )
-from firstlight.data.sources import Source
+from firstlight.data.sources import Source, unread_files
 from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
 from firstlight.files import new_folder, remove_file
@@ -125,6 +125,7 @@ def prepare_chat(
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
         manifest = preparation.manifest()
+        manifest["unread_files"] = unread_files([*inputs, *val_inputs], RECORD_SUFFIXES)
         write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
 

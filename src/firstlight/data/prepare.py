@@ -40,6 +40,7 @@ from firstlight.data.sources import (
     Rejected,
     find_sources,
     read_documents,
+    unread_files,
 )
 from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError
@@ -127,6 +128,7 @@ def prepare(
         manifest = _Preparation(tokenizer, folder, val_fraction, shard_tokens, bar, task).run(
             entries, encode
         )
+        manifest["unread_files"] = unread_files(inputs)
         write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
 

@@ -32,8 +32,8 @@ import numpy as np
 import tokenizers
 
 from firstlight.data.encoding import Encode, Encoded, encode, tokenizer_from_json
+from firstlight.data.opening import optional
 from firstlight.data.pieces import Piece, batches
-from firstlight.data.sources import optional
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
 

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from firstlight.data.conversations import BadRecordError
+from firstlight.data.opening import (
+    EncodingProblem,
+    bad_byte,
+    decoded,
+    open_compressed,
+    optional,
+    utf8_stream,
+)
 from firstlight.data.sources import (
     COMPRESSIONS,
     Source,
     dataset_rows,
     find_sources,
-    open_compressed,
-    optional,
 )
 from firstlight.errors import InputError, describe_os_error
 
@@ -84,39 +90,41 @@ def read_records(sources: Sequence[Source]) -> Generator[Record, None, None]:
                 continue
             with open_compressed(source.path) as file:
                 reader = _read_lines if name.endswith(_LINES_SUFFIXES) else _read_list
-                yield from reader(file, source.name)
+                yield from reader(file, source.path, source.name)
         except OSError as error:
             raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
         except (EOFError, zlib.error) as error:
             raise InputError(f"{source.name} is damaged: {error}") from error
 
 
-def _read_lines(file: IO[bytes], origin: str) -> Iterator[Record]:
+def _read_lines(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     number = 0
-    while raw := file.readline(_MAX_LINE_BYTES):
-        number += 1
-        if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
-            while (rest := file.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            problem = f"the line has more than {_MAX_LINE_BYTES:,} bytes"
-            yield Record(origin, number, None, BadRecordError("too_long", problem))
-            continue
-        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if line.strip():
-            yield _parsed(line, origin, number)
+    try:
+        stream = utf8_stream(file, path)
+        while line := stream.readline(_MAX_LINE_BYTES):
+            number += 1
+            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                while (rest := stream.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                problem = f"the line has more than {_MAX_LINE_BYTES:,} bytes"
+                yield Record(origin, number, None, BadRecordError("too_long", problem))
+            elif line.strip():
+                yield _parsed(line, path, origin, number)
+    except EncodingProblem as bad:
+        yield Record(origin, number + 1, None, BadRecordError("bad_utf8", str(bad)))
 
 
-def _parsed(line: bytes, origin: str, number: int) -> Record:
+def _parsed(line: bytes, path: Path, origin: str, number: int) -> Record:
     try:
         return Record(origin, number, json.loads(line.decode("utf-8")))
     except UnicodeDecodeError as error:
-        problem = f"byte 0x{line[error.start]:02x} is not UTF-8 (convert it with iconv)"
+        problem = bad_byte(line[error.start], path)
         return Record(origin, number, None, BadRecordError("bad_utf8", problem))
     except (ValueError, RecursionError) as error:
         return Record(origin, number, None, BadRecordError("broken_json", f"not JSON: {error}"))
 
 
-def _read_list(file: IO[bytes], origin: str) -> Iterator[Record]:
+def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     content = file.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
         raise InputError(
@@ -124,10 +132,9 @@ def _read_list(file: IO[bytes], origin: str) -> Iterator[Record]:
             "whole: make it JSONL, with one record a line"
         )
     try:
-        values = json.loads(content.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{origin}:{line}: not UTF-8 (convert it with iconv)") from error
+        values = json.loads(decoded(content, path))
+    except EncodingProblem as problem:
+        raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     except json.JSONDecodeError as error:
         advice = "; if it has one record a line, call it .jsonl" if error.lineno > 1 else ""
         raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}{advice}") from error

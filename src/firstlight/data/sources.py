@@ -1,40 +1,48 @@
 """Where text comes from: files, folders, globs, the standard library, Hugging Face datasets.
 
-A *document* is one text file, one line of a JSONL file or one row of a table. Whatever
-can't be read as a document comes out as a `Rejected`, with the file, the line and the
-reason, so that documents in = documents out + rejected.
+A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet).
+Whatever can't be read as a document comes out as a `Rejected`, with the file, the line and the
+reason, so that documents in = documents out + rejected. Files of another kind are counted by
+`unread_files`.
 """
 
 from __future__ import annotations
 
-import bz2
 import gc
 import glob
-import gzip
-import importlib
-import io
 import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO
 
-from firstlight.errors import InputError, MissingDependencyError, describe_os_error, nearest
+from firstlight.data.opening import (
+    EncodingProblem,
+    bad_byte,
+    decoded,
+    open_compressed,
+    optional,
+    utf8_stream,
+)
+from firstlight.data.tables import TABLE_SUFFIXES, BadRow, read_rows
+from firstlight.errors import InputError, describe_os_error, nearest
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
 SUFFIXES = (
     *(
         suffix + compression
-        for suffix in (*TEXT_SUFFIXES, ".jsonl")
+        for suffix in (*TEXT_SUFFIXES, ".jsonl", *TABLE_SUFFIXES)
         for compression in COMPRESSIONS
     ),
     ".parquet",
 )
 _JSONL_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
+_TABLE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
 
 #: Folders that hold no text of a person's corpus.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
@@ -63,6 +71,8 @@ class Rejected:
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
+    "bad_utf16": "not valid UTF-16",
+    "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
     "empty": "nothing but white space",
@@ -129,12 +139,16 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
             _files_under(path, suffixes), key=lambda file: file.relative_to(path).as_posix()
         )
         if not found:
-            raise InputError(f"folder {item} holds no {_kinds(suffixes)}")
+            others = listed(unread_files([path], suffixes))
+            there = f"; it has {others}" if others else ""
+            raise InputError(f"folder {item} holds no {_kinds(suffixes)}{there}")
         return [Source(name=str(file), path=file) for file in found]
     if path.is_file():
         if not path.name.lower().endswith(suffixes):
+            way = _CONVERTERS.get(path.suffix.lower())
             raise InputError(
                 f"{item} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
+                + (f" (text of it: {way})" if way else "")
             )
         return [Source(name=item, path=path)]
     if path.exists():
@@ -152,13 +166,62 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
 
 def _main_suffixes(suffixes: tuple[str, ...]) -> list[str]:
     if suffixes == SUFFIXES:
-        return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", ".parquet"]
+        return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", *TABLE_SUFFIXES, ".parquet"]
     return [".jsonl[.gz|.zst]", ".json", ".parquet"]
 
 
 def _kinds(suffixes: tuple[str, ...]) -> str:
     what = "text files" if suffixes == SUFFIXES else "files of records"
     return f"{what} ({', '.join(_main_suffixes(suffixes))})"
+
+
+def unread_files(
+    inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES
+) -> dict[str, int]:
+    """The number of files in the folders and globs among INPUTs that are of no known kind, by
+    their endings (lower case, "" for none), the most frequent first. Hidden files are not counted.
+
+    Raises:
+        InputError: a folder can't be read.
+    """
+    found: set[Path] = set()
+    for path in (Path(item).expanduser() for item in inputs):
+        if path.is_dir():
+            found.update(_files_under(path, ("",)))
+        elif not path.exists() and any(character in str(path) for character in "*?["):
+            names = glob.glob(str(path), recursive=True)
+            found.update(Path(name) for name in names if os.path.isfile(name))
+    others = {file.resolve(): file for file in found if not file.name.lower().endswith(suffixes)}
+    counts = Counter(_ending(file.name.lower()) for file in others.values())
+    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
+def _ending(name: str) -> str:
+    """The last ending of a file's name, with that before a compression's: .tar.gz."""
+    stem, dot, last = name.rpartition(".")
+    if not stem or not dot or not last.isalnum() or len(last) > 10:
+        return ""
+    if f".{last}" in COMPRESSIONS and (before := _ending(stem)):
+        return f"{before}.{last}"
+    return f".{last}"
+
+
+#: How files of other kinds become text.
+_CONVERTERS = {
+    ".pdf": "pdftotext FILE.pdf",
+    ".docx": "pandoc FILE.docx -t plain -o FILE.txt",
+    ".odt": "pandoc FILE.odt -t plain -o FILE.txt",
+    ".epub": "pandoc FILE.epub -t plain -o FILE.txt",
+    ".html": "pandoc FILE.html -t plain -o FILE.txt",
+    ".xlsx": "a spreadsheet program, saved as .csv",
+}
+
+
+def listed(unread: Mapping[str, int]) -> str:
+    """`unread_files` for people: "7 .pdf, 2 without an ending"; and how such become text."""
+    shown = ", ".join(f"{count:,} {end or 'without an ending'}" for end, count in unread.items())
+    ways = [_CONVERTERS[end] for end in unread if end in _CONVERTERS]
+    return f"{shown} (text of them: {'; '.join(ways)})" if ways else shown
 
 
 def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
@@ -193,7 +256,7 @@ def read_documents(
     """Every document of the sources, in order. Closing it closes the file that is being read.
 
     Args:
-        text_key: the field of JSONL lines, Parquet columns and datasets that holds the text.
+        text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
 
     Raises:
         InputError: a file as a whole can't be read (permissions, damaged compression).
@@ -208,89 +271,17 @@ def read_documents(
                 yield from _read_parquet(source.path, source.name, text_key)
                 continue
             with open_compressed(source.path) as file:
-                if source.path.name.lower().endswith(_JSONL_SUFFIXES):
-                    yield from _read_jsonl(file, source.name, text_key)
+                name = source.path.name.lower()
+                if name.endswith(_JSONL_SUFFIXES):
+                    yield from _read_jsonl(file, source.path, source.name, text_key)
+                elif name.endswith(_TABLE_SUFFIXES):
+                    yield from _read_table(file, source.path, source.name, text_key)
                 else:
-                    yield _read_text(file.read(), source.name)
+                    yield _read_text(file.read(), source.path, source.name)
         except OSError as error:
             raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
         except (EOFError, zlib.error) as error:
             raise InputError(f"{source.name} is damaged: {error}") from error
-
-
-def open_compressed(path: Path) -> IO[bytes]:
-    """The content of a file, decompressed as its name says.
-
-    Raises:
-        OSError: it can't be opened.
-        MissingDependencyError: the package for .zst is not installed.
-    """
-    match path.suffix.lower():
-        case ".gz":
-            return cast(IO[bytes], gzip.open(path, "rb"))
-        case ".bz2":
-            return bz2.open(path, "rb")
-        case ".zst":
-            zstandard = optional("zstandard", f"reading {path}")
-            return io.BufferedReader(_ZstdFile(open(path, "rb"), zstandard))
-    return open(path, "rb")
-
-
-class _ZstdFile(io.RawIOBase):
-    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
-
-    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
-        self._file, self._zstandard = file, zstandard
-        self._content = self._decompress()
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._content, b"")
-        size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        return size
-
-    def _decompress(self) -> Iterator[bytes]:
-        # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
-        decompressor = self._zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        frame = None
-        try:
-            while compressed := self._file.read(1 << 17):
-                while compressed:
-                    frame = frame or decompressor.decompressobj()
-                    if content := frame.decompress(compressed):
-                        yield content
-                    compressed = b""
-                    if frame.eof:
-                        compressed, frame = frame.unused_data, None
-        except self._zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        if frame is not None:
-            raise EOFError("the compressed file is cut short")
-
-
-def optional(package: str, purpose: str, extra: str = "data") -> Any:
-    """A package that not everybody needs.
-
-    Args:
-        purpose: what needs it, as the beginning of a sentence.
-        extra: what of firstlight installs it.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise MissingDependencyError(package.partition(".")[0], extra, purpose) from None
 
 
 def _accept(text: object, origin: str, line: int) -> Document | Rejected:
@@ -306,33 +297,45 @@ def _accept(text: object, origin: str, line: int) -> Document | Rejected:
     return Document(text, origin, line)
 
 
-def _read_text(content: bytes, origin: str) -> Document | Rejected:
+def _read_text(content: bytes, path: Path, origin: str) -> Document | Rejected:
     try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        detail = f"byte 0x{content[error.start]:02x} is not UTF-8 (convert it with iconv)"
-        return Rejected(origin, line, "bad_utf8", detail)
+        text = decoded(content, path)
+    except EncodingProblem as problem:
+        return Rejected(origin, problem.line, problem.reason, str(problem))
     return _accept(text, origin, 1)
 
 
-def _read_jsonl(file: IO[bytes], origin: str, text_key: str) -> Iterator[Document | Rejected]:
-    for number, raw in enumerate(file, start=1):
-        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if not line.strip():
-            yield Rejected(origin, number, "empty", "blank line")
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            yield Rejected(
-                origin, number, "bad_utf8", f"byte 0x{line[error.start]:02x} is not UTF-8"
-            )
-            continue
-        except (ValueError, RecursionError) as error:
-            yield Rejected(origin, number, "broken_json", str(error))
-            continue
-        yield _from_record(record, origin, number, text_key)
+def _read_jsonl(
+    file: IO[bytes], path: Path, origin: str, text_key: str
+) -> Iterator[Document | Rejected]:
+    number = 0
+    try:
+        for number, line in enumerate(utf8_stream(file, path), start=1):
+            if not line.strip():
+                yield Rejected(origin, number, "empty", "blank line")
+                continue
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                detail = bad_byte(line[error.start], path)
+                yield Rejected(origin, number, "bad_utf8", detail)
+                continue
+            except (ValueError, RecursionError) as error:
+                yield Rejected(origin, number, "broken_json", str(error))
+                continue
+            yield _from_record(record, origin, number, text_key)
+    except EncodingProblem as problem:
+        yield Rejected(origin, number + 1, problem.reason, str(problem))
+
+
+def _read_table(
+    file: IO[bytes], path: Path, origin: str, text_key: str
+) -> Iterator[Document | Rejected]:
+    for line, found in read_rows(file, path, text_key):
+        if isinstance(found, BadRow):
+            yield Rejected(origin, line, found.reason, found.detail)
+        else:
+            yield _accept(found, origin, line)
 
 
 def _from_record(record: object, origin: str, line: int, text_key: str) -> Document | Rejected:

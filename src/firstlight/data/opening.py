@@ -1,0 +1,366 @@
+"""Open files of text: what they are compressed with, and which encoding they have.
+
+UTF-8 and UTF-16 with a byte-order mark are read, and the mark is never part of the text. Any other
+encoding is refused with the command that converts the file; which encoding it is can be told for
+certain in some cases only (`likely_encoding`).
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import functools
+import gzip
+import importlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from firstlight.errors import MissingDependencyError
+
+#: Bytes at the start of a file that its encoding is told by.
+_HEAD_BYTES = 1 << 16
+#: UTF-32 begins as UTF-16 does.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+#: What a decompressor and its compressor are called, by the ending of a file.
+_PROGRAMS = {
+    ".gz": ("gzip -dc", "gzip"),
+    ".bz2": ("bzip2 -dc", "bzip2"),
+    ".zst": ("zstd -dc", "zstd"),
+}
+
+
+class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document, not an error
+    """A file, or a part of it, that is not text in an encoding that is read.
+
+    Attributes:
+        reason: one of `sources.REASONS`.
+        line: where it begins, from 1 on.
+    """
+
+    def __init__(self, reason: str, detail: str, line: int = 1) -> None:
+        super().__init__(detail)
+        self.reason, self.line = reason, line
+
+
+def head_of(path: Path) -> bytes:
+    """The beginning of a file, decompressed.
+
+    Raises:
+        OSError, EOFError, zlib.error: it can't be read.
+    """
+    with open_compressed(path) as file:
+        return file.read(_HEAD_BYTES)
+
+
+def encoding_of(head: bytes, path: Path) -> str:
+    """The codec of a file by its first bytes: utf-8-sig, which is UTF-8 with or without a mark, or
+    utf-16.
+
+    Raises:
+        EncodingProblem: it is UTF-32, or UTF-16 without a mark.
+    """
+    head = head[:_HEAD_BYTES]
+    marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
+    found = marked or _without_mark(head) or "utf-8-sig"
+    if found in ("utf-8-sig", "utf-16"):
+        return found
+    raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
+
+
+def _without_mark(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 in which every ASCII character has zeros beside it."""
+    for width, names in ((4, ("utf-32le", "utf-32be")), (2, ("utf-16le", "utf-16be"))):
+        size = len(head) // width
+        zeros = [head[place::width].count(0) for place in range(width)]
+        if size < 2:
+            continue
+        # The first byte of little-endian ASCII is the character, the last of big-endian.
+        for name, others, own in (
+            (names[0], zeros[1:], zeros[0]),
+            (names[1], zeros[:-1], zeros[-1]),
+        ):
+            if min(others) > max(size // 3, 10 * own):
+                return name
+    return None
+
+
+def decoded(content: bytes, path: Path) -> str:
+    """The text of a whole file, without its mark.
+
+    Raises:
+        EncodingProblem: it is in no encoding that is read; names the first byte.
+    """
+    encoding = encoding_of(content, path)
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        if encoding == "utf-16":
+            line = content[: error.start].decode("utf-16", "replace").count("\n") + 1
+            detail = f"not valid UTF-16 from byte {error.start:,} on: {error.reason}"
+            raise EncodingProblem("bad_utf16", detail, line) from error
+        line = content.count(b"\n", 0, error.start) + 1
+        advice = _advice(path, likely_encoding(content[: 1 << 20]))
+        detail = f"byte 0x{content[error.start]:02x} is not UTF-8{advice}"
+        raise EncodingProblem("bad_utf8", detail, line) from error
+
+
+def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
+    """The bytes of a file's text in UTF-8, without its mark.
+
+    UTF-8 is not checked: its readers reject single lines. UTF-16 that is not valid raises
+    EncodingProblem from the place on that is not.
+
+    Args:
+        file: the file from its beginning, as `open_compressed` gives it.
+
+    Raises:
+        EncodingProblem: it is in no encoding that is read.
+    """
+    head = head_of(path)
+    if encoding_of(head, path) == "utf-16":
+        return io.BufferedReader(_UTF16File(file))
+    if head.startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
+
+
+class _UTF16File(io.RawIOBase):
+    """UTF-16 with a mark as UTF-8 without one."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._codec = "utf-16-le" if file.read(2) == codecs.BOM_UTF16_LE else "utf-16-be"
+        self._decoder = codecs.getincrementaldecoder(self._codec)()
+        self._rest = b""
+        self._problem = ""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._rest
+        while not content and not self._problem:
+            read = self._file.read(_HEAD_BYTES)
+            try:
+                content = self._decoder.decode(read, final=not read).encode("utf-8")
+            except UnicodeDecodeError as error:
+                # What stands before it is good.
+                self._problem = error.reason
+                content = error.object[: error.start].decode(self._codec).encode("utf-8")
+            if not read:
+                break
+        if not content and self._problem:
+            raise EncodingProblem("bad_utf16", f"not valid UTF-16: {self._problem}")
+        size = min(len(buffer), len(content))
+        buffer[:size] = content[:size]
+        self._rest = content[size:]
+        return size
+
+
+def bad_byte(byte: int, path: Path) -> str:
+    """What is wrong with a byte of a file that is not UTF-8, and how to convert the file."""
+    return f"byte 0x{byte:02x} is not UTF-8{_advice(path, _likely_encoding_of(path))}"
+
+
+@functools.lru_cache(maxsize=8)
+def _likely_encoding_of(path: Path) -> str | None:
+    return likely_encoding(head_of(path))
+
+
+def _advice(path: Path, encoding: str | None) -> str:
+    """How to convert a file to UTF-8, as the end of a message.
+
+    Args:
+        encoding: the file's; None where it can't be told.
+    """
+    name = "ENCODING" if encoding is None else encoding.upper()
+    # A file that is UTF-8 but for some bytes loses those.
+    options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
+    read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
+    iconv = f"iconv {options} -t utf-8"
+    programs = _PROGRAMS.get(path.suffix.lower())
+    if programs is None:
+        command = f"{iconv} {read} > {write}"
+    else:
+        command = f"{programs[0]} {read} | {iconv} | {programs[1]} > {write}"
+    if encoding is None:
+        command += ", with its encoding for ENCODING: GB18030, BIG5, EUC-KR, ISO-8859-2, ..."
+    return f": convert it with {command}"
+
+
+def _converted(path: Path) -> Path:
+    """a.txt.gz -> a.utf-8.txt.gz."""
+    stem, dot, endings = path.name.partition(".")
+    return path.with_name(f"{stem}.utf-8{dot}{endings}")
+
+
+# Encodings that can be told from the bytes
+
+#: What German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts are written with.
+#: Letters of Windows-1250 and 1254 that have another meaning there are not among them.
+_WESTERN = set(
+    "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
+        "cp1252"
+    )
+)
+_DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+
+
+def likely_encoding(content: bytes) -> str | None:
+    """The encoding of a text that is not UTF-8, by its name for iconv; None if uncertain.
+
+    Told are: text that is UTF-8 but for a few bytes, Windows-1252 (of which ISO-8859-1 is a part),
+    Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and what a Python file declares.
+    """
+    declared = _DECLARED.match(content)
+    if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
+        return name
+    if _is_damaged_utf8(content):
+        return "utf-8"
+    return _japanese(content) or _cyrillic(content) or _western(content)
+
+
+def _known(name: str) -> str | None:
+    try:
+        found = codecs.lookup(name).name
+    except LookupError:
+        return None
+    return None if found.startswith("utf") or found == "ascii" else found
+
+
+def _is_damaged_utf8(content: bytes) -> bool:
+    text = content.decode("utf-8", "replace")
+    good = sum(character > "\x7f" for character in text) - text.count("\ufffd")
+    return good > 2 * text.count("\ufffd")
+
+
+def _japanese(content: bytes) -> str | None:
+    for name in ("shift_jis", "euc_jp"):
+        try:
+            text = content.decode(name)
+        except UnicodeDecodeError as error:
+            # The last character may be cut.
+            if error.start < len(content) - 2:
+                continue
+            text = content[: error.start].decode(name)
+        wide = [character for character in text if character > "\x7f"]
+        kana = sum("\u3041" <= character <= "\u30fc" for character in wide)
+        if len(wide) >= 10 and kana > len(wide) / 3:
+            return name.replace("_", "-")
+    return None
+
+
+def _cyrillic(content: bytes) -> str | None:
+    """By the most frequent letters of Russian: Greek and Hebrew use the same bytes otherwise."""
+    high = [byte for byte in content if byte > 0x7F]
+    if len(high) < 20:
+        return None
+
+    def share(low: int, up: int) -> float:
+        return sum(low <= byte <= up for byte in high) / len(high)
+
+    if share(0xC0, 0xFF) < 0.95:
+        return None
+    if share(0xE0, 0xFF) > 0.7 and share(0xE0, 0xE0) > 0.03 and share(0xFB, 0xFF) > 0.02:
+        return "windows-1251"
+    if share(0xC0, 0xDF) > 0.7 and share(0xC1, 0xC1) > 0.03 and share(0xD8, 0xDC) > 0.02:
+        return "koi8-r"
+    return None
+
+
+def _western(content: bytes) -> str | None:
+    """Single letters with accents among letters without."""
+    high = [byte for byte in content if byte > 0x7F]
+    letters = len(re.findall(rb"[A-Za-z]", content))
+    is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
+    # Inside of a word these are letters of MS-DOS' code pages and of old Macs.
+    is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
+    return "windows-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
+
+
+# Compression
+
+
+def open_compressed(path: Path) -> IO[bytes]:
+    """The content of a file, decompressed as its name says.
+
+    Raises:
+        OSError: it can't be opened.
+        MissingDependencyError: the package for .zst is not installed.
+    """
+    match path.suffix.lower():
+        case ".gz":
+            return cast(IO[bytes], gzip.open(path, "rb"))
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".zst":
+            zstandard = optional("zstandard", f"reading {path}")
+            return io.BufferedReader(_ZstdFile(open(path, "rb"), zstandard))
+    return open(path, "rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
+
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._content = self._decompress()
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._content, b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+    def _decompress(self) -> Iterator[bytes]:
+        # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
+        decompressor = self._zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        frame = None
+        try:
+            while compressed := self._file.read(1 << 17):
+                while compressed:
+                    frame = frame or decompressor.decompressobj()
+                    if content := frame.decompress(compressed):
+                        yield content
+                    compressed = b""
+                    if frame.eof:
+                        compressed, frame = frame.unused_data, None
+        except self._zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        if frame is not None:
+            raise EOFError("the compressed file is cut short")
+
+
+def optional(package: str, purpose: str, extra: str = "data") -> Any:
+    """A package that not everybody needs.
+
+    Args:
+        purpose: what needs it, as the beginning of a sentence.
+        extra: what of firstlight installs it.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingDependencyError(package.partition(".")[0], extra, purpose) from None
