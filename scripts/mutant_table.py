@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 _STEPS = "tests/faults/test_known_bugs_steps.py::test_"
 _DATA = "tests/faults/test_known_bugs_data.py::test_"
 _CHECKPOINTS = "tests/faults/test_known_bugs_checkpoints.py::test_"
+_CHANGING = "tests/faults/test_changing_folders.py::test_"
 _TEXT = "tests/faults/test_known_bugs_text.py::test_"
 _ORDER = (
     "tests/faults/test_loader_order.py::"
@@ -34,6 +35,7 @@ _ORDER = (
 
 _TRAINING = "firstlight/training/"
 _LOADER = "firstlight/data/loader.py"
+_SHARD_FILE = "firstlight/data/shard_file.py"
 _SHARDS = "firstlight/data/shards.py"
 _EXAMPLES = "firstlight/data/examples.py"
 _PACKED = "tests/unit/test_packed_examples.py::test_"
@@ -172,9 +174,33 @@ MUTANTS = [
     Mutant(
         "tokens a second by a moment",
         _TRAINING + "job.py",
-        "seconds = time.perf_counter() - start",
+        "seconds = time.perf_counter() - self._step_began",
         "seconds = time.perf_counter()",
         (_STEPS + "tokens_a_second_are_divided_by_a_moment_and_not_a_time",),
+    ),
+    # Data that change under a run
+    Mutant(
+        "blocks of a shard are not compared",
+        _SHARD_FILE,
+        "known not in (-1, checksum)",
+        "known == -2",
+        (_CHANGING + "a_shard_that_changes_while_it_is_open_is_never_read_as_another",),
+    ),
+    Mutant(
+        "batches that were read and not used are skipped on resume",
+        _TRAINING + "job.py",
+        "rows_seen = self.state.rows_seen\n",
+        'rows_seen = self._loader.state_dict()["rows_seen"]\n',
+        (
+            "tests/faults/test_every_step.py::test_a_run_stopped_at_any_step_ends_as_one_that_was_not",
+        ),
+    ),
+    Mutant(
+        "a run follows its path into another's folder",
+        _TRAINING + "lock.py",
+        "os.path.samestat(os.fstat(opened), os.stat(folder))",
+        "folder.is_dir()",
+        (_CHANGING + "a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own",),
     ),
     # Data: order and position
     Mutant(
@@ -272,7 +298,7 @@ MUTANTS = [
     Mutant(
         "wrapped shards are read",
         _SHARDS,
-        "if tokens.dtype.itemsize < token_dtype(self.vocab_size).itemsize:",
+        "if shard.itemsize < token_dtype(self.vocab_size).itemsize:",
         "if False:",
         (_DATA + "shards_whose_ids_have_wrapped_around_are_trained_on",),
     ),
@@ -292,15 +318,15 @@ MUTANTS = [
     ),
     Mutant(
         "documents may overlap",
-        _SHARDS,
+        _SHARD_FILE,
         "if not ascending or ",
         "if ",
         (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
     ),
     Mutant(
         "documents may lie outside",
-        _SHARDS,
-        "if not ascending or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):",
+        _SHARD_FILE,
+        "if not ascending or (ends[0], ends[-1]) != (0, self.num_tokens):",
         "if not ascending:",
         (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
     ),

@@ -17,7 +17,8 @@ from tokenizers import models, pre_tokenizers
 
 from firstlight.data.loader import TokenLoader
 from firstlight.data.prepare import prepare
-from firstlight.data.shards import TokenDataset, read_shard
+from firstlight.data.shard_file import Shard
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.tokenizer import Tokenizer
@@ -204,7 +205,7 @@ def test_an_id_beyond_the_vocabulary_reaches_the_model(tmp_path: Path) -> None:
 
 def change_offsets(path: Path, change: Sequence[tuple[int, int]]) -> None:
     """Set document offsets of a shard: (which, to what)."""
-    _, offsets = read_shard(path)
+    offsets = Shard(path).offsets()
     content, start = path.read_bytes(), path.stat().st_size - 8 * len(offsets)
     values = np.frombuffer(content[start:], "<u8").copy()
     for index, value in change:

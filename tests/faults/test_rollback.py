@@ -162,13 +162,13 @@ def test_the_weights_after_a_rollback_are_the_checkpoints(
         train(other, on_step=stop)
     rows: list[Any] = []
 
-    def moved(job: Job, step: Callable[[Job], None] = Job.step) -> None:
+    def moved(job: Job, read: Callable[[Job], None] = Job.read_batches) -> None:
         if job.state.step == 8 and not rows:
             rows.extend(job._loader.next_batch() for _ in range(3))
-        step(job)
+        read(job)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "step", moved)
+        patch.setattr(Job, "read_batches", moved)
         with pytest.raises(StoppedError):
             train(other, resume=True, on_step=stop)
     assert len(rows) == 3

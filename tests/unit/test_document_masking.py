@@ -289,7 +289,7 @@ def test_finding_documents_takes_no_memory_in_proportion_to_the_corpus(tmp_path:
     finally:
         tracemalloc.stop()
     assert ids_of(batch)[1][-1] == 500
-    assert peak < count, "the offsets alone are eight bytes a document"
+    assert peak < 4 * count, "the offsets alone are eight bytes a document"
 
 
 def test_without_masking_there_are_no_document_ids(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from firstlight import disk as seam
 from firstlight.data import encoding, pieces
 from firstlight.data import prepare as module
 from firstlight.data.prepare import prepare
-from firstlight.data.shards import ShardWriter, TokenDataset, read_shard
+from firstlight.data.shard_file import Shard
+from firstlight.data.shards import ShardWriter, TokenDataset
 from firstlight.data.sources import Document, read_documents
 from firstlight.errors import (
     ConfigError,
@@ -57,7 +58,7 @@ def documents_of(folder: Path, split: str) -> list[list[int]]:
     """The tokens of each document of a split, by the offsets in its shards."""
     found = []
     for path in sorted(folder.glob(f"{split}-*.bin")):
-        tokens, offsets = read_shard(path)
+        tokens, offsets = Shard(path).tokens(), Shard(path).offsets()
         spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         found += [tokens[start:stop].tolist() for start, stop in spans]
     return found

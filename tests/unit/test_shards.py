@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.data.shards import ShardWriter, TokenDataset, read_manifest, read_shard, token_dtype
+from firstlight.data.shard_file import Shard
+from firstlight.data.shards import ShardWriter, TokenDataset, read_manifest, token_dtype
 from firstlight.errors import DataError
 from firstlight.files import sha256_of, write_json
 from firstlight.tokenizer import Tokenizer
@@ -101,17 +102,9 @@ def test_offsets_follow_the_tokens_at_a_multiple_of_eight(tmp_path: Path, count:
     assert len(content) % 8 == 0
     assert content[end:-16] == bytes(-end % 8)
     assert struct.unpack("<2Q", content[-16:]) == (0, count)
-    tokens, offsets = read_shard(tmp_path / "train-00000.bin")
-    assert tokens.tolist() == list(range(count))
-    assert offsets.tolist() == [0, count]
-
-
-def test_read_shard_maps_the_file_and_does_not_let_it_be_written(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    tokens, _ = read_shard(tmp_path / "train-00000.bin")
-    assert isinstance(tokens, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        tokens[0] = 1
+    shard = Shard(tmp_path / "train-00000.bin")
+    assert shard.tokens().tolist() == list(range(count))
+    assert shard.offsets().tolist() == [0, count]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +118,13 @@ def test_sixteen_bits_are_used_while_every_id_fits(vocab_size: int, itemsize: in
 
 def test_a_shard_is_closed_when_it_holds_enough_and_never_inside_a_document(tmp_path: Path) -> None:
     write_corpus(tmp_path, shard_tokens=4)
-    shards = [read_shard(path) for path in sorted(tmp_path.glob("train-*.bin"))]
-    assert [tokens.tolist() for tokens, _ in shards] == [
+    shards = [Shard(path) for path in sorted(tmp_path.glob("train-*.bin"))]
+    assert [shard.tokens().tolist() for shard in shards] == [
         [5, 6, 7, 8],
         [9, 10, 11, 12],
         [13, 14],
     ]
-    assert [offsets.tolist() for _, offsets in shards] == [[0, 3, 4], [0, 0, 4], [0, 2]]
+    assert [shard.offsets().tolist() for shard in shards] == [[0, 3, 4], [0, 0, 4], [0, 2]]
     entries = read_manifest(tmp_path)["splits"]["train"]["shards"]
     assert [entry["documents"] for entry in entries] == [2, 2, 1]
 
@@ -155,7 +148,7 @@ def test_a_writer_that_fails_leaves_nothing_that_looks_like_a_shard(tmp_path: Pa
         fail_half_way()
     assert writer.shards == []
     with pytest.raises(DataError, match="does not begin with FLTOKENS"):
-        read_shard(tmp_path / "train-00000.bin")
+        Shard(tmp_path / "train-00000.bin")
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
@@ -238,7 +231,7 @@ def test_a_truncated_shard_is_noticed(tmp_path: Path, keep: int, verify: bool) -
     with pytest.raises(DataError, match=r"train-00002\.bin has the wrong size"):
         TokenDataset(tmp_path, "train", verify=verify)
     with pytest.raises(DataError, match=r"train-00002\.bin is (not a token shard|cut short)"):
-        read_shard(path)
+        Shard(path)
 
 
 def test_a_shard_of_another_corpus_is_noticed(tmp_path: Path) -> None:

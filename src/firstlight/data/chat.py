@@ -30,12 +30,8 @@ from firstlight.data.examples import PLACES_NAME
 from firstlight.data.pairs import to_pair
 from firstlight.data.prepare import REJECTED_NAME, require_replaceable, write_tokenizer_and_manifest
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
-from firstlight.data.shards import (
-    LABELLED_VERSION,
-    MANIFEST_FORMAT,
-    ShardWriter,
-    token_dtype,
-)
+from firstlight.data.shard_file import LABELLED_VERSION
+from firstlight.data.shards import MANIFEST_FORMAT, ShardWriter, token_dtype
 from firstlight.data.sources import Source, unread_files
 from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError, TokenizerError

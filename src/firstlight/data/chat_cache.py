@@ -22,7 +22,8 @@ from firstlight.data.examples import open_split
 from firstlight.data.opening import optional
 from firstlight.data.records import find_records
 from firstlight.data.remote import cache_folder, held
-from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
+from firstlight.data.shard_file import LABELLED_VERSION
+from firstlight.data.shards import MANIFEST_NAME, read_manifest
 from firstlight.data.sources import Source
 from firstlight.errors import DataError, InputError, describe_os_error
 from firstlight.files import make_folder, remove_folder, sha256_of

@@ -22,7 +22,8 @@ import tokenizers
 
 from firstlight.console import say
 from firstlight.data.pieces import Piece, batches
-from firstlight.data.shards import TokenArray, token_dtype
+from firstlight.data.shard_file import TokenArray
+from firstlight.data.shards import token_dtype
 from firstlight.errors import DataError
 from firstlight.tokenizer import Tokenizer
 

@@ -19,13 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from firstlight.data.packing import num_rows, pack_best_fit
-from firstlight.data.shards import (
-    HEADER,
-    LABELLED_VERSION,
-    TokenDataset,
-    read_manifest,
-    read_shard,
-)
+from firstlight.data.shard_file import LABELLED_VERSION
+from firstlight.data.shards import TokenDataset, read_manifest
 from firstlight.errors import DataError
 
 LongPolicy = Literal["refuse", "drop", "cut"]
@@ -110,17 +105,15 @@ class ExampleDataset(TokenDataset):
         super().__init__(folder, split, verify=verify)
         self.long = long
         entry = self.manifest["splits"][split]
-        self._learned = [_read_learned(self.folder / shard["file"]) for shard in entry["shards"]]
         self.lengths = np.concatenate(
-            [
-                np.diff(starts.astype(np.int64), append=len(shard))
-                for starts, shard in zip(self._document_starts, self._shards, strict=True)
-            ]
+            [np.diff(shard.offsets().astype(np.int64)) for shard in self._shards]
         )
         self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         self.num_learned: int = entry.get("learned", -1)
         self._packings: dict[int, Packing] = {}
-        learned = sum(int(part.sum()) for part in self._learned) if verify else self.num_learned
+        learned = self.num_learned
+        if verify:
+            learned = sum(int(shard.learned().sum()) for shard in self._shards)
         if learned != self.num_learned or int(self.lengths.min()) < 2:
             raise DataError(
                 f"{folder}: the examples of '{split}' don't fit its manifest: prepare them again"
@@ -130,8 +123,8 @@ class ExampleDataset(TokenDataset):
         """(tokens, which of them are learned) of an example."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        own = slice(start - self._starts[shard], stop - self._starts[shard])
-        return self[start:stop], self._learned[shard][own].astype(bool)
+        base = self._starts[shard]
+        return self[start:stop], self._shards[shard].learned(start - base, stop - base)
 
     def place(self, index: int) -> str:
         """Where an example came from, for people."""
@@ -306,12 +299,3 @@ def open_split(
     if manifest["version"] == LABELLED_VERSION:
         return ExampleDataset(folder, split, verify=verify, long=long)
     return TokenDataset(folder, split, verify=verify)
-
-
-def _read_learned(path: Path) -> npt.NDArray[np.uint8]:
-    """For each token of a shard whether it is learned, memory-mapped."""
-    tokens, offsets = read_shard(path, LABELLED_VERSION)
-    offsets_at = -(-(HEADER.size + tokens.nbytes) // 8) * 8
-    return np.memmap(
-        path, dtype=np.uint8, mode="r", offset=offsets_at + offsets.nbytes, shape=(len(tokens),)
-    )

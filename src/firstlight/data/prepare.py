@@ -24,12 +24,11 @@ from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.encoding import Encode, encode_in_order
 from firstlight.data.pieces import Piece, cut_long, cut_tail, look_ahead
+from firstlight.data.shard_file import VERSION, TokenArray
 from firstlight.data.shards import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
-    VERSION,
     ShardWriter,
-    TokenArray,
     read_manifest,
     token_dtype,
 )

@@ -33,7 +33,6 @@ the tokenizer's bos (if it adds one) and eos, and lies in one shard whole.
 from __future__ import annotations
 
 import functools
-import struct
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -45,15 +44,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from firstlight.data.shard_file import (
+    HEADER,
+    LABELLED_VERSION,
+    MAGIC,
+    VERSION,
+    Shard,
+    TokenArray,
+)
 from firstlight.disk import OutputFile
 from firstlight.errors import DataError, InputError
 from firstlight.files import read_json, sha256_of
 
-MAGIC = b"FLTOKENS"
-VERSION = 1
-#: Of folders and shards that say which tokens are learned.
-LABELLED_VERSION = 2
-HEADER = struct.Struct("<8sIIQQ32x")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
 
@@ -61,10 +63,8 @@ _FIELDS = {"vocab_size": int, "tokenizer_sha256": str, "splits": dict}
 _SPLIT_FIELDS = {"documents": int, "tokens": int, "text_bytes": int, "shards": list}
 _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
-TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-
-#: Document offsets that are looked at together.
-_OFFSETS_AT_ONCE = 1 << 17
+#: Tokens of a shard that are compared with the vocabulary together.
+_CHECKED_AT_ONCE = 1 << 17
 _ADVICE = "prepare the corpus again"
 
 
@@ -159,7 +159,8 @@ class ShardWriter:
 
 
 class TokenDataset:
-    """The tokens of one split, memory-mapped, as if they were one long array.
+    """The tokens of one split, as if they were one long array. What is read of it is checked each
+    time: a shard that changes or is cut short while it is in use is an error (see `shard_file`).
 
     Args:
         folder: a folder that `prepare` wrote.
@@ -198,42 +199,35 @@ class TokenDataset:
         names = [shard["file"] for shard in entry["shards"]]
         if len(set(names)) != len(names):
             raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {_ADVICE}")
-        opened = [self._open_shard(shard, verify) for shard in entry["shards"]]
-        self._shards = [tokens for tokens, _ in opened]
-        self._document_starts = [np.asarray(offsets)[:-1] for _, offsets in opened]
-        self._starts = list(accumulate((len(shard) for shard in self._shards), initial=0))
+        self._shards = [self._open_shard(shard, verify) for shard in entry["shards"]]
+        self._starts = list(accumulate((one.num_tokens for one in self._shards), initial=0))
         self.num_tokens = self._starts[-1]
-        documents = sum(map(len, self._document_starts))
+        documents = sum(shard.num_documents for shard in self._shards)
         if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
-    def _open_shard(
-        self, shard: dict[str, Any], verify: bool
-    ) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
-        if Path(shard["file"]).name != shard["file"]:
-            raise DataError(f"{self.folder}: the manifest names a shard outside: {shard['file']}")
-        path = self.folder / shard["file"]
+    def _open_shard(self, entry: dict[str, Any], verify: bool) -> Shard:
+        if Path(entry["file"]).name != entry["file"]:
+            raise DataError(f"{self.folder}: the manifest names a shard outside: {entry['file']}")
+        path = self.folder / entry["file"]
         if not path.is_file():
             raise DataError(f"shard {path} is missing: {_ADVICE}")
-        if path.stat().st_size != shard["bytes"]:
+        if path.stat().st_size != entry["bytes"]:
             raise DataError(f"shard {path} has the wrong size: {_ADVICE}")
-        if verify and sha256_of(path) != shard["sha256"]:
-            raise DataError(
-                f"shard {path} is damaged (its sha256 is not the manifest's): {_ADVICE}"
-            )
-        tokens, offsets = read_shard(path, self.version)
-        if len(tokens) != shard["tokens"]:
+        shard = Shard(path, self.version, entry["sha256"] if verify else None)
+        shard.check_documents()
+        if shard.num_tokens != entry["tokens"]:
             raise DataError(f"shard {path} does not hold what its manifest says: {_ADVICE}")
-        _require_documents(path, offsets, len(tokens))
-        if tokens.dtype.itemsize < token_dtype(self.vocab_size).itemsize:
+        if shard.itemsize < token_dtype(self.vocab_size).itemsize:
             raise DataError(
                 f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
                 f"of {self.vocab_size}: those above 65535 were cut off; {_ADVICE}"
             )
         if verify:
-            # One pass, without a copy.
-            self._require_known(tokens, f"shard {path}")
-        return tokens, offsets
+            for start in range(0, shard.num_tokens, _CHECKED_AT_ONCE):
+                part = shard.tokens(start, start + _CHECKED_AT_ONCE)
+                self._require_known(part, f"shard {path}")
+        return shard
 
     def _require_known(self, tokens: npt.NDArray[Any], where: str) -> None:
         """Refuse ids that the vocabulary doesn't have: a model has no row for them."""
@@ -247,7 +241,8 @@ class TokenDataset:
         """Tokens `start:stop` as int64 (cut at the end, like any slice).
 
         Raises:
-            DataError: one is beyond the vocabulary: a shard was changed, or never verified.
+            DataError: a shard was changed or cut short since it was opened, or holds an id beyond
+                the vocabulary.
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
@@ -255,8 +250,8 @@ class TokenDataset:
         filled, position = 0, start
         while position < stop:
             index = bisect_right(self._starts, position) - 1
-            shard, offset = self._shards[index], position - self._starts[index]
-            part = shard[offset : offset + stop - position]
+            offset = position - self._starts[index]
+            part = self._shards[index].tokens(offset, offset + stop - position)
             result[filled : filled + len(part)] = part
             filled += len(part)
             position += len(part)
@@ -267,18 +262,19 @@ class TokenDataset:
         """Where documents begin among tokens `start:stop`, counted from `start`, ascending.
 
         A place stands there twice where an empty document precedes another.
+
+        Raises:
+            DataError: a shard was changed or cut short since it was opened.
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
-            base, starts = self._starts[index], self._document_starts[index]
+            base, shard = self._starts[index], self._shards[index]
             if base >= stop:
                 break
-            # Keys of the starts' own type: others would convert all of them, at every call.
-            keys = np.array([max(start - base, 0), stop - base], dtype=np.uint64)
-            first, last = np.searchsorted(starts, keys)
-            parts.append(starts[first:last].astype(np.int64) + (base - start))
+            first, last = (shard.documents_before(max(key - base, 0)) for key in (start, stop))
+            parts.append(shard.offsets(first, last).astype(np.int64) + (base - start))
         return np.concatenate(parts)
 
     @functools.cached_property
@@ -332,50 +328,3 @@ def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
         # A bool is an int to Python, and nothing here can be less than none.
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise DataError(f"{path} is damaged ('{name}'): {_ADVICE}")
-
-
-def _require_documents(path: Path, offsets: npt.NDArray[np.uint64], num_tokens: int) -> None:
-    """Refuse document offsets that do not lead from 0 to the last token, never back.
-
-    Raises:
-        DataError: they don't.
-    """
-    ascending = all(
-        bool((part[1:] >= part[:-1]).all())
-        for start in range(0, len(offsets), _OFFSETS_AT_ONCE)
-        for part in (offsets[start : start + _OFFSETS_AT_ONCE + 1],)
-    )
-    if not ascending or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
-        raise DataError(
-            f"shard {path} is damaged (its documents don't follow on each other): {_ADVICE}"
-        )
-
-
-def read_shard(
-    path: Path, expected_version: int = VERSION
-) -> tuple[TokenArray, npt.NDArray[np.uint64]]:
-    """(tokens, document offsets) of a shard, both memory-mapped.
-
-    Raises:
-        DataError: the file is not a shard, is of another version, or is cut short.
-    """
-    with open(path, "rb") as file:
-        header = file.read(HEADER.size)
-    if len(header) < HEADER.size:
-        raise DataError(f"{path} is not a token shard: it is too short")
-    magic, version, itemsize, num_tokens, num_documents = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise DataError(f"{path} is not a token shard: it does not begin with {MAGIC.decode()}")
-    if version != expected_version or itemsize not in (2, 4):
-        raise DataError(f"{path} is a token shard of an unknown version")
-    offsets_at = -(-(HEADER.size + num_tokens * itemsize) // 8) * 8
-    labels = num_tokens if version == LABELLED_VERSION else 0
-    if path.stat().st_size != offsets_at + (num_documents + 1) * 8 + labels:
-        raise DataError(f"{path} is cut short or damaged")
-    tokens: TokenArray = np.memmap(
-        path, dtype=f"<u{itemsize}", mode="r", offset=HEADER.size, shape=(num_tokens,)
-    )
-    offsets: npt.NDArray[np.uint64] = np.memmap(
-        path, dtype="<u8", mode="r", offset=offsets_at, shape=(num_documents + 1,)
-    )
-    return tokens, offsets

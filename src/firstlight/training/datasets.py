@@ -64,14 +64,13 @@ def open_splits(
         folders.append(
             local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
         )
-    verify = data.verify and data.files is None  # which were, a moment ago
-    train = [open_split(folder, "train", verify=verify, long=data.long) for folder in folders]
+    train = [open_split(folder, "train", verify=data.verify, long=data.long) for folder in folders]
     if data.kind is not None:
         _require_kind(data.kind, train)
     elif data.mix is not None and any(isinstance(one, PreferenceDataset) for one in train):
         raise DataError("preference pairs can't be mixed: name their folder as data.dir")
     held_out = [
-        open_split(one.folder, "val", verify=verify, long=data.long)
+        open_split(one.folder, "val", verify=data.verify, long=data.long)
         if "val" in one.manifest["splits"]
         else None
         for one in train

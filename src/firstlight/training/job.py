@@ -18,7 +18,7 @@ from firstlight.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.data.mixing import MixedDataset, rows_per_epoch
 from firstlight.distributed import barrier
-from firstlight.errors import FirstlightError, TrainingError
+from firstlight.errors import DataError, FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.results import Task
 from firstlight.files import remove_file, remove_leftovers, write_file
@@ -70,6 +70,8 @@ class Job:
         saved_step: of the newest checkpoint of what it has done; -1 before the first.
         evaluation: the last one.
         data_identity: see `state.data_identity`.
+        unreadable: the message of the error that reading training data ended in; None before one.
+        require_folder: raises a CheckpointError if the run folder was moved or removed.
         advise: after memory ran out, says what filled it and what would have saved it.
         tell: is told what people should read.
     """
@@ -115,6 +117,10 @@ class Job:
         self._flops_per_token = train_flops_per_token(
             meta_model(self.model.config), self.seq_len, frozen=recipe.lora is not None
         )
+        self.unreadable: str | None = None
+        self.require_folder: Callable[[], None] = lambda: None
+        self._batches: list[Batch] = []
+        self._step_began = self._waited = 0.0
         self.advise: Callable[[], str | None] = lambda: None
         self.tell: Callable[[str], None] = lambda _: None
         self._logs: RunLogs | SilentLogs
@@ -180,7 +186,7 @@ class Job:
         if config.sharded:
             self._saver = ShardedSaver(self.run_folder, config, self.engine, self.max_steps)
         elif self.engine.is_main:
-            self._saver = CheckpointSaver(self.run_folder, config)
+            self._saver = CheckpointSaver(self.run_folder, config, self.require_folder)
         else:
             self._saver = PassiveSaver()
         self._saver.saved_step = self.saved_step
@@ -222,10 +228,22 @@ class Job:
         asked = self.recipe.data.pin_memory
         return self.hardware.device.type == "cuda" if asked is None else asked
 
-    # A step: computed, evaluated if that is due, written down
+    # A step: read, computed, evaluated if that is due, written down
+
+    def read_batches(self) -> None:
+        """Take the micro-batches of the next step from the loader, unless a step awaits its
+        evaluation. An error is kept as `unreadable`: the processes of a run end together."""
+        if self.state.pending is not None:
+            return
+        self._step_began = time.perf_counter()
+        try:
+            self._batches = [self._loader.next_batch() for _ in range(self.accumulation)]
+        except DataError as error:
+            self.unreadable = str(error)
+        self._waited = time.perf_counter() - self._step_began
 
     def step(self) -> None:
-        """Do one optimizer step; its metrics are then `state.pending`.
+        """Do one optimizer step on the batches read; its metrics are then `state.pending`.
 
         Raises:
             DivergedError: too many steps were skipped, or one that can't be: see `go_back`.
@@ -233,15 +251,13 @@ class Job:
             CheckpointError, StorageError: the checkpoint being written could not be.
         """
         self._saver.require_written()
-        start = time.perf_counter()
         state = self.state
         share = self.schedule.lr_scale(state.step)
-        batches = [self._loader.next_batch() for _ in range(self.accumulation)]
-        waited = time.perf_counter() - start
+        batches, self._batches = self._batches, []
         state.step += 1
         state.val_loss = None
         result = self._update(batches, share)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - self._step_began
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
@@ -261,7 +277,7 @@ class Job:
             "mfu": self._flops_per_token * tokens_per_second / peak,
             "memory_bytes": peak_memory_bytes(self.hardware.device),
             "seconds": seconds,
-            "data_wait_seconds": waited,
+            "data_wait_seconds": self._waited,
             "save_stall_seconds": self._stall_seconds,
             "skipped_steps": state.skipped_steps,
             **self._epochs_by_corpus(),
@@ -450,6 +466,7 @@ class Job:
         """Write the step's metrics and texts down, now that nothing is missing; return them."""
         record = self.state.pending
         assert record is not None
+        self.require_folder()
         self._logs.write_step(record, self._samples)
         self._samples, self.state.pending, self._unsaved = [], None, True
         return record
@@ -531,8 +548,8 @@ class Job:
         return None if folder is None else str(folder)
 
     def _capture(self) -> Checkpoint:
-        loader = self._loader.state_dict()
-        epoch = loader["rows_seen"] // self._loader.rows_per_epoch
+        # Not the loader's own count: it may have given batches that no step was made on.
+        rows_seen = self.state.rows_seen
         return capture(
             self.state,
             self.program,
@@ -543,8 +560,8 @@ class Job:
                 "recipe": self.recipe.model_dump(),
                 "data": self.data_identity,
                 "loader": {
-                    **loader,
-                    "epoch": epoch,
+                    "rows_seen": rows_seen,
+                    "epoch": rows_seen // self._loader.rows_per_epoch,
                     "seed": self.recipe.run.seed,
                     "rows_per_epoch": self._loader.rows_per_epoch,
                 },

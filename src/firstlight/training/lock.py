@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -16,11 +16,15 @@ _LOCK_NAME = ".lock"
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path) -> Iterator[Callable[[], None]]:
     """Hold the run folder, which is made if need be: two processes writing to one run would ruin
     it. The lock goes with the process, however it ends.
 
     A folder, or a lock in it, that was made for this is taken away again if nothing was written.
+
+    Yields:
+        a function to call before anything is written into the folder: it raises a CheckpointError
+        if the folder was moved, removed or replaced by another, which the lock does not prevent.
 
     Raises:
         ConfigError: it is a file.
@@ -34,15 +38,28 @@ def held(folder: Path) -> Iterator[None]:
     with storage_errors(folder):
         file = _locked(folder)
     before = set(os.listdir(folder))
+    # Held open, so that its inode number is not given to a folder that takes its place.
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
-            yield
+            yield lambda: _require_same(folder, opened)
         finally:
-            if is_new and set(os.listdir(folder)) == before:
-                with contextlib.suppress(OSError):
+            os.close(opened)
+            with contextlib.suppress(OSError):
+                if is_new and set(os.listdir(folder)) == before:
                     (folder / _LOCK_NAME).unlink()
                     for path in made:
                         path.rmdir()
+
+
+def _require_same(folder: Path, opened: int) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samestat(os.fstat(opened), os.stat(folder)):
+            return
+    raise CheckpointError(
+        f"run folder {folder} was moved or removed while the run wrote into it: put it back under "
+        "this name, or name its new place as run.dir, and go on with --resume"
+    )
 
 
 def _locked(folder: Path) -> FileIO:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
-from firstlight.errors import FirstlightError
+from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.forecast import Comparison, Forecaster
@@ -86,6 +86,8 @@ def train(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
             before the first step, and nothing is written.
+        DataError: a shard was changed or cut short while the run read it; a checkpoint is saved.
+        CheckpointError: the run folder was moved or removed; nothing is written in its place.
         RankError: another process of the run failed, or is gone.
         TrainingError: the run diverged, and the `guard` section knows no way back; or not even
             one row fits into memory. The last checkpoint is untouched.
@@ -117,7 +119,11 @@ def train(
             wait_for_main(engine, lambda: record_start(job))
             if forecaster is not None:
                 wait_for_main(engine, lambda: _predict(job, forecaster, comparison, tell))
-        while job.goes_on and (stopped := first_reason(engine, stopping.reason)) is None:
+        while job.goes_on:
+            job.read_batches()
+            stopped = first_reason(engine, stopping.reason or job.unreadable)
+            if stopped is not None:
+                break
             try:
                 if job.state.pending is None:  # else a run was stopped before its evaluation
                     job.step()
@@ -129,6 +135,12 @@ def train(
                 continue
             except StopRequestedError:
                 break
+            except DataError as error:
+                # Of one process alone, as the validation split is read: see `check`.
+                if engine.world.size > 1:
+                    raise
+                job.unreadable = stopped = str(error)
+                break
             last = job.write_record()
             bar.step(last)
             comparison.add(last)
@@ -137,6 +149,8 @@ def train(
             if job.must_save:
                 job.save()
         job.finish_saving()
+        if stopped is not None and (problem := first_reason(engine, job.unreadable)) is not None:
+            raise DataError(f"{problem} (saved at step {job.state.step})")
         wait_for_main(engine, lambda: _draw(job.run_folder))
         if engine.is_main and (text := comparison.write(job.run_folder)) is not None:
             tell(text)

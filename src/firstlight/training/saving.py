@@ -30,6 +30,8 @@ class CheckpointSaver:
     Args:
         run_folder: the run's.
         config: the recipe's `checkpoint` section.
+        require_folder: called before anything is written or deleted; raises an error if the run
+            folder is no longer this run's.
 
     Attributes:
         saved_step: the step of the run's newest checkpoint that is complete on the disk; -1:
@@ -38,8 +40,13 @@ class CheckpointSaver:
             that one is of a dead branch then.
     """
 
-    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
-        self.saved_step = -1
+    def __init__(
+        self,
+        run_folder: Path,
+        config: CheckpointConfig,
+        require_folder: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.saved_step, self._require_folder = -1, require_folder
         self._run_folder, self._config = run_folder, config
         self._asynchronous = config.asynchronous
         self._copies = Snapshot()
@@ -119,9 +126,11 @@ class CheckpointSaver:
 
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self.saved_step if self.saved_step >= 0 else None
+        self._require_folder()
         folder = save_checkpoint(self._run_folder, step, checkpoint, after)
         verify_checkpoint(folder, from_disk=True)
         self.saved_step = step
+        self._require_folder()
         prune_checkpoints(
             self._run_folder,
             folder,

@@ -105,10 +105,13 @@ def set_up(
     recipe = _with(recipe, "run", dir=str(run_folder))
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
-    with held(run_folder) if engine.is_main else contextlib.nullcontext():
+    with held(run_folder) if engine.is_main else contextlib.nullcontext() as require_folder:
         newest = _shared_newest(engine, run_folder, resume, tell)
         decided = _decided_before(recipe, newest, run_folder) if resume else {}
-        yield _job(recipe, newest, decided, init_from, new_rows, tell, hardware, engine)
+        job = _job(recipe, newest, decided, init_from, new_rows, tell, hardware, engine)
+        if require_folder is not None:
+            job.require_folder = require_folder
+        yield job
 
 
 def _shared_newest(

@@ -1,0 +1,175 @@
+"""Data that change under a run, and run folders that are moved or wanted twice."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from driven import MEASURED, newest, one_thread
+from small import make_split
+
+from firstlight.checkpoint import list_checkpoints, load_trainer_state
+from firstlight.data.shard_file import BLOCK_BYTES
+from firstlight.data.shards import TokenDataset
+from firstlight.errors import CheckpointError, DataError
+from firstlight.files import remove_folder
+from firstlight.training.loop import train
+from firstlight.training.metrics import read_json_lines
+
+
+def zero(path: Path) -> None:
+    """Overwrite the last quarter of a file with zeros."""
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.seek(size * 3 // 4)
+        file.write(bytes(size - size * 3 // 4))
+
+
+def truncate(path: Path) -> None:
+    """Cut the last quarter of a file off."""
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size * 3 // 4)
+
+
+def end_of(run: Path) -> list[object]:
+    """Weights, moments and metrics at the end of a run."""
+    tensors = [
+        (newest(run) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")
+    ]
+    records = [
+        {key: value for key, value in record.items() if key not in MEASURED}
+        for record in read_json_lines(run / "metrics.jsonl")
+    ]
+    return [*tensors, *records]
+
+
+_DAMAGES = pytest.mark.parametrize(
+    "damage, message", [(zero, "was changed"), (truncate, "was cut short")]
+)
+
+
+@_DAMAGES
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_shard_that_changes_while_it_is_open_is_never_read_as_another(
+    tmp_path: Path, damage: Callable[[Path], None], message: str, verify: bool
+) -> None:
+    tokens = np.random.default_rng(0).integers(1, 290, 4 * BLOCK_BYTES).tolist()
+    folder = make_split(tmp_path, [tokens], shard_tokens=10**6, vocab_size=300)
+    dataset = TokenDataset(folder, "train", verify=verify)
+    end = len(tokens)
+    # Without verification a block is known from when it was first read.
+    assert dataset[0:end].tolist() == tokens
+    damage(folder / "train-00000.bin")
+    # The undamaged part is still good.
+    assert dataset[0 : end // 2].tolist() == tokens[: end // 2]
+    with pytest.raises(DataError, match=rf"train-00000\.bin {message} .*while it was in use"):
+        dataset[end - 9 : end]
+    with pytest.raises(DataError, match=message):
+        dataset.document_starts(slice(0, end))
+
+
+@_DAMAGES
+@pytest.mark.parametrize("split, step", [("train", 5), ("val", 6)])
+def test_a_run_whose_data_change_ends_with_a_checkpoint_from_which_it_goes_on_exactly(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    split: str,
+    step: int,
+) -> None:
+    good, data = Path(recipe["data"]["dir"]), tmp_path / "data"
+    shutil.copytree(good, data)
+    recipe["data"] |= {"dir": str(data), "workers": 0}
+    name = f"{split}-00000.bin"
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 5:
+            damage(data / name)
+
+    with one_thread():
+        with pytest.raises(DataError, match=rf"{name} {message} .*\(saved at step {step}\)"):
+            train(recipe, on_step=on_step)
+        run = Path(recipe["run"]["dir"])
+        assert newest(run).name == f"step-{step:08d}"
+        # The validation split is read after the step: its metrics wait for the loss.
+        assert (load_trainer_state(newest(run))["pending"] is not None) is (split == "val")
+        shutil.copy(good / name, data / name)
+        train(recipe, resume=True)
+        whole = {**recipe, "run": {**recipe["run"], "dir": str(tmp_path / "whole")}}
+        train(whole)
+    assert end_of(run) == end_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_run_whose_folder_goes_writes_nothing_in_its_place(
+    recipe: dict[str, Any], tmp_path: Path, removed: bool
+) -> None:
+    recipe["checkpoint"] |= {"asynchronous": False}  # else step 4's may not be there yet
+    run, elsewhere = Path(recipe["run"]["dir"]), tmp_path / "elsewhere"
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 5 and removed:
+            remove_folder(run)
+        elif record["step"] == 5:
+            run.rename(elsewhere)
+
+    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed while the run"):
+        train(recipe, on_step=on_step)
+    assert not run.exists()
+    if not removed:
+        assert [folder.name for folder in list_checkpoints(elsewhere)] == ["step-00000004"]
+        recipe["run"]["dir"] = str(elsewhere)
+        assert train(recipe, resume=True).step == 12
+
+
+def test_a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe["checkpoint"] |= {"asynchronous": False}
+    run = Path(recipe["run"]["dir"])
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 5:
+            run.rename(tmp_path / "elsewhere")
+            (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+
+    with pytest.raises(CheckpointError, match="was moved or removed"):
+        train(recipe, on_step=on_step)
+    assert [path.name for path in run.rglob("*")] == ["checkpoints", "step-00000001"]
+
+
+def test_of_two_that_resume_in_the_same_instant_one_goes_on_and_one_says_why_not(
+    recipe: dict[str, Any],
+) -> None:
+    train({**recipe, "schedule": {"max_steps": 4}})
+    start, refused, steps = threading.Barrier(2), [], []
+    done = threading.Event()
+
+    def wait_for_other(record: Mapping[str, Any]) -> None:
+        assert done.wait(60), "neither of the two was refused"
+
+    def resume() -> None:
+        start.wait()
+        try:
+            # Whoever holds the folder keeps it until the other has been refused.
+            result = train(
+                {**recipe, "schedule": {"max_steps": 6}}, resume=True, on_step=wait_for_other
+            )
+            steps.append(result.step)
+        except CheckpointError as error:
+            refused.append(str(error))
+            done.set()
+
+    threads = [threading.Thread(target=resume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert steps == [6]
+    assert refused == [f"run folder {recipe['run']['dir']} is in use by another process"]
