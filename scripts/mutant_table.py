@@ -138,15 +138,17 @@ MUTANTS = [
     Mutant(
         "decay ends a step early",
         "firstlight/optim/schedule.py",
-        "max(max_steps - warmup_steps, 1), 1.0)",
-        "max(max_steps - warmup_steps - 1, 1), 1.0)",
+        "max(decay_steps - warmup_steps, 1), 1.0)",
+        "max(decay_steps - warmup_steps - 1, 1), 1.0)",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(
         "horizon rescaled on resume",
         _TRAINING + "job.py",
-        "state.step, self.max_steps, self.warmup_steps,",
-        "state.step, self.max_steps - max(self.saved_step, 0), self.warmup_steps,",
+        "share = self.schedule.lr_scale(state.step)",
+        "done = max(self.saved_step, 0)\n"
+        "        shorter = replace(self.schedule, decay_steps=self.schedule.decay_steps - done)\n"
+        "        share = shorter.lr_scale(state.step)",
         (_STEPS + "the_horizon_is_rescaled_on_resume",),
     ),
     Mutant(

@@ -151,6 +151,8 @@ def child(recipe: str, faults: Mapping[str, Any]) -> dict[str, Any]:
             code = 99
             task = Child(recipe, faults)
             try:
+                # The driver's own stdout is for the results of all children.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 os.dup2(os.open(error, os.O_WRONLY | os.O_CREAT), 2)
                 code = task.run()
             finally:
