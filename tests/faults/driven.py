@@ -23,6 +23,8 @@ Chain = Sequence[tuple[Path, Mapping[str, Any]]]
 #: Metrics that are no outcome of the computation.
 MEASURED = {
     "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
     "mfu",
     "memory_bytes",
     "seconds",

@@ -312,7 +312,7 @@ def test_tokens_a_second_are_divided_by_a_moment_and_not_a_time(recipe: dict[str
     for record in records:
         assert 0 < record["seconds"] < passed
         new = record["tokens_seen"] - tokens
-        assert record["tokens_per_second"] * record["seconds"] == pytest.approx(new)
+        assert record["learned_tokens_per_second"] * record["seconds"] == pytest.approx(new)
         tokens = record["tokens_seen"]
 
 

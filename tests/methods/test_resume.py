@@ -38,6 +38,8 @@ _CASES: dict[str, dict[str, dict[str, Any]]] = {
 #: Metrics that are no outcome of the computation.
 _MEASURED = {
     "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
     "mfu",
     "memory_bytes",
     "seconds",

@@ -65,9 +65,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def records(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    timed = ("tokens_per_second", "mfu", "memory_bytes")
+    timed = ("second", "mfu", "memory_bytes")
     return [
-        {k: v for k, v in line.items() if "seconds" not in k and k not in timed}
+        {k: v for k, v in line.items() if not any(name in k for name in timed)}
         for line in read_json_lines(folder_of(recipe) / "metrics.jsonl")
     ]
 
@@ -83,6 +83,13 @@ def test_a_run_on_conversations_learns_and_tells_what_it_sees(
     folder = Path(load_trainer_state(result.checkpoint)["data"]["dir"])
     train_split, val = (ExampleDataset(folder, name) for name in ("train", "val"))
     # An epoch of tokens is what is learned of it, whatever stands around.
+    for line in read_json_lines(folder_of(chat) / "metrics.jsonl"):
+        # All places are computed; learned are the assistants' alone.
+        assert line["tokens_per_second"] * line["seconds"] == pytest.approx(4 * 320)
+        assert line["samples_per_second"] * line["seconds"] == pytest.approx(4)
+        learned = line["learned_tokens_per_second"] * line["seconds"]
+        assert 0 < learned < 0.9 * 4 * 320
+    assert " learned) " in told
     rows = 4 * len(lines)
     in_epoch = len(train_split.packing(320))
     assert rows % in_epoch or lines[-1]["tokens_seen"] == rows // in_epoch * train_split.num_learned

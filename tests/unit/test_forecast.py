@@ -172,8 +172,35 @@ def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
     assert comparison.write(tmp_path) is None
     assert not (tmp_path / FORECAST_NAME).exists()
     for rate in (1.0, 2.0, 50.0, None, 70.0, 60.0):
-        comparison.add({"tokens_per_second": rate})
+        comparison.add({"tokens_per_second": rate, "learned_tokens_per_second": rate})
     assert comparison.measured()["tokens_per_second"] == 60
+    # Metrics of an older release.
+    assert comparison.measured()["samples_per_second"] is None
+
+
+def test_every_rate_is_compared_with_its_own(tmp_path: Path) -> None:
+    comparison = Comparison(_CPU)
+    comparison.forecast = Forecast(2**30, "loss", {}, (80.0, 100.0, 120.0))
+    comparison.learned_share, comparison.seq_len = 0.25, 50
+    for _ in range(3):
+        comparison.add(
+            {
+                "tokens_per_second": 96.0,
+                "learned_tokens_per_second": 24.0,
+                "samples_per_second": 1.92,
+            }
+        )
+    text = comparison.write(tmp_path)
+    assert text is not None
+    assert (
+        "; tokens/s: predicted 100, measured 96; learned tokens/s: predicted 25, measured 24"
+        in text
+    )
+    found = json.loads((tmp_path / FORECAST_NAME).read_text(encoding="utf-8"))
+    assert found["predicted"]["learned_tokens_per_second"] == [20, 25, 30]
+    assert found["predicted"]["samples_per_second"] == [1.6, 2, 2.4]
+    assert found["measured"]["learned_tokens_per_second"] == 24
+    assert found["measured"]["samples_per_second"] == 1.92
 
 
 def test_a_forecast_is_the_planners() -> None:

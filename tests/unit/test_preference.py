@@ -324,9 +324,9 @@ def folder_of(recipe: Mapping[str, Any]) -> Path:
 
 
 def records_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    timed = ("tokens_per_second", "mfu", "memory_bytes")
+    timed = ("second", "mfu", "memory_bytes")
     return [
-        {k: v for k, v in line.items() if "seconds" not in k and k not in timed}
+        {k: v for k, v in line.items() if not any(name in k for name in timed)}
         for line in read_json_lines(folder_of(recipe) / "metrics.jsonl")
     ]
 

@@ -97,6 +97,17 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
     assert {"learning rate", "gradient norm", "throughput", "memory", "mfu"} <= curves.keys()
 
 
+def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Path) -> None:
+    def pages(learned: float) -> str:
+        rates = {"learned_tokens_per_second": learned, "samples_per_second": 7.5}
+        folder = tmp_path / str(learned)
+        write_run(folder, [record(1, **rates), record(2, **rates)])
+        return " ".join(page_of(folder).texts("main"))
+
+    assert "250 learned tokens/s, 7.5 samples/s, MFU 25.0%; medians" in pages(250.0)
+    assert "learned" not in pages(990.0)
+
+
 def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     numbers = final_numbers(read_run(full_run(tmp_path)))
     assert numbers == {
@@ -115,6 +126,8 @@ def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
         "best_bits_per_byte": 2.0,
         "gzip_bits_per_byte": 1.75,
         "tokens_per_second": 1010.5,
+        "learned_tokens_per_second": None,
+        "samples_per_second": None,
         "mfu": 0.25,
         "memory_bytes": 2**28 + 20,
         "hours": pytest.approx(0.2),

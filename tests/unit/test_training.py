@@ -48,6 +48,8 @@ _KEYS = {
     "tokens_seen",
     "epoch",
     "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
     "mfu",
     "memory_bytes",
     "seconds",
@@ -144,7 +146,8 @@ def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) ->
         assert all(isinstance(value, int | float) for value in record.values())
         assert record["learning_rate"] == 1e-3 * warmup_cosine(record["step"] - 1, 12, 2, 0.1)
         assert record["seconds"] >= record["data_wait_seconds"] >= 0
-        assert record["tokens_per_second"] > 0
+        assert record["tokens_per_second"] * record["seconds"] == pytest.approx(4 * 32)
+        assert record["samples_per_second"] * record["seconds"] == pytest.approx(4)
         assert record["memory_bytes"] > 2**20
         assert 0 < record["mfu"] < 1
     # 4 rows of 32 a step; only the epoch's short last row has fewer.

@@ -183,6 +183,20 @@ def _describe_examples(dataset: ExampleDataset, seq_len: int) -> Iterator[str]:
         yield f"warning: {chat['warning']}"
 
 
+def learned_share(dataset: Dataset, seq_len: int) -> float:
+    """Of the tokens of a run's sequences, the share that is learned: of text all, of conversations
+    what the assistant says beside prompts and padding."""
+    if isinstance(dataset, MixedDataset):
+        return sum(
+            corpus.part / dataset.turns.period * learned_share(corpus.dataset, seq_len)
+            for corpus in dataset.corpora
+        )
+    if not isinstance(dataset, ExampleDataset):
+        return 1.0
+    packing = dataset.packing(seq_len)
+    return packing.num_learned / (len(packing) * seq_len)
+
+
 def record_of_examples(
     dataset: Dataset, validation: Dataset | None, seq_len: int
 ) -> list[dict[str, Any]]:

@@ -17,9 +17,13 @@ import torch
 from firstlight.files import write_json
 from firstlight.hardware import Hardware, peak_memory_bytes
 from firstlight.training.config import Recipe
+from firstlight.training.metrics import MOSTLY_LEARNED
 
 #: In the run's folder.
 FORECAST_NAME = "forecast.json"
+
+#: Of a step's metrics.
+_RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: Steps at a start that are slower than the others: the first touches memory, and compiles.
 _SLOW_STEPS = 2
@@ -80,35 +84,49 @@ class Comparison:
     """Sets what a run takes beside its forecast.
 
     Args:
-        forecast: of the run.
         hardware: of this process, before the run has taken any memory.
+
+    Attributes:
+        forecast: of the run; None without one.
+        learned_share: of the tokens of the run's sequences, the share that is learned.
+        seq_len: tokens of a sequence.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self.forecast: Forecast | None = None
+        self.learned_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         self._level = _level(hardware)
-        self._rates: list[float] = []
+        self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's metrics in."""
-        rate = record.get("tokens_per_second")
-        if rate is not None:
-            self._rates.append(float(rate))
+        for name, found in self._rates.items():
+            rate = record.get(name)
+            if rate is not None:
+                found.append(float(rate))
 
     def measured(self) -> dict[str, Any]:
         """What the run has taken.
 
         Returns:
             "peak_bytes" and what "kind" they are: allocated on a GPU, or on a CPU the growth of
-            resident memory since the start; "tokens_per_second": the median of all steps but the
-            first ones, None without any.
+            resident memory since the start; "tokens_per_second", "learned_tokens_per_second" and
+            "samples_per_second": the medians of all steps but the first ones, None without any.
         """
-        rates: Sequence[float] = self._rates[_SLOW_STEPS:]
         return {
             "peak_bytes": max(peak_memory_bytes(self._hardware.device) - self._level, 0),
             "kind": "allocated" if self._hardware.device.type == "cuda" else "resident growth",
-            "tokens_per_second": statistics.median(rates) if rates else None,
+            **{name: _median(found[_SLOW_STEPS:]) for name, found in self._rates.items()},
+        }
+
+    def predicted(self) -> dict[str, Any]:
+        """The forecast as JSON values, with what its rate is in learned tokens and sequences."""
+        assert self.forecast is not None
+        rates = self.forecast.tokens_per_second
+        return asdict(self.forecast) | {
+            "learned_tokens_per_second": _times(rates, self.learned_share),
+            "samples_per_second": _times(rates, 1 / self.seq_len),
         }
 
     def write(self, run_folder: Path) -> str | None:
@@ -120,9 +138,7 @@ class Comparison:
         if self.forecast is None:
             return None
         found = self.measured()
-        write_json(
-            run_folder / FORECAST_NAME, {"predicted": asdict(self.forecast), "measured": found}
-        )
+        write_json(run_folder / FORECAST_NAME, {"predicted": self.predicted(), "measured": found})
         text = (
             f"memory: predicted {_gib(self.forecast.peak_bytes)}, {found['kind']} "
             f"{_gib(found['peak_bytes'])}"
@@ -130,7 +146,20 @@ class Comparison:
         rate, predicted = found["tokens_per_second"], self.forecast.tokens_per_second
         if rate is None or predicted is None:
             return text
-        return f"{text}; tokens/s: predicted {predicted[1]:,.0f}, measured {rate:,.0f}"
+        text += f"; tokens/s: predicted {predicted[1]:,.0f}, measured {rate:,.0f}"
+        learned = found["learned_tokens_per_second"]
+        if self.learned_share >= MOSTLY_LEARNED or learned is None:
+            return text
+        expected = predicted[1] * self.learned_share
+        return f"{text}; learned tokens/s: predicted {expected:,.0f}, measured {learned:,.0f}"
+
+
+def _median(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None
+
+
+def _times(rates: Sequence[float] | None, factor: float) -> list[float] | None:
+    return None if rates is None else [rate * factor for rate in rates]
 
 
 def _level(hardware: Hardware) -> int:

@@ -262,7 +262,8 @@ class Job:
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
         state.rows_seen = self._loader.state_dict()["rows_seen"]
-        tokens_per_second = result.tokens / seconds
+        rows = sum(len(batch.input_ids) for batch in batches) * self.engine.size
+        tokens_per_second = rows * self.seq_len / seconds
         peak = peak_flops(self.hardware.device, self.program.dtype) * self.engine.world.size
         router = self.program.router_metrics(result.tokens)
         auxiliary = router.get("moe/router_loss", 0.0) * self.program.router_loss_coefficient
@@ -274,6 +275,8 @@ class Job:
             "tokens_seen": state.tokens_seen,
             "epoch": state.rows_seen / self._loader.rows_per_epoch,
             "tokens_per_second": tokens_per_second,
+            "learned_tokens_per_second": result.tokens / seconds,
+            "samples_per_second": rows / seconds,
             "mfu": self._flops_per_token * tokens_per_second / peak,
             "memory_bytes": peak_memory_bytes(self.hardware.device),
             "seconds": seconds,

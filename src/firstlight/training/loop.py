@@ -14,6 +14,7 @@ from firstlight.console import say
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
+from firstlight.training.datasets import learned_share
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.job import Job
@@ -170,6 +171,8 @@ def _predict(
 ) -> None:
     """Ask what the run is expected to take, and who to ask when memory runs out."""
     recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
+    comparison.learned_share = learned_share(job.dataset, job.seq_len)
+    comparison.seq_len = job.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
     if comparison.forecast is not None:
         tell(f"predicted: {comparison.forecast.in_words}")

@@ -14,6 +14,10 @@ from firstlight.files import read_file, remove_file, storage_errors, write_file
 #: Ten million steps.
 _MAX_BYTES = 1 << 32
 
+#: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
+#: learned, but for the padding of an epoch's last row.
+MOSTLY_LEARNED = 0.9
+
 METRICS_NAME = "metrics.jsonl"
 SAMPLES_NAME = "samples.jsonl"
 

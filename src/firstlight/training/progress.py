@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, say
+from firstlight.training.metrics import MOSTLY_LEARNED
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -48,7 +49,7 @@ class TrainingProgress:
             f"step {record['step']}/{self._max_steps}  "
             f"loss {'overflow' if loss is None else format(loss, '.3f')}  "
             f"{'(skipped)  ' if record.get('skipped') else ''}"
-            f"{record['tokens_per_second']:,.0f} tokens/s  "
+            f"{_rates(record)}  "
             f"{record['memory_bytes'] / 2**30:.2f} GiB"
         )
         self._bar.update(self._task, completed=record["step"], figures=figures)
@@ -68,3 +69,14 @@ class TrainingProgress:
             say(text)
         else:
             self._bar.console.print(text, markup=False)
+
+
+def _rates(record: Mapping[str, Any]) -> str:
+    """Tokens and sequences a second; with conversations also the tokens of them that are learned.
+    The metrics of an older release have less."""
+    tokens = record["tokens_per_second"]
+    learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
+    text = f"{tokens:,.0f} tokens/s"
+    if learned is not None and learned < MOSTLY_LEARNED * tokens:
+        text += f" ({learned:,.0f} learned)"
+    return text if samples is None else f"{text}  {samples:,.3g} samples/s"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from firstlight.training.metrics import MOSTLY_LEARNED
 from firstlight.training.report_axes import rounded
 from firstlight.training.report_page import legend, page, plots
 from firstlight.training.report_run import RunRecord, accuracies, final_numbers
@@ -33,6 +34,8 @@ _SHOWN = {
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
     "memory_bytes",
     "tokens_seen",
     "epoch",
@@ -153,14 +156,26 @@ def _cards(numbers: Mapping[str, Any]) -> list[Card]:
         epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
         cards.append(Card("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
     if numbers["tokens_per_second"] is not None:
-        mfu = "" if numbers["mfu"] is None else f"MFU {numbers['mfu']:.1%}; both medians"
-        cards.append(Card("throughput", rounded(numbers["tokens_per_second"]), "tokens/s", mfu))
+        rate = rounded(numbers["tokens_per_second"])
+        cards.append(Card("throughput", rate, "tokens/s", _beside_throughput(numbers)))
     if numbers["memory_bytes"] is not None:
         size, unit = memory_unit(numbers["memory_bytes"])
         cards.append(Card("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
     if numbers["hours"]:
         cards.append(Card("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards
+
+
+def _beside_throughput(numbers: Mapping[str, Any]) -> str:
+    found = []
+    learned = numbers["learned_tokens_per_second"]
+    if learned is not None and learned < MOSTLY_LEARNED * numbers["tokens_per_second"]:
+        found.append(f"{rounded(learned)} learned tokens/s")
+    if numbers["samples_per_second"] is not None:
+        found.append(f"{numbers['samples_per_second']:,.3g} samples/s")
+    if numbers["mfu"] is not None:
+        found.append(f"MFU {numbers['mfu']:.1%}")
+    return f"{', '.join(found)}; medians" if found else ""
 
 
 def duration(hours: float) -> tuple[str, str]:

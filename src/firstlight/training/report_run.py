@@ -158,7 +158,8 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
 
     Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
     `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
-    `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second` and `mfu`: medians;
+    `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second`,
+    `learned_tokens_per_second`, `samples_per_second` and `mfu`: medians;
     `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
     `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
     where there are any.
@@ -178,7 +179,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         "best_val/loss_step": None if best is None else int(validation.x[best]),
         "best_bits_per_byte": float(bits.min()) if len(bits) else None,
         "gzip_bits_per_byte": _positive(run.start.get("gzip_bits_per_byte")),
-        "tokens_per_second": _median(metrics.values("tokens_per_second")),
+        **{key: _median(metrics.values(key)) for key in _RATES},
         "mfu": _median(metrics.values("mfu")),
         "memory_bytes": _peak(metrics.values("memory_bytes")),
         "hours": float(hours[-1]) if len(hours) else None,
@@ -194,6 +195,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
     }
 
 
+_RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 _LAST = (
     "tokens_seen",
     "epoch",
