@@ -19,8 +19,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.models import MoEConfig
+from firstlight.models import GPT2Config, MoEConfig
+from firstlight.models.accounting import meta_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.rules import decay_counts
 from firstlight.optim.stacked_muon import StackedMuon, orthogonalised
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
@@ -120,6 +122,16 @@ def test_weight_decay_is_for_matrices_only(name: str) -> None:
     for key, movement in moved(model, config, gradient=0.0).items():
         expected = 0.005 if dict(model.named_parameters())[key].dim() > 1 else 0.0
         torch.testing.assert_close(movement, torch.full_like(movement, expected), atol=1e-7, rtol=0)
+
+
+def test_gpt2s_decayed_and_undecayed_parameters_are_counted() -> None:
+    """Of GPT-2 small: embeddings and 48 matrices, 98 norms and biases, as in nanoGPT."""
+    assert decay_counts(meta_model(GPT2Config(vocab_size=50257)).parameters()) == {
+        "decayed_parameters": 124_318_464,
+        "decayed_tensors": 50,
+        "undecayed_parameters": 121_344,
+        "undecayed_tensors": 98,
+    }
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

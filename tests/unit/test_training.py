@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.report import draw_report
+from firstlight.training.starts import last_start
 from firstlight.weights import embedding_name
 
 _KEYS = {
@@ -340,6 +342,33 @@ def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
     assert rates == [8e-4 * warmup_cosine(step, 9, 3, 0.25) for step in range(len(rates))]
     assert rates[2] == 8e-4
     assert set(rates[8:]) == {2e-4}
+
+
+def test_a_run_says_its_schedule_and_what_weight_decay_is_for(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of adapters, where only they are trained."""
+    base = train(changed(recipe, schedule={"max_steps": 2, "warmup_steps": 1}), progress=True)
+    told = " ".join(capsys.readouterr().err.split())
+    schedule = (
+        r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 steps to 0\.001"
+    )
+    assert re.search(schedule + r", then down to 0\.0001 at step 2 ", told)
+    # Embedding, head, and 7 matrices of 2 layers; 5 norms.
+    assert re.search(
+        r"weight decay 0\.1: [\d,]+ parameters in 1[56] matrices; none for 160 in 5 n", told
+    )
+    adapted = changed(
+        recipe,
+        run={"dir": str(tmp_path / "adapted")},
+        lora={"rank": 2, "targets": ["q_proj"]},
+        schedule={"max_steps": 2, "warmup_steps": 0},
+    )
+    result = train(adapted, init_from=base.checkpoint, progress=True)
+    assert "weight decay 0.1: 256 parameters in 4 matrices; none for 0 in 0 norms" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert last_start(result.run_folder)["weight_decay"]["decayed_parameters"] == 256
 
 
 def test_a_minimum_above_the_peak_is_refused(recipe: dict[str, Any]) -> None:

@@ -102,6 +102,7 @@ def train_command(
         from firstlight.training.config import load_recipe
         from firstlight.training.loop import train
         from firstlight.training.report import REPORT_NAME
+        from firstlight.training.starts import last_start
 
         recipe = load_recipe(path, overrides)
         if plan is not None:
@@ -134,6 +135,7 @@ def train_command(
         "tokens_seen": result.tokens_seen,
         "train/loss": result.train_loss,
         "evaluation": None if result.evaluation is None else _figures(result.evaluation),
+        "weight_decay": last_start(result.run_folder).get("weight_decay"),
         "stopped_by": result.stopped_by,
     }
 

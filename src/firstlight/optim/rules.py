@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,15 +31,32 @@ def make_rules(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
     return RULES[config.name](parameters, config) if parameters else []
 
 
+def is_decayed(parameter: Tensor) -> bool:
+    """Whether weight decay is for a parameter: a matrix or a stack of them, no norm and no bias."""
+    return parameter.dim() >= 2
+
+
 def decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
     """torch's parameter groups: weight decay for what has two or more dimensions only."""
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
+    matrices = [p for p in parameters.values() if is_decayed(p)]
+    vectors = [p for p in parameters.values() if not is_decayed(p)]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def decay_counts(parameters: Iterable[Tensor]) -> dict[str, int]:
+    """Parameters with and without weight decay, and the tensors that they are in."""
+    counts = dict.fromkeys(
+        ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
+    )
+    for parameter in parameters:
+        kind = "decayed" if is_decayed(parameter) else "undecayed"
+        counts[f"{kind}_parameters"] += parameter.numel()
+        counts[f"{kind}_tensors"] += 1
+    return counts
 
 
 def _adamw(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:

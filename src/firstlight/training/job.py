@@ -66,6 +66,7 @@ class Job:
     Attributes:
         schedule: of the whole run.
         max_steps: of the whole run.
+        rows_a_step: rows of an optimizer step, all processes together.
         state: where it stands.
         saved_step: of the newest checkpoint of what it has done; -1 before the first.
         evaluation: the last one.
@@ -96,12 +97,12 @@ class Job:
         self.run_folder, self.seq_len = Path(recipe.run.dir), recipe.data.seq_len
         self.engine = program.engine
         self.accumulation = recipe.batch.accumulation(self.seq_len, self.engine.size)
-        self._rows_a_step = recipe.batch.rows * self.accumulation * self.engine.size
+        self.rows_a_step = recipe.batch.rows * self.accumulation * self.engine.size
         self.schedule = resolve_schedule(
             recipe.schedule,
             recipe.optimizer.learning_rate,
             rows_per_epoch(dataset, self.seq_len),
-            self._rows_a_step,
+            self.rows_a_step,
             self.seq_len,
         )
         self.max_steps = self.schedule.max_steps
@@ -202,7 +203,7 @@ class Job:
     def tell_mix(self, tell: Callable[[str], None]) -> None:
         """Say what of each corpus of a mix the run sees from its first step to its last."""
         if isinstance(self.dataset, MixedDataset):
-            rows = self.max_steps * self._rows_a_step
+            rows = self.max_steps * self.rows_a_step
             tell(f"data: {describe_mix(self.dataset, self.seq_len, rows)}")
 
     @property

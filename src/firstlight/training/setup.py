@@ -66,6 +66,7 @@ from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.references import for_pairs, give_references
 from firstlight.training.resuming import changed_keys, continue_schedule, take_up
+from firstlight.training.starts import describe_start
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
 from firstlight.vocabulary import grow_vocabulary
@@ -211,6 +212,8 @@ def _job(
     elif recipe.schedule.resume:
         continue_schedule(job, init_from, tell)
     job.tell_mix(tell)
+    for line in describe_start(job) if job.goes_on else ():
+        tell(line)
     if engine.is_main:
         _require_disk(job)
     return job

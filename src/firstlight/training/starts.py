@@ -1,4 +1,5 @@
-"""starts.jsonl: when a run was started and resumed, on what machine, and what it is about."""
+"""starts.jsonl: when a run was started and resumed, on what machine, and what it is about; and
+the lines that say so to people."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ import datetime
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from firstlight.data.mixing import rows_per_epoch
 from firstlight.files import write_file
 from firstlight.hardware import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.optim.rules import decay_counts
 from firstlight.training.datasets import record_of_examples
 from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME
@@ -39,6 +44,7 @@ def record_start(job: Job) -> None:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "max_steps": job.max_steps,
             "parameters": count_parameters(meta_model(job.model.config)).total,
+            "weight_decay": decay_counts(_trained(job)),
             "tokenizer_sha256": job.tokenizer.fingerprint,
             "gzip_bits_per_byte": (
                 8 * gzip_bytes / held_out.text_bytes if held_out and gzip_bytes else None
@@ -48,6 +54,41 @@ def record_start(job: Job) -> None:
         }
     )
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def last_start(run_folder: Path) -> dict[str, Any]:
+    """What was recorded when the run was last started or resumed; {} if nothing was.
+
+    Raises:
+        CheckpointError: a line in the middle of the file is damaged.
+    """
+    lines = read_json_lines(run_folder / STARTS_NAME)
+    return lines[-1] if lines else {}
+
+
+def _trained(job: Job) -> list[Tensor]:
+    """The parameters that are trained, whole; without memory where engines hold parts of them."""
+    if job.recipe.lora is None:
+        return list(meta_model(job.model.config).parameters())
+    return [p for p in job.model.parameters() if p.requires_grad]
+
+
+def describe_start(job: Job) -> Iterator[str]:
+    """How long a run is, its learning rates, and what weight decay is for."""
+    schedule, optimizer, rows = job.schedule, job.recipe.optimizer, job.rows_a_step
+    epochs = schedule.max_steps * rows / rows_per_epoch(job.dataset, job.seq_len)
+    peak = optimizer.learning_rate
+    yield (
+        f"schedule: {schedule.max_steps:,} steps of {rows} x {job.seq_len} tokens "
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, then down "
+        f"to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
+    )
+    counts = decay_counts(_trained(job))
+    yield (
+        f"weight decay {optimizer.weight_decay:g}: {counts['decayed_parameters']:,} parameters in "
+        f"{counts['decayed_tensors']} matrices; none for {counts['undecayed_parameters']:,} in "
+        f"{counts['undecayed_tensors']} norms and biases"
+    )
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
