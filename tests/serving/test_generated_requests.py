@@ -70,6 +70,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(0, 321).map(str), st.floats(-100, 100), max_size=3),
     "seed": st.integers(-(2**63), 2**63 - 1),
+    "echo": st.booleans(),
     "logprobs": st.integers(0, 5) | st.booleans(),
     "top_logprobs": st.integers(0, 20),
 }

@@ -77,12 +77,14 @@ class WatchedDecoder(BatchDecoder):
         self._allowed = threading.Semaphore(0)
         self._done = threading.Condition()
 
-    def add(self, prompt_ids: Sequence[int]) -> Tensor:
+    def add(
+        self, prompt_ids: Sequence[int], on_logits: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """As a decoder does."""
         self.prompts.append(list(prompt_ids))
         with self._done:
             self._done.notify_all()
-        return super().add(prompt_ids)
+        return super().add(prompt_ids, on_logits)
 
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """As a decoder does, once it may."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: Attention looks at a multiple of so many places: few shapes, and little that is looked at in
 #: vain.
 _REACH_STEP = 64
+
+#: Logits that are held at a time while a prompt is scored.
+_MOST_LOGITS = 2**22
 
 
 class BatchDecoder:
@@ -74,20 +77,35 @@ class BatchDecoder:
         return len(self._lengths)
 
     @torch.inference_mode()
-    def add(self, prompt_ids: Sequence[int]) -> Tensor:
+    def add(
+        self, prompt_ids: Sequence[int], on_logits: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Take in a sequence, as the last; return the logits [V] of its next token.
+
+        Args:
+            prompt_ids: at least one.
+            on_logits: called with the logits [T, V] after each of the prompt's tokens, a bounded
+                number of tokens at a time. The prompt may then fill the context.
 
         Raises:
             ConfigError, ModelError: see `require_prompt`.
         """
         assert len(self) < self.max_sequences, "there is no room for another sequence"
-        require_prompt(self.model, prompt_ids)
+        require_prompt(self.model, prompt_ids, room=1 if on_logits is None else 0)
         cache = self._cache.sequence(len(self))
-        if self._reuse_prefixes:
+        if self._reuse_prefixes and on_logits is None:
             cache.length = self._take_prefix(prompt_ids)
         input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
         self._stored[len(self)] = []  # until the whole of it is there
-        logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
+        if on_logits is None:
+            logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
+        else:
+            # All logits of a long prompt would be gigabytes.
+            tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
+            for ids in torch.split(input_ids, tokens, dim=1):
+                logits_TV = self.model(ids, cache=cache)[0]
+                on_logits(logits_TV)
+            logits_V = logits_TV[-1]
         self._stored[len(self)] = list(prompt_ids)
         self._lengths.append(len(prompt_ids))
         return logits_V
@@ -164,8 +182,12 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def require_prompt(model: Model, prompt_ids: Sequence[int]) -> None:
+def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) -> None:
     """Refuse a prompt that the model can't go on from.
+
+    Args:
+        prompt_ids: of the prompt.
+        room: tokens that the context must have room for after it.
 
     Raises:
         ConfigError: it is empty or fills the context.
@@ -174,7 +196,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int]) -> None:
     limit = model.config.max_position_embeddings
     if not prompt_ids:
         raise ConfigError("the prompt has no tokens: the model needs at least one to go on from")
-    if len(prompt_ids) >= limit:
+    if len(prompt_ids) + room > limit:
         raise ConfigError(
             f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
             "shorten it"

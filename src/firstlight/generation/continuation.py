@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from firstlight.generation.sampling import SamplingConfig, TokenLogprob, logprob_of, sample
+from firstlight.generation.sampling import (
+    SamplingConfig,
+    TokenLogprob,
+    logprob_of,
+    logprobs_of,
+    sample,
+)
 from firstlight.tokenizer import TextStream, Tokenizer
 
 
@@ -53,6 +59,8 @@ class Continuation:
         token_ids: chosen so far, without the end token.
         finish_reason: None while the text goes on; see `Generation`.
         logprobs: of `token_ids`, where the config asks for them.
+        prompt_logprobs: log-probabilities of all prompt tokens but the first, where the config asks
+            for them.
     """
 
     def __init__(
@@ -69,6 +77,9 @@ class Continuation:
         self.prompt_ids = list(prompt_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        if config.prompt_logprobs is not None:
+            self.prompt_logprobs = []
         self.finish_reason: str | None = None
         self._eos_token_ids = frozenset(eos_token_ids)
         self._most = min(config.max_new_tokens, context - len(self.prompt_ids))
@@ -78,8 +89,24 @@ class Continuation:
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
         self._stops = StopTexts(config.stop)
 
+    @property
+    def score_prompt(self) -> Callable[[Tensor], None] | None:
+        """The receiver of the prompt's logits for `BatchDecoder.add`; None where the config asks
+        for no log-probabilities of the prompt."""
+        return None if self.prompt_logprobs is None else self._score_prompt
+
+    def _score_prompt(self, logits_TV: Tensor) -> None:
+        assert self.prompt_logprobs is not None
+        assert self.config.prompt_logprobs is not None
+        first = len(self.prompt_logprobs) + 1
+        ids = self.prompt_ids[first : first + len(logits_TV)]
+        if ids:
+            scored = logits_TV[: len(ids)]
+            self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
+
     def push(self, logits_V: Tensor) -> str:
-        """Choose the next token; return the text that has become certain, often none.
+        """Choose the next token, if the text may have one more; return the text that has become
+        certain, often none.
 
         While `finish_reason` is None, the model is to be given the last of `token_ids`.
 
@@ -87,6 +114,8 @@ class Continuation:
             ModelError: the logits are not finite numbers.
         """
         assert self.finish_reason is None
+        if len(self.token_ids) >= self._most:  # the prompt alone was asked for
+            return self._end("length")
         token_id = sample(logits_V, self.config, self._generator, self._seen, self._counts)
         if token_id in self._eos_token_ids:
             return self._end("stop")

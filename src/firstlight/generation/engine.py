@@ -107,7 +107,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    logits_V = decoder.add(text.prompt_ids)
+    logits_V = decoder.add(text.prompt_ids, text.score_prompt)
     try:
         yield text.push(logits_V)
         while text.finish_reason is None:
@@ -135,7 +135,7 @@ def pieces_of_many(
     while waiting or running:
         while waiting and len(running) < decoder.max_sequences:
             index = waiting.popleft()
-            logits_V = decoder.add(texts[index].prompt_ids)
+            logits_V = decoder.add(texts[index].prompt_ids, texts[index].score_prompt)
             yield index, texts[index].push(logits_V)
             running.append(index)
             if texts[index].finish_reason is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -213,7 +213,29 @@ class TokenLogprob:
 
 def logprob_of(logits_V: Tensor, token_id: int, top: int) -> TokenLogprob:
     """The log-probability of a token, and those of the `top` likeliest, from logits [V]."""
-    logprobs_V = logits_V.float().log_softmax(-1)
-    best = logprobs_V.topk(min(top, len(logprobs_V)))
-    entries = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprob(token_id, float(logprobs_V[token_id]), tuple(entries))
+    return logprobs_of(logits_V[None], [token_id], top)[0]
+
+
+def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The log-probabilities of tokens, and those of the `top` likeliest, from logits [T, V] of as
+    many positions.
+
+    Raises:
+        ModelError: the logits are not numbers.
+    """
+    logprobs_TV = logits_TV.float().log_softmax(-1)
+    if logprobs_TV.isnan().any():
+        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
+    ids_T1 = torch.tensor(token_ids, device=logits_TV.device)[:, None]
+    best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
+    found = zip(
+        token_ids,
+        logprobs_TV.gather(1, ids_T1)[:, 0].tolist(),
+        best.indices.tolist(),
+        best.values.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
+        for token_id, logprob, ids, values in found
+    ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from firstlight.generation.continuation import Continuation
 from firstlight.generation.sampling import TokenLogprob
 from firstlight.serving.token_text import CompletionLogprobs, TokenTexts
 
@@ -87,15 +88,39 @@ class _Format:
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that a choice of a completion begins with.
+
+    Attributes:
+        prompt: its text.
+        text: its continuation, which has the prompt's tokens and their log-probabilities.
+    """
+
+    prompt: str
+    text: Continuation
+
+
 class CompletionFormat(_Format):
-    """`text_completion`, which its chunks are called, too."""
+    """`text_completion`, which its chunks are called, too.
+
+    Args:
+        echoes: the prompts that the choices begin with, one for each, or none.
+    """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, fingerprint: str, texts: TokenTexts | None, *, tells_usage: bool
+        self,
+        model: str,
+        fingerprint: str,
+        texts: TokenTexts | None,
+        *,
+        tells_usage: bool,
+        echoes: Sequence[Echo] = (),
     ) -> None:
         super().__init__(model, fingerprint, texts, tells_usage=tells_usage)
+        self._echoes = echoes
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _choice(
@@ -104,21 +129,33 @@ class CompletionFormat(_Format):
         logprobs = None
         if self._texts is not None:
             state = self._logprobs.get(index)
+            first = None
             if state is None:
-                state = self._logprobs[index] = CompletionLogprobs(self._texts)
-            logprobs = state.of(entries)
+                if self._echoes:
+                    echo = self._echoes[index]
+                    ids = echo.text.prompt_ids
+                    state = CompletionLogprobs(self._texts, ids, echo.prompt)
+                    first, entries = ids[0], [*(echo.text.prompt_logprobs or ()), *entries]
+                else:
+                    state = CompletionLogprobs(self._texts)
+                self._logprobs[index] = state
+            logprobs = state.of(entries, first)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
         """The answer in one object."""
-        found = [
-            self._choice(index, "".join(one.pieces), one.logprobs, one.finish_reason)
-            for index, one in enumerate(choices)
-        ]
+        found = []
+        for index, one in enumerate(choices):
+            echoed = self._echoes[index].prompt if self._echoes else ""
+            text = echoed + "".join(one.pieces)
+            found.append(self._choice(index, text, one.logprobs, one.finish_reason))
         return self._whole(found, usage)
 
-    def opening(self, index: int) -> None:
-        """There is none."""
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk of the prompt, where it is asked for."""
+        if not self._echoes:
+            return None
+        return self._chunk(self._choice(index, self._echoes[index].prompt, (), None))
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The chunk of a piece of a choice."""

@@ -235,7 +235,7 @@ class Scheduler:
 
     def _first(self, job: Job) -> Update:
         try:
-            logits_V = self._decoder.add(job.text.prompt_ids)
+            logits_V = self._decoder.add(job.text.prompt_ids, job.text.score_prompt)
         except _FAILURES as error:
             return Update(job, error=error)
         return _pushed(job, logits_V)

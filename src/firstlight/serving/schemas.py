@@ -105,9 +105,13 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
         prompt: a text, several, or token ids, which may be control tokens.
+        max_tokens: see `GenerationRequest`; 0 adds nothing, for `echo`.
         logprobs: log-probabilities of the tokens chosen and of so many likeliest ones.
+        echo: the prompt comes before what is added, and its log-probabilities before the others.
     """
 
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
     prompt: (
         str
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]

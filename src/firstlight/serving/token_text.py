@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from firstlight.generation.sampling import TokenLogprob
@@ -68,35 +68,67 @@ class TokenTexts:
 
 
 class CompletionLogprobs:
-    """`logprobs` of one choice of a completion, in one piece or in many."""
+    """`logprobs` of one choice of a completion, in one piece or in many.
 
-    def __init__(self, texts: TokenTexts) -> None:
+    Args:
+        texts: of the tokens.
+        prompt_ids: of a prompt that the choice's text begins with.
+        prompt: its text.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = (), prompt: str = "") -> None:
         self._texts = texts
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        if prompt_ids:
+            content = b"".join(texts.bytes_of(i) for i in prompt_ids if texts.adds_text(i))
+            # Decoders of Llama's kind drop the first space of a text.
+            self._offset = -(content.decode(errors="replace") == f" {prompt}")
 
-    def of(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """Of the tokens that come next; `text_offset` counts characters of the choice's text."""
+    def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """Of the tokens that come next; `text_offset` counts characters of the choice's text.
+
+        Args:
+            first: a token before them that nothing predicts: its log-probabilities are null.
+        """
         found: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
+        if first is not None:
+            found["tokens"].append(self._texts.name(first))
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            found["text_offset"].append(self._place(first))
         for entry in entries:
             found["tokens"].append(self._texts.name(entry.token_id))
             found["token_logprobs"].append(_finite(entry.logprob))
-            both = (*entry.top, (entry.token_id, entry.logprob))
-            found["top_logprobs"].append({self._texts.name(i): _finite(p) for i, p in both})
-            content = b""
-            if self._texts.adds_text(entry.token_id):
-                content = self._texts.bytes_of(entry.token_id)
-            if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-                # A character that was begun is not continued: it is one that can't be read.
-                self._offset += len(self._characters.decode(b"", final=True))
-            found["text_offset"].append(self._offset)
-            self._offset += len(self._characters.decode(content))
+            found["top_logprobs"].append(self._top(entry))
+            found["text_offset"].append(self._place(entry.token_id))
         return found
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens by name, and the chosen one. Of several tokens of one name, the
+        likeliest is told: clients see by the highest whether the chosen one was it."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            name = self._texts.name(token_id)
+            found[name] = max(found.get(name, _LEAST_LOGPROB), _finite(logprob))
+        return found
+
+    def _place(self, token_id: int) -> int:
+        """Where a token that comes next begins in the text."""
+        content = b""
+        if self._texts.adds_text(token_id):
+            content = self._texts.bytes_of(token_id)
+        if not 0x80 <= (content or b"\x80")[0] < 0xC0:
+            # A character that was begun is not continued: it is one that can't be read.
+            self._offset += len(self._characters.decode(b"", final=True))
+        place = max(self._offset, 0)
+        self._offset += len(self._characters.decode(content))
+        return place
 
 
 def _finite(logprob: float) -> float:

@@ -15,7 +15,7 @@ from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
 from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
-from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat
+from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat, Echo
 from firstlight.serving.bodies import read_request
 from firstlight.serving.problems import RequestError, too_long
 from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -74,17 +74,35 @@ class Workshop:
         """
         request = read_request(CompletionRequest, body)
         self._require_usual(request)
-        prompts = self._prompts(request.prompt)
-        tells_usage = _tells_usage(request)
-        texts = None if request.logprobs is None else self._texts
-        return self._work(
+        most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        scored = request.logprobs if request.echo else None
+        if most == 0 and scored is None:
+            scored = 0
+        texts = self._continuations(
             request,
-            prompts,
-            CompletionFormat(self.name, self._fingerprint, texts, tells_usage=tells_usage),
-            max_tokens=request.max_tokens or _COMPLETION_TOKENS,
-            logprobs=request.logprobs,
-            end_ids=self._ends,
+            self._prompts(request.prompt),
+            _Wanted(most, request.logprobs, scored),
+            self._ends,
         )
+        answer = CompletionFormat(
+            self.name,
+            self._fingerprint,
+            None if request.logprobs is None else self._texts,
+            tells_usage=_tells_usage(request),
+            echoes=self._echoes(request, texts) if request.echo else (),
+        )
+        return _work(request, texts, answer)
+
+    def _echoes(self, request: CompletionRequest, texts: Sequence[Continuation]) -> list[Echo]:
+        """The prompts that the choices begin with: texts as they were given, ids decoded."""
+        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        found = []
+        for index, text in enumerate(texts):
+            prompt = given[index // (request.n or 1)] if isinstance(given[0], str) else None
+            if not isinstance(prompt, str):
+                prompt = self._tokenizer.decode(text.prompt_ids)
+            found.append(Echo(prompt, text))
+        return found
 
     def chat(self, body: bytes) -> Work:
         """What a body sent to `/v1/chat/completions` asks for.
@@ -113,15 +131,16 @@ class Workshop:
                 param="max_tokens",
             )
         prompt_ids = self._encoded_chat(request)
-        texts = self._texts if request.logprobs else None
-        return self._work(
-            request,
-            [prompt_ids],
-            ChatFormat(self.name, self._fingerprint, texts, tells_usage=_tells_usage(request)),
-            max_tokens=most or request.max_tokens or self.context,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            end_ids=self._chat_ends,
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        wanted = _Wanted(most or request.max_tokens or self.context, logprobs)
+        answer = ChatFormat(
+            self.name,
+            self._fingerprint,
+            self._texts if request.logprobs else None,
+            tells_usage=_tells_usage(request),
         )
+        texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
+        return _work(request, texts, answer)
 
     def _require_usual(self, request: GenerationRequest) -> None:
         """What both kinds of requests must keep to.
@@ -170,16 +189,19 @@ class Workshop:
         except (InputError, TokenizerError) as error:
             raise RequestError(400, f"messages: {error}", param="messages") from None
 
-    def _work(
+    def _continuations(
         self,
         request: GenerationRequest,
         prompts: list[list[int]],
-        answer: AnswerFormat,
-        *,
-        max_tokens: int,
-        logprobs: int | None,
+        wanted: _Wanted,
         end_ids: tuple[int, ...],
-    ) -> Work:
+    ) -> list[Continuation]:
+        """The choices of each prompt.
+
+        Raises:
+            RequestError: there are too many, a prompt is empty or too long, or a bias is for a
+                token that the model doesn't have.
+        """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
         if len(prompts) * choices > self._capacity:
@@ -192,14 +214,14 @@ class Workshop:
         for prompt_ids in prompts:
             if not prompt_ids:
                 raise RequestError(400, f"{param} has no tokens to go on from", param=param)
-            if len(prompt_ids) >= self.context:
+            if len(prompt_ids) + (wanted.max_tokens > 0) > self.context:
                 raise too_long(len(prompt_ids), self.context, param)
-        samplings = [_sampling(request, n, max_tokens, logprobs) for n in range(choices)]
+        samplings = [_sampling(request, n, wanted) for n in range(choices)]
         try:
             require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
         except ConfigError as error:
             raise RequestError(400, str(error), param="logit_bias") from None
-        texts = [
+        return [
             Continuation(
                 prompt_ids,
                 sampling,
@@ -210,8 +232,20 @@ class Workshop:
             for prompt_ids in prompts
             for sampling in samplings
         ]
-        tokens = sum(map(len, prompts))
-        return Work(texts, tokens, answer, bool(request.stream), _tells_usage(request))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the two kinds of requests say in different fields; see `SamplingConfig`."""
+
+    max_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+def _work(request: GenerationRequest, texts: list[Continuation], answer: AnswerFormat) -> Work:
+    tokens = sum(len(text.prompt_ids) for text in texts[:: request.n or 1])
+    return Work(texts, tokens, answer, bool(request.stream), _tells_usage(request))
 
 
 def fingerprint_of(model: Model) -> str:
@@ -229,14 +263,12 @@ def fingerprint_of(model: Model) -> str:
     return f"fp_{found.hexdigest()[:12]}"
 
 
-def _sampling(
-    request: GenerationRequest, choice: int, max_tokens: int, logprobs: int | None
-) -> SamplingConfig:
+def _sampling(request: GenerationRequest, choice: int, wanted: _Wanted) -> SamplingConfig:
     """How one choice is made; what is not said is as OpenAI has it."""
     seed = request.seed
     try:
         return SamplingConfig(
-            max_new_tokens=max_tokens,
+            max_new_tokens=wanted.max_tokens,
             # 0 is greedy, and no lack of an answer.
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
@@ -247,7 +279,8 @@ def _sampling(
             frequency_penalty=request.frequency_penalty or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
-            logprobs=logprobs,
+            logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
             # Negative seeds are OpenAI's, too.
             seed=None if seed is None else (seed + choice) % 2**63,
         )
