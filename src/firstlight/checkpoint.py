@@ -46,8 +46,9 @@ from firstlight.history import (
     saved_checkpoints,
 )
 from firstlight.hub import find_model_folder
-from firstlight.huggingface import CONFIG_NAME
+from firstlight.huggingface import CONFIG_NAME, has_tokenizer
 from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.publication import (
     checkpoint_folder,
     file_marks,
@@ -335,9 +336,10 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: '{name}' is no object")
 
 
-def resolve_model_folder(name: str | Path) -> Path:
+def resolve_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
     """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
-    checkpoint folder, any Hugging Face model folder, or a hub id.
+    checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
+    downloaded where there are no others.
 
     Raises:
         CheckpointError: a run folder without a usable checkpoint.
@@ -351,10 +353,28 @@ def resolve_model_folder(name: str | Path) -> Path:
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
         return newest
-    folder = find_model_folder(name)
+    folder = find_model_folder(name, pickled=pickled)
     if (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
         verify_checkpoint(folder)
     return folder
+
+
+def resolve_tokenizer(name: str | Path) -> Path:
+    """The place of the tokenizer that a person names: its own folder or file, or that of a model,
+    named as for `resolve_model_folder`. An adapter that brings none has its base's.
+
+    Raises:
+        CheckpointError, ModelError: as `resolve_model_folder`.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or has_tokenizer(path):
+        return path
+    if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
+        return path  # a mistake: reading it says so
+    if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
+        return path
+    folder = resolve_model_folder(name)
+    return next(filter(has_tokenizer, adapter_chain(folder)), folder)
 
 
 def trained_on(folder: Path) -> dict[str, Any]:

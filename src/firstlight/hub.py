@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from firstlight.errors import FirstlightError, ModelError, StorageError, describ
 
 #: What a model folder is made of. Never pickled weights, never code.
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+#: Pickled weights, for a conversion of a model that has no others.
+_PICKLED = ["pytorch_model*.bin"]
 
 #: Copies of the same weights that some models keep for other programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
@@ -25,7 +28,7 @@ _DISK_ERRORS = (
 )
 
 
-def find_model_folder(name: str | Path) -> Path:
+def find_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
     """The folder of a local model, or of a hub id after its download.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), followed by @REVISION for another branch,
@@ -35,6 +38,7 @@ def find_model_folder(name: str | Path) -> Path:
     huggingface_hub does the downloading, with its cache (`HF_HOME`), its token (`HF_TOKEN` or
     `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). What the cache
     holds is not downloaded again, and is used without a word when the hub can't be reached.
+    With `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors.
 
     Raises:
         ModelError: neither a folder nor something that can be downloaded.
@@ -54,8 +58,8 @@ def find_model_folder(name: str | Path) -> Path:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = "" if path.exists() else nearest(path.name, siblings)
         problem = (
-            "is a file, not a folder (`firstlight convert` reads those of nanoGPT and "
-            "LLMs-from-scratch)"
+            "is a file, not a folder (a model's folder is named whole; `firstlight convert` reads "
+            "files of nanoGPT and LLMs-from-scratch)"
             if path.exists()
             else "does not exist"
         )
@@ -66,14 +70,20 @@ def find_model_folder(name: str | Path) -> Path:
 
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        return Path(
-            snapshot_download(
-                repository, allow_patterns=_DOWNLOADED, ignore_patterns=_LEFT_OUT, **options
-            )
-        )
+        options["ignore_patterns"] = _LEFT_OUT
+        folder = Path(snapshot_download(repository, allow_patterns=_DOWNLOADED, **options))
+        if pickled and not any(folder.glob("*.safetensors")):
+            snapshot_download(repository, allow_patterns=_PICKLED, **options)
+        return folder
     except Exception as error:
         # The errors of its HTTP library come through too, and which library that is varies.
         raise _failure(error, text) from error
+
+
+def repository_of(folder: Path) -> str | None:
+    """OWNER/NAME of the hub's model that a folder of huggingface_hub's cache holds."""
+    found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
+    return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:

@@ -30,7 +30,7 @@ from firstlight.models import FAMILIES, Model, ModelConfig, MoEConfig, build_mod
 from firstlight.stored import FileState, stored_tensors
 from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
 from firstlight.tokenizer.chat_fit import turn_end_ids
-from firstlight.weights import LoadingWay, load_weights
+from firstlight.weights import LoadingWay, count_tensors, load_weights
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -122,12 +122,13 @@ def unloaded_model(
         config: of the folder's config.json.
         folder: the model folder.
         vocab_multiple: the vocabulary is padded to a multiple of this.
-        tensors: how many its files have; None is to be found out.
+        tensors: how many its files have, stacked experts counted one by one; None is to be
+            found out.
 
     Raises:
         ModelError: the files don't have so many layers or experts, or they are damaged.
     """
-    count = len(stored_tensors(folder)) if tensors is None else tensors
+    count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
     sizes = {"num_hidden_layers": config.num_hidden_layers}
     if isinstance(config, MoEConfig):
         sizes["num_experts"] = config.num_experts
@@ -166,10 +167,13 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     Raises:
         TokenizerError: there is one, and it is damaged.
     """
+    return Tokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that is a tokenizer by its name."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any((folder / name).is_file() for name in names):
-        return None
-    return Tokenizer.from_pretrained(folder)
+    return any((folder / name).is_file() for name in names)
 
 
 def read_config(folder: Path) -> ModelConfig:

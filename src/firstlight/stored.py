@@ -24,10 +24,14 @@ from firstlight.files import (
     unique_keys,
     write_file,
 )
+from firstlight.hub import repository_of
 from firstlight.tensor_file import write_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+#: The same of folders whose weights are pickled, which `conversion/pickled.py` reads.
+PICKLED_NAME = "pytorch_model.bin"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
 #: The formats of weights, by safetensors' names; all others are of quantised models.
 FLOAT_FORMATS = {
@@ -186,7 +190,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
-    weight_map = _read_index(folder)
+    if not (folder / INDEX_NAME).is_file():
+        raise _no_weights(folder)
+    weight_map = read_index(folder)
     tensors: dict[str, StoredTensor] = {}
     for file_name in sorted(set(weight_map.values())):
         if not (folder / file_name).is_file():
@@ -246,34 +252,50 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def has_pickled_weights(folder: Path) -> bool:
+    """Whether a model folder has no other weights than pickled ones."""
+    return any(
+        (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
+    ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+
+
+def _no_weights(folder: Path) -> ModelError:
+    if any(folder.glob("model.shard-*-of-*.safetensors")):
+        return ModelError(
+            f"{folder} holds its weights in pieces, each written by one process: make a model "
+            f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
+        )
+    repository = repository_of(folder)
+    if has_pickled_weights(folder) or repository:
+        return ModelError(
+            f"{folder} has no {WEIGHTS_NAME}; a {PICKLED_NAME} is a pickle, which could run code "
+            "when it is opened: make a model folder with safetensors of it with "
+            f"`firstlight convert {repository or folder} --out DIR`, and use that"
+        )
+    return ModelError(
+        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
+        "(pickled .bin and .pt files can run code when they are opened)"
+    )
+
+
+def read_index(folder: Path, index_name: str = INDEX_NAME) -> dict[str, str]:
     """Which file of the folder each tensor is in.
 
     Raises:
-        ModelError: there is no index, or it is damaged.
+        ModelError: the index is damaged, or names a file elsewhere.
     """
-    if not (folder / INDEX_NAME).is_file():
-        if any(folder.glob("model.shard-*-of-*.safetensors")):
-            raise ModelError(
-                f"{folder} holds its weights in pieces, each written by one process: make a model "
-                f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
-            )
-        raise ModelError(
-            f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
-            "(pickled .bin and .pt files can run code when they are opened)"
-        )
     try:
-        index = read_json(folder / INDEX_NAME)
+        index = read_json(folder / index_name)
     except InputError as error:
         raise ModelError(str(error)) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise ModelError(f"{folder / INDEX_NAME} has no weight_map of tensors to files")
+        raise ModelError(f"{folder / index_name} has no weight_map of tensors to files")
     outside = sorted(name for name in weight_map.values() if Path(name).name != name)
     if outside:
-        raise ModelError(f"{folder / INDEX_NAME} names a file outside its folder: {outside[0]}")
+        raise ModelError(f"{folder / index_name} names a file outside its folder: {outside[0]}")
     return weight_map
 
 

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
-from firstlight.models import Model, MoEConfig, allocate
+from firstlight.models import Model, ModelConfig, MoEConfig, allocate
 from firstlight.stored import (
     FLOAT_FORMATS,
     FileState,
@@ -63,11 +63,41 @@ _EXPERT_NAMES = {
 }
 
 
-def file_tensors(model: Model) -> dict[str, Tensor]:
+class _Described(Protocol):
+    """What is asked of a tensor before it is read; see `StoredTensor`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def has_values_of(self, other: Self, /) -> bool: ...
+
+
+_AnyTensor = TypeVar("_AnyTensor", bound=_Described)
+
+
+#: The end of a name that only files with stacked experts have.
+_STACKED = ".mlp.experts.gate_up_proj"
+
+
+def has_stacked_experts(names: Iterable[str]) -> bool:
+    """Whether the tensors of these names keep a layer's experts in one tensor, as transformers 5
+    writes them with `save_original_format=False`, and as the model has them."""
+    return any(name.endswith(_STACKED) for name in names)
+
+
+def count_tensors(stored: Mapping[str, _Described]) -> int:
+    """How many tensors a model's files have, stacked experts counted one by one."""
+    return sum(
+        t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1 for n, t in stored.items()
+    )
+
+
+def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
     """The tensors of a model's file by name, as views of its parameters.
 
     Left out are a tied head and the rows that pad the vocabulary; stacked experts appear one by
-    one, as in their family's files.
+    one, as in their family's files, unless `stacked` keeps them as they are.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -76,11 +106,20 @@ def file_tensors(model: Model) -> dict[str, Tensor]:
             continue
         if name == "lm_head.weight" or name.endswith(_EMBEDDINGS):
             tensor = tensor[: config.vocab_size]
+        tensors[name] = tensor
+    return tensors if stacked else one_by_one(tensors, config)
+
+
+def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Tensors of which stacked experts [E, 2F, C] and [E, C, F] are replaced by views of each
+    expert's matrices, under the names of their family's files."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
         if isinstance(config, MoEConfig) and ".mlp." in name:
-            tensors |= _expert_tensors(name, tensor, config)
+            found |= _expert_tensors(name, tensor, config)
         else:
-            tensors[name] = tensor
-    return tensors
+            found[name] = tensor
+    return found
 
 
 def embedding_name(model: Model) -> str:
@@ -136,7 +175,7 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model folder by the names of `file_tensors`.
+    """The tensors of a model folder by the names of `file_tensors`, stacked where its are.
 
     Args:
         model: of that folder's config; on the meta device will do.
@@ -145,7 +184,18 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: as `load_weights`.
     """
-    expected, stored = file_tensors(model), stored_tensors(folder)
+    return require_fit(model, folder, stored_tensors(folder))
+
+
+def require_fit(
+    model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
+) -> dict[str, _AnyTensor]:
+    """As `fitting_tensors`, from the tensors `stored` that the folder's files have.
+
+    Raises:
+        ModelError: as `load_weights`.
+    """
+    expected = file_tensors(model, stacked=has_stacked_experts(stored))
     if "transformer.wte.weight" in expected and "wte.weight" in stored:
         stored = {
             name if name.startswith("lm_head.") else f"transformer.{name}": tensor
@@ -187,7 +237,7 @@ def _load_sequentially(
     model: Model, stored: Mapping[str, StoredTensor], device: torch.device
 ) -> tuple[FileState, ...]:
     allocate(model, device)
-    places = file_tensors(model)
+    places = file_tensors(model, stacked=has_stacked_experts(stored))
     inference = torch.is_inference_mode_enabled()
 
     def read(tensor: StoredTensor, place: Tensor) -> None:
@@ -221,7 +271,7 @@ def _load_mapped(
             whole[name] = torch.zeros_like(parameter, device=device)
     model.load_state_dict(whole, strict=False, assign=True)
     model.finish_loading()
-    for name, place in file_tensors(model).items():
+    for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
         if place.data_ptr() != mapped[name].data_ptr():
             place.copy_(mapped[name])
     return files
@@ -233,7 +283,7 @@ def _load_straight(
     # Copies, so that all of them are in memory at once and not only mapped there.
     read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
     allocate(model, device)
-    for name, place in file_tensors(model).items():
+    for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
         place.copy_(read[name])
     return ()
 

@@ -228,6 +228,16 @@ def test_a_run_a_checkpoint_and_a_plain_model_folder_are_all_checkpoints(
     assert len(found) == 1
 
 
+def test_the_tokenizer_of_a_run_is_extended(trained: Path, tmp_path: Path, run: Run) -> None:
+    answer = run(
+        "tokenizer", "extend", trained / "run", "--add", "<|new|>", "--out", tmp_path / "t"
+    )
+    assert answer.exit_code == 0, answer.err
+    assert f"firstlight train --init-from {trained / 'run'}" in answer.err
+    before = Tokenizer.from_pretrained(trained / "tok")
+    assert Tokenizer.from_pretrained(tmp_path / "t").special_tokens["<|new|>"] == before.vocab_size
+
+
 def test_train_goes_on_with_resume_and_starts_from_weights(
     trained: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hub_client import FIND, WEIGHTS, Client, write_model
 from hub_server import Access, Hub
@@ -128,17 +129,24 @@ def test_copies_for_other_programs_pickles_and_code_are_not_asked_for(
     assert hub.asked_for("HEAD") == wanted
 
 
-def test_a_model_of_pickled_weights_only_is_refused(
+def test_a_model_of_pickled_weights_only_is_refused_and_converted(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path
 ) -> None:
     pickled = Path(shutil.copytree(tiny, tmp_path / "pickled"))
-    (pickled / WEIGHTS).rename(pickled / "pytorch_model.bin")
+    torch.save(safetensors.torch.load_file(pickled / WEIGHTS), pickled / "pytorch_model.bin")
+    (pickled / WEIGHTS).unlink()
     hub.add("owner/pickled", pickled)
     folder = client.find("owner/pickled")
     with pytest.raises(ModelError) as caught:
         load_model(folder)
-    assert str(caught.value).startswith(f"{folder} has no model.safetensors: only safetensors")
+    assert "`firstlight convert owner/pickled --out DIR`" in str(caught.value)
     assert "pytorch_model.bin" not in hub.asked_for()
+    converted = tmp_path / "converted"
+    done = client.run("-m", "firstlight", "convert", "owner/pickled", "--out", str(converted))
+    assert done.returncode == 0, done.stderr
+    assert "pytorch_model.bin" in hub.asked_for()
+    found, expected = load_model(converted).model.state_dict(), load_model(tiny).model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # Revisions

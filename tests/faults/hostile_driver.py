@@ -27,6 +27,7 @@ import torch._dynamo
 import yaml
 
 import firstlight.conversion.foreign
+import firstlight.conversion.pickled
 import firstlight.tokenizer.chat_template
 import firstlight.training.loop
 from firstlight.data.shards import TokenDataset
@@ -61,6 +62,7 @@ _CALLS: dict[str, Callable[[str], object]] = {
     "recipe": load_recipe,
     "tokenizer": Tokenizer.from_pretrained,
     "chat": _chat,
+    "pickled": lambda path: firstlight.conversion.pickled.pickled_tensors(Path(path)),
     "foreign": lambda path: firstlight.conversion.foreign.read_foreign(Path(path)),
 }
 

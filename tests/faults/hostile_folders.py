@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,25 @@ def listed(name: str) -> Build:
         return Opened("resume", place.recipe_file())
 
     return build
+
+
+def pickled(content: Callable[[Place], bytes]) -> Build:
+    """A model folder with this as its pytorch_model.bin and no other weights, to be converted."""
+
+    def spoil(place: Place, folder: Path) -> None:
+        without(folder / "model.safetensors")
+        (folder / "pytorch_model.bin").write_bytes(content(place))
+
+    return model(spoil, "pickled")
+
+
+def archive(content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """An archive such as torch.save's with this as its pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", compression) as file:
+        file.writestr("archive/data.pkl", content)
+        file.writestr("archive/version", "3\n")
+    return made.getvalue()
 
 
 def index(name: str) -> Build:
@@ -228,6 +249,13 @@ FOLDERS: dict[str, Build] = {
             without(folder / "model.safetensors"),
             (folder / "pytorch_model.bin").write_bytes(place.pickled()),
         )
+    ),
+    "a pickle as pytorch_model.bin, converted": pickled(lambda place: place.pickled()),
+    "a pickle that asks for memory, converted": pickled(
+        lambda _: archive(b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\n\x8a\5\0\0\0\0\1\x85Rs.")
+    ),
+    "a compressed archive as pytorch_model.bin, converted": pickled(
+        lambda _: archive(bytes(500_000_000), zipfile.ZIP_DEFLATED)
     ),
     "a pickle as config.json": model(
         lambda place, folder: (folder / "config.json").write_bytes(place.pickled())

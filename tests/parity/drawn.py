@@ -61,7 +61,8 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     keys: dict[str, Any] = {
         "model_type": family,
         "vocab_size": VOCABULARY,
-        "hidden_size": heads * choose((2, 3, 4)),
+        # transformers refuses other widths of Llamas, though their heads' size is given, too.
+        "hidden_size": heads * choose((2, 3, 4)) + (0 if family == "llama" else choose((0, 1))),
         "intermediate_size": choose((11, 32)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

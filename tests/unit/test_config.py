@@ -295,6 +295,14 @@ def test_all_mistakes_are_reported_at_once() -> None:
             {"model": {"model_type": "gpt2", "hidden_size": 10, "num_attention_heads": 3}},
             "model: hidden_size 10 must be a multiple of num_attention_heads 3",
         ),
+        (
+            {"model": {"model_type": "qwen3", "hidden_size": 50, "num_attention_heads": 3}},
+            "must be a multiple of num_attention_heads 3 (or give head_dim)",
+        ),
+        (
+            {"model": {"hidden_size": 50, "num_attention_heads": 3, "head_dim": 16}},
+            "num_attention_heads 3 (or give model_type mistral with head_dim)",
+        ),
     ],
 )
 def test_wrong_values_are_named_with_what_was_given(values: dict[str, Any], said: str) -> None:

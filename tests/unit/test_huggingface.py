@@ -368,7 +368,7 @@ def test_a_folder_with_pickled_weights_only_is_refused_unopened(
         (folder / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(folder)
     assert "has no model.safetensors" in message
-    assert "can run code" in message
+    assert "could run code" in message
     assert not (tmp_path / "opened").exists()
 
 
@@ -445,7 +445,7 @@ def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
     assert refusal(path).startswith(
-        f"model folder {path} is a file, not a folder (`firstlight convert` reads"
+        f"model folder {path} is a file, not a folder (a model's folder is named whole"
     )
 
 

@@ -210,7 +210,7 @@ def test_nothing_that_runs_what_it_reads_is_used(path: Path) -> None:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        if called == "torch.load" and module_name(path) == "firstlight.conversion.foreign":
+        if called == "torch.load" and module_name(path) == "firstlight.conversion.pickled":
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert given["weights_only"] == "True", f"{path}:{node.lineno}"
             continue

@@ -216,6 +216,29 @@ def test_experts_are_views_of_the_stacked_weights(name: str) -> None:
     assert all((p == 5).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacked_experts_are_read_as_they_are(name: str, way: LoadingWay, tmp_path: Path) -> None:
+    model = some_model(CONFIGS[name])
+    folder = write(tmp_path / "m", model)
+    save_tensors(file_tensors(model, stacked=True), folder / WEIGHTS_NAME)
+    found = load_model(folder, way=way)
+    assert bool(found.mapped) == (way in ("auto", "mmap"))
+    assert torch.equal(logits(found.model), logits(model))
+    cut = {n: t[:2] if "gate_up" in n else t for n, t in file_tensors(model, stacked=True).items()}
+    save_tensors(cut, folder / WEIGHTS_NAME)
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj is \[2, .*expected \[3, "):
+        load_model(folder, way=way)
+
+
+def test_more_stacked_experts_than_tensors_are_read(tmp_path: Path) -> None:
+    sizes = {**_SIZES, "num_hidden_layers": 1, "hidden_size": 8, "moe_intermediate_size": 2}
+    model = some_model(MoEConfig(**sizes, model_type="qwen3_moe", num_experts=300))
+    folder = write(tmp_path / "m", model)
+    save_tensors(file_tensors(model, stacked=True), folder / WEIGHTS_NAME)
+    assert torch.equal(logits(load_model(folder).model), logits(model))
+
+
 def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
     model = some_model(CONFIGS["mixtral"])
     tensors = weights_to_save(model)

@@ -106,10 +106,11 @@ def extend_command(
 ) -> dict[str, Any]:
     """Add special tokens, a chat template or both to a tokenizer and write it into --out.
 
-    DIR is a tokenizer's folder or file, or a model's folder, and stands before --add. The new
-    tokens get the ids after the last one; every text keeps the ids it had. Tokens that a
-    built-in chat template needs are added as well.
+    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id, and stands before
+    --add. The new tokens get the ids after the last one; every text keeps the ids it had. Tokens
+    that a built-in chat template needs are added as well.
     """
+    from firstlight.checkpoint import resolve_tokenizer
     from firstlight.files import new_folder, require_free
     from firstlight.tokenizer import Tokenizer
 
@@ -120,7 +121,8 @@ def extend_command(
     if not add and chat_template is None:
         raise click.UsageError("nothing to do: give --add TOKEN..., --chat-template or both")
     require_free(out, "folder", "choose another --out")
-    before = Tokenizer.from_pretrained(source)
+    place = resolve_tokenizer(source)
+    before = Tokenizer.from_pretrained(place)
     template, needed = _chat_template(chat_template, before, add)
     after = before.extended([*add, *needed], template)
     if template is not None:
@@ -131,7 +133,7 @@ def extend_command(
         show(f"added what the chat template {chat_template} needs: {' '.join(needed)}")
     added = {token: after.special_tokens[token] for token in [*add, *needed]}
     show(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
-    if (source / "config.json").is_file():
+    if (place / "config.json").is_file():
         say(
             "only the tokenizer was written: the model grows when `firstlight train --init-from "
             f"{source}` runs on data that was prepared with --tokenizer {out}"

@@ -1,9 +1,7 @@
 """Pickled checkpoints of other programs: nanoGPT's `ckpt.pt`, LLMs-from-scratch's `model.pth`.
 
-The one place where a pickle is read, and then only torch's own unpickler for weights, which
-builds tensors, numbers and texts and refuses everything else. The tensors get Hugging Face's
-names and layout; what the files don't say about the model is given by the caller, or filled
-in and noted.
+The tensors get Hugging Face's names and layout; what the files don't say about the model is
+given by the caller, or filled in and noted.
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ from firstlight.conversion.foreign_forward import (
     nanogpt_logits,
 )
 from firstlight.conversion.foreign_names import LAYOUTS, NANOGPT, TRANSPOSED, Layout
-from firstlight.errors import ModelError, describe_os_error
-
-#: How files of `torch.save` begin: a zip archive, or before PyTorch 1.6 a pickled magic number.
-_ZIP = b"PK\x03\x04"
-_BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+from firstlight.conversion.pickled import read_pickle
+from firstlight.errors import ModelError
 
 #: Prefixes that torch.compile and DistributedDataParallel put before all names.
 _WRAPPERS = ("_orig_mod.", "module.")
@@ -73,7 +68,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
             tensors that are missing, unknown, misshapen or not floating point, or `config` lacks
             what is needed or contradicts the file.
     """
-    content = _load(path)
+    content = read_pickle(path)
     everything = _weights(path, content)
     layout = _layout_of(path, everything)
     weights = {n: t for n, t in everything.items() if not n.endswith(layout.buffers)}
@@ -132,46 +127,6 @@ def _nanogpt_notes(shape: Shape, given: Mapping[str, Any]) -> list[str]:
     if not shape.tied:
         notes.append("Its head and embedding differ, though nanoGPT ties them: both are kept.")
     return notes
-
-
-def _load(path: Path) -> Any:
-    """The content of a file of torch.save, which can hold nothing but data."""
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder: name the checkpoint file in it")
-    try:
-        with open(path, "rb") as file:
-            start = file.read(len(_BEFORE_1_6))
-    except OSError as error:
-        raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
-    is_zip = start.startswith(_ZIP)
-    if not is_zip and start != _BEFORE_1_6:
-        found = "it is empty" if not start else "torch.save didn't write it"
-        raise ModelError(
-            f"{path} is not a PyTorch checkpoint: {found} "
-            "(nanoGPT's ckpt.pt and LLMs-from-scratch's model.pth are)"
-        )
-    try:
-        # Files from before PyTorch 1.6 can't be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError as error:
-        raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
-    except Exception as error:  # torch raises about ten kinds, of which some are Exception itself
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if refused:
-            raise ModelError(
-                f"{path} holds more than weights ({refused[1]}), and unpickling that could run "
-                "code: where it was made, save the state_dict alone "
-                "(torch.save(model.state_dict(), 'model.pth'))"
-            ) from error
-        raise ModelError(
-            f"{path} is damaged, cut short, or not a checkpoint of weights alone: copy it again, "
-            "or save the model's state_dict where it was made"
-        ) from error
-
-
-def _os_error(path: Path, error: OSError) -> str:
-    error.filename = error.filename or str(path)
-    return describe_os_error(error)
 
 
 def _weights(path: Path, content: Any) -> dict[str, Any]:

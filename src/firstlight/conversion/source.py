@@ -22,15 +22,16 @@ from firstlight.checkpoint import (
 )
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_json
 from firstlight.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.models.accounting import meta_model
 from firstlight.sharded import sharded_model
-from firstlight.stored import WEIGHTS_NAME, open_mapped
+from firstlight.stored import WEIGHTS_NAME, has_pickled_weights, open_mapped
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fitting_tensors, weights_to_save
+from firstlight.weights import fitting_tensors, one_by_one, weights_to_save
 
 #: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
 _MOST_PADDING = 128
@@ -89,7 +90,7 @@ def read_source(
         raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
     if config is not None:
         raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
-    folder = resolve_model_folder(source)
+    folder = resolve_model_folder(source, pickled=True)
     if is_adapter(folder):
         return _read_adapter(folder, _name_of(source), given)
     content, tensors = read_folder(folder)
@@ -129,7 +130,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json of a model folder, and its tensors, mapped into memory; of a checkpoint in
-    pieces they are put together there.
+    pieces they are put together there. Stacked experts are given one by one.
 
     Raises:
         ModelError, CheckpointError: one of them is missing or damaged, or they don't fit each
@@ -138,9 +139,12 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if is_in_shards(folder) and not (folder / WEIGHTS_NAME).is_file():
         multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
         return read_json(folder / CONFIG_NAME), weights_to_save(sharded_model(folder, multiple))
-    shape = meta_model(read_config(folder))
+    config = read_config(folder)
     content: dict[str, Any] = read_json(folder / CONFIG_NAME)
-    return content, open_mapped(fitting_tensors(shape, folder))
+    if has_pickled_weights(folder):
+        return content, pickled_tensors(folder)
+    stored = fitting_tensors(meta_model(config), folder)
+    return content, one_by_one(open_mapped(stored), config)
 
 
 def _name_of(source: str | Path) -> str:
@@ -164,7 +168,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    if path.suffix.lower() in (".safetensors", ".json"):
+    is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
+    if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
     if path.suffix.lower() == ".gguf":
         raise InputError(f"{path}: GGUF files are written, not converted: name what it was made of")

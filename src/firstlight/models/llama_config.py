@@ -143,6 +143,14 @@ class _DecoderConfig(BaseModel):
         values = dict(values)
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
+            # transformers refuses a Llama folder of such a width even where head_dim is given.
+            is_llama = values.get("model_type", cls.default_type) == "llama"
+            if hidden % heads and (is_llama or not values.get("head_dim")):
+                advice = "model_type mistral with head_dim" if is_llama else "head_dim"
+                raise ValueError(
+                    f"hidden_size {hidden} must be a multiple of num_attention_heads {heads} "
+                    f"(or give {advice})"
+                )
             values["head_dim"] = values.get("head_dim") or hidden // heads
             values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
             values["intermediate_size"] = (
@@ -156,15 +164,6 @@ class _DecoderConfig(BaseModel):
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        needs_whole_heads = self.model_type == "llama" or (
-            self.head_dim == self.hidden_size // self.num_attention_heads
-        )
-        if needs_whole_heads and self.hidden_size % self.num_attention_heads:
-            # For Llama also where head_dim is given: transformers would refuse the saved folder.
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of "
-                f"num_attention_heads {self.num_attention_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
@@ -316,7 +315,8 @@ class LlamaConfig(_DecoderConfig):
     num_hidden_layers: depth.
     num_attention_heads: query heads.
     num_key_value_heads: key and value heads; 0 is as many as query heads.
-    head_dim: size of a head, even; 0 is hidden_size / num_attention_heads.
+    head_dim: size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given,
+        hidden_size need not be a multiple of num_attention_heads (except in llama).
     max_position_embeddings: the context limit in tokens.
     rms_norm_eps: added under the norms' root.
     rope_theta: base of the rotary frequencies.

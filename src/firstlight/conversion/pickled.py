@@ -1,0 +1,184 @@
+"""Pickled weights: files of `torch.save`, and model folders with `pytorch_model.bin`.
+
+The one place where a pickle is read, and then only by torch's own unpickler for weights, once the
+opcodes of the pickle are seen to build nothing but tensors, numbers, texts and what holds them:
+torch would also call what takes any amount of memory (`bytearray`, `torch.FloatTensor`).
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from firstlight.errors import ModelError, describe_os_error
+from firstlight.huggingface import read_config, unloaded_model
+from firstlight.stored import FLOAT_FORMATS, PICKLED_INDEX_NAME, PICKLED_NAME, read_index
+from firstlight.weights import count_tensors, one_by_one, require_fit
+
+#: How files of `torch.save` begin: a zip archive, or before PyTorch 1.6 a pickled magic number.
+_ZIP = b"PK\x03\x04"
+_BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+#: Pickles in a row at the beginning of a file from before PyTorch 1.6; then come the numbers.
+_PICKLES_BEFORE_1_6 = 5
+#: What the opcodes of a pickle may name.
+_PLAIN = re.compile(
+    r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
+    r"|torch\.storage UntypedStorage|torch (\w+Storage|Size|device|[a-z]+\d+\w*|bool)"
+)
+
+_KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
+
+
+def read_pickle(path: Path) -> Any:
+    """The content of a file of `torch.save`, its tensors mapped into memory.
+
+    Raises:
+        ModelError: it can't be read, or holds objects beside weights.
+    """
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder: name the checkpoint file in it")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(_BEFORE_1_6))
+    except OSError as error:
+        raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
+    is_zip = start.startswith(_ZIP)
+    if not is_zip and start != _BEFORE_1_6:
+        found = "it is empty" if not start else "torch.save didn't write it"
+        raise ModelError(
+            f"{path} is not a PyTorch checkpoint: {found} (nanoGPT's ckpt.pt, LLMs-from-scratch's "
+            f"model.pth and the {PICKLED_NAME} of a model folder are)"
+        )
+    try:
+        other = next((name for name in _named_in(path, is_zip) if not _PLAIN.fullmatch(name)), None)
+        if other is not None:
+            raise ModelError(
+                f"{path} holds more than weights ({other.replace(' ', '.'):.80}), and unpickling "
+                "that could run code: where it was made, save the state_dict alone "
+                "(torch.save(model.state_dict(), 'model.pth'))"
+            )
+        # Files from before PyTorch 1.6 can't be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError as error:
+        raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # torch raises about ten kinds, of which some are Exception itself
+        raise ModelError(
+            f"{path} is damaged, cut short, or not a checkpoint of weights alone: copy it again, "
+            "or save the model's state_dict where it was made"
+        ) from error
+
+
+def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
+    """The names, "module name" each, that the pickles of a file of torch.save ask for."""
+    if not is_zip:
+        with open(path, "rb") as file:
+            for _ in range(_PICKLES_BEFORE_1_6):
+                yield from _names_of(file)
+        return
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
+        # torch compresses nothing: what does could take any amount of memory.
+        if len(pickles) != 1 or any(entry.compress_type for entry in entries):
+            raise zipfile.BadZipFile("torch.save didn't write this archive")
+        with archive.open(pickles[0]) as file:
+            yield from _names_of(file)
+
+
+def _names_of(file: IO[bytes]) -> Iterator[str]:
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in ("GLOBAL", "INST"):
+            yield str(argument)
+
+
+def _os_error(path: Path, error: OSError) -> str:
+    error.filename = error.filename or str(path)
+    return describe_os_error(error)
+
+
+@dataclass(frozen=True)
+class _PickledTensor:
+    """A tensor of a pickle, described as a `StoredTensor` is."""
+
+    value: Tensor
+
+    @property
+    def kind(self) -> str:
+        return _KINDS.get(self.value.dtype, str(self.value.dtype).removeprefix("torch."))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    def has_values_of(self, other: _PickledTensor, /) -> bool:
+        return torch.equal(self.value, other.value.to(self.value.dtype))
+
+
+def pickled_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model folder of `pytorch_model.bin`, or of several such files with an
+    index, by the names in model.safetensors: mapped into memory, experts one by one.
+
+    Raises:
+        ModelError: a file is missing or damaged or holds more than weights, the index is not that
+            of its files, or the tensors don't fit config.json (named).
+    """
+    stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
+    config = read_config(folder)
+    model = unloaded_model(config, folder, tensors=count_tensors(stored))
+    fitting = require_fit(model, folder, stored)
+    tensors = {name: tensor.value.detach().contiguous() for name, tensor in fitting.items()}
+    return one_by_one(tensors, config)
+
+
+def _all_tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / PICKLED_NAME).is_file():
+        return _tensors_of(folder / PICKLED_NAME)
+    weight_map = read_index(folder, PICKLED_INDEX_NAME)
+    tensors: dict[str, Tensor] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though the index names it")
+        for name, tensor in _tensors_of(path).items():
+            if weight_map.get(name) != file_name:
+                where = weight_map.get(name, "nowhere")
+                raise ModelError(
+                    f"{path} has tensor {name}, which {PICKLED_INDEX_NAME} puts {where}"
+                )
+            tensors[name] = tensor
+    lost = sorted(weight_map.keys() - tensors.keys())
+    if lost:
+        raise ModelError(
+            f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {PICKLED_INDEX_NAME}"
+        )
+    return tensors
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """The state_dict of a file."""
+    content = read_pickle(path)
+    if not isinstance(content, Mapping) or not content:
+        raise ModelError(f"{path} holds a {type(content).__name__}, not a model's state_dict")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or not _is_whole(value):
+            raise ModelError(f"{path}: {name!r:.80} is no plain tensor by name: not a state_dict")
+    return dict(content)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether each number of a tensor has a place of its own in the file: strides of zero make
+    any size of a few bytes."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    return tensor.nbytes <= tensor.untyped_storage().nbytes()
