@@ -41,7 +41,7 @@ def _rows() -> dict[str, list[str]]:
     """The cells of each row of the page's tables of methods, by recipe key."""
     found: dict[str, list[str]] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        match = re.match(r"\| `([a-z_.]+(?:: [\w-]+)?)` \|", line)
+        match = re.match(r"\| `([a-z0-9_.]+(?:: [\w-]+)?)` \|", line)
         if match and line.count("|") == _COLUMNS + 1:
             assert match[1] not in found, f"{match[1]} has two rows"
             found[match[1]] = [cell.strip() for cell in line.strip("|").split("|")]
@@ -60,7 +60,7 @@ def _methods() -> Iterator[str]:
         for key, field in kind.model_fields.items():
             if f"{section}.{key}" not in _OTHERS | _OF_CHATS:
                 yield from _named(f"{section}.{key}", field.annotation)
-    for key in ("name", "implementation", "eight_bit_library"):
+    for key in ("name", "implementation", "eight_bit_library", "embeddings_in_32_bits"):
         yield from _named(f"optimizer.{key}", OptimizerConfig.model_fields[key].annotation)
     yield "batch.micro_batch_size: auto"
     yield "efficiency.compile: auto"

@@ -22,6 +22,14 @@ _CASES: dict[str, dict[str, dict[str, Any]]] = {
         "efficiency": {"precision": "fp32"},
         "optimizer": {"name": "adamw8bit", "eight_bit_library": "bitsandbytes"},
     },
+    "adamw8bit, embeddings in 32 bits": {
+        "efficiency": {"precision": "fp32"},
+        "optimizer": {
+            "name": "adamw8bit",
+            "eight_bit_library": "bitsandbytes",
+            "embeddings_in_32_bits": True,
+        },
+    },
     "all-at-once": {
         "efficiency": {
             "precision": "bf16_params",
@@ -89,7 +97,7 @@ def _outcome(result: TrainResult) -> tuple[list[dict[str, Any]], bytes]:
 def test_a_resumed_run_ends_in_the_same_weights_as_an_unbroken_one(
     recipe: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
-    if name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if name.startswith("adamw8bit") and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
     whole = train(_recipe(recipe, tmp_path / "whole", name))
     broken = _recipe(recipe, tmp_path / "broken", name)

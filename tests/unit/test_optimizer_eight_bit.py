@@ -17,10 +17,11 @@ from optimizer_models import (
     steps,
     weights,
 )
+from pydantic import ValidationError
 from torch import nn
 
 from firstlight.errors import CheckpointError, ConfigError, MissingDependencyError
-from firstlight.models import LlamaConfig, empty_model
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.optim import eight_bit
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 
@@ -34,6 +35,13 @@ CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     attention_bias=True,
+)
+TIED_GPT2 = GPT2Config(
+    vocab_size=80,
+    hidden_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    max_position_embeddings=64,
 )
 each = pytest.mark.parametrize(
     "library", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)]
@@ -94,10 +102,43 @@ def test_small_tensors_stay_in_32_bits(library: str) -> None:
 
 
 @each
+@pytest.mark.parametrize("model_config", [CONFIG, TIED_GPT2], ids=["llama", "tied gpt2"])
+def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
+    library: str, model_config: ModelConfig
+) -> None:
+    wide = eight_bits(library, embeddings_in_32_bits=True)
+    models = []
+    for config in (wide, make("adamw"), eight_bits(library)):
+        model = new_model(model_config)
+        optimizer = Optimizer(model, config)
+        size = optimizer.state_bytes
+        steps(model, optimizer, range(4))
+        state = optimizer.state_tensors()
+        assert sum(tensor.nbytes for tensor in state.values()) == size
+        models.append((weights(model), state))
+    (found, state), (plain, _), (narrow, _) = models
+    tables = {n for n in found if any(part in n for part in ("embed_tokens", "wte", "wpe"))}
+    assert len(tables) == (2 if model_config is TIED_GPT2 else 1)
+    for name in found:
+        assert torch.equal(found[name], (plain if name in tables else narrow)[name]), name
+        bits = {t.dtype for key, t in state.items() if key.startswith(f"{name}.")}
+        assert name not in tables or torch.uint8 not in bits
+    assert any(tensor.dtype == torch.uint8 for tensor in state.values())
+
+
+def test_embeddings_in_32_bits_are_for_8_bits() -> None:
+    with pytest.raises(ValidationError, match="is for 8-bit optimizers, and adamw has no"):
+        make("adamw", embeddings_in_32_bits=True)
+
+
+@each
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_run_goes_on_bit_for_bit(library: str, dtype: torch.dtype, in_backward: bool) -> None:
-    config = eight_bits(library, max_grad_norm=0.0)
+def test_a_run_goes_on_bit_for_bit(
+    library: str, dtype: torch.dtype, in_backward: bool, wide: bool
+) -> None:
+    config = eight_bits(library, max_grad_norm=0.0, embeddings_in_32_bits=wide)
     model = new_model(CONFIG, dtype=dtype)
     optimizer = Optimizer(model, config, in_backward=in_backward)
     steps(model, optimizer, range(3))

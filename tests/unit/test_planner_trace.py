@@ -240,6 +240,13 @@ _METHODS: dict[str, dict[str, Any]] = {
     "foreach": {"optimizer": {"implementation": "foreach"}, "batch": {"micro_batch_size": 1}},
     "for-loop": {"optimizer": {"implementation": "for-loop"}, "batch": {"micro_batch_size": 1}},
     "adafactor": {"optimizer": {"name": "adafactor"}},
+    "8-bit, embeddings in 32 bits": {
+        "optimizer": {
+            "name": "adamw8bit",
+            "eight_bit_library": "bitsandbytes",
+            "embeddings_in_32_bits": True,
+        }
+    },
     "muon": {"optimizer": {"name": "muon"}},
     "sgd": {"optimizer": {"name": "sgd"}},
     "in backward": {

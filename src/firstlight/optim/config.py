@@ -39,9 +39,13 @@ class OptimizerConfig(BaseModel):
     eight_bit_library: whose 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at
         once; "torchao" compiles its update, which takes tens of seconds on a CPU at the first
         step. "auto" takes bitsandbytes if it is installed, else torchao. Tensors under 4096
-        values stay in 32 bits. Embeddings are in 8 bits too: blocks of 256 values lie within a
-        token's row where hidden_size is a multiple of 256, so rare tokens' large gradients don't
-        blur the others'. The state of one library does not fit the other.
+        values stay in 32 bits. Embeddings are in 8 bits too (but see embeddings_in_32_bits):
+        blocks of 256 values lie within a token's row where hidden_size is a multiple of 256, so
+        rare tokens' large gradients don't blur the others'. The state of one library does not fit
+        the other.
+    embeddings_in_32_bits: with an 8-bit optimizer, update token and position embeddings (and a head
+        that is tied to them) by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as
+        Dettmers et al. 2022 advise for training from scratch; paged_adamw8bit does not page these.
     learning_rate: the peak, of all but Muon's part.
     muon_learning_rate: Muon's peak; null takes `learning_rate`. Its updates are scaled by
         0.2 sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both.
@@ -67,6 +71,7 @@ class OptimizerConfig(BaseModel):
     name: OptimizerName = "adamw"
     implementation: Implementation = "auto"
     eight_bit_library: EightBitLibrary = "auto"
+    embeddings_in_32_bits: bool = False
     learning_rate: float = Field(1e-3, gt=0)
     muon_learning_rate: float | None = Field(None, gt=0)
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
@@ -87,6 +92,11 @@ class OptimizerConfig(BaseModel):
             raise ValueError(
                 f"implementation '{self.implementation}' is of torch's own optimizers, and "
                 f"{self.name} has only one: set implementation to auto, or name to adamw"
+            )
+        if self.embeddings_in_32_bits and not self.name.endswith("adamw8bit"):
+            raise ValueError(
+                f"embeddings_in_32_bits is for 8-bit optimizers, and {self.name} has no 8-bit "
+                "state: leave it out, or set name to adamw8bit"
             )
         if self.implementation == "fused" and self.name == "adafactor":
             raise ValueError(

@@ -63,7 +63,9 @@ class Optimizer:
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
         parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
-        self._rules = [rule for part in parts for rule in make_rules(part, config)]
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = {name for name, p in self.parameters.items() if id(p) in tables}
+        self._rules = [rule for part in parts for rule in make_rules(part, config, embeddings)]
         self._peaks = [
             [float(group["lr"]) for group in rule.optimizer.param_groups] for rule in self._rules
         ]

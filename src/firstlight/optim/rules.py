@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,14 +21,24 @@ Parameters = Mapping[str, nn.Parameter]
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def make_rules(parameters: Parameters, config: OptimizerConfig) -> list[Rule]:
+def make_rules(
+    parameters: Parameters, config: OptimizerConfig, embeddings: Collection[str] = ()
+) -> list[Rule]:
     """The rules that together update the parameters, each exactly once.
+
+    Args:
+        parameters: by name.
+        config: the recipe's section.
+        embeddings: names of those that are embeddings.
 
     Raises:
         ConfigError: the config can't work on the parameters' device.
         MissingDependencyError: an 8-bit library is needed and not installed.
     """
-    return RULES[config.name](parameters, config) if parameters else []
+    wide = embeddings if config.embeddings_in_32_bits else ()
+    others = {name: p for name, p in parameters.items() if name not in wide}
+    rules = RULES[config.name](others, config) if others else []
+    return [*rules, *_adamw({n: p for n, p in parameters.items() if n in wide}, config)]
 
 
 def is_decayed(parameter: Tensor) -> bool:

@@ -77,7 +77,10 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
         yield "attention without a fused kernel", {"efficiency.attention": "plain"}
     for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):
         if recipe.optimizer.name != name:
-            yield title, {"optimizer.name": name}
+            changes = {"optimizer.name": name}
+            if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
+                changes["optimizer.embeddings_in_32_bits"] = False
+            yield title, changes
     if machine.target.kind == "cuda" and not config.activation_offload:
         yield "activations in the CPU's memory", {"efficiency.activation_offload": True}
     if recipe.lora is None:

@@ -105,7 +105,9 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
 
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
     before, now = saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
-    for key in ("name", "eight_bit_library"):
+    # A checkpoint of an older version had no such embeddings.
+    before = {"embeddings_in_32_bits": False, **before}
+    for key in ("name", "eight_bit_library", "embeddings_in_32_bits"):
         if key in before and before[key] != now[key]:
             raise CheckpointError(
                 f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
