@@ -21,6 +21,7 @@ import yaml
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training.config import known_keys
 from firstlight.training.job import Job
 
 
@@ -459,6 +460,12 @@ _ERRORS = {
     "train nowhere.yaml": "recipe nowhere.yaml does not exist",
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
     "train": "no recipe given",
+    "train text.txt": "then firstlight prepare text.txt --tokenizer mine/tokenizer",
+    "train empty": "empty is a folder, and train takes a recipe: prepare takes text",
+    "train stdlib": "stdlib is text, and train takes a recipe: prepare takes text",
+    "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
+    "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",
+    "plan": "no recipe given; use: firstlight plan RECIPE.yaml",
     "train r.yaml r.yaml": "more than one recipe",
     "train r.yaml --learning_rate 1": "(did you mean '--optimizer.learning_rate'?)",
     "train r.yaml --resumee": "unknown option --resumee (did you mean '--resume'?)",
@@ -619,6 +626,17 @@ def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
     assert done.stdout == b""
     assert done.stderr.startswith(b"firstlight: error: r.yaml: unknown key optimizer.lr")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_the_help_of_train_has_a_short_form(run: Run) -> None:
+    short, whole = run("train", "--help"), run("train", "--help-all")
+    assert (short.exit_code, whole.exit_code) == (0, 0)
+    assert short.out.count("\n") <= 60
+    assert short.out.rstrip().endswith("firstlight train --help-all")
+    keys = known_keys()
+    assert [key for key in keys if f"--{key} " not in whole.out.replace("\n", " ")] == []
+    assert "--optimizer.learning_rate" in short.out
+    assert f"All {len(keys)} keys" in " ".join(short.out.split())
 
 
 def test_no_arguments_show_the_help(run: Run) -> None:

@@ -59,7 +59,7 @@ def parsed_train(arguments: list[str]) -> tuple[click.Context, Recipe]:
     what is set on the command line."""
     command = firstlight.commands["train"]
     context = command.make_context("train", list(arguments))
-    path, overrides = split_arguments(context.params["arguments"])
+    path, overrides = split_arguments(context.params["arguments"], "train")
     return context, load_recipe(ROOT / path, overrides)
 
 

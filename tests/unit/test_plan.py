@@ -21,7 +21,14 @@ from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import engine_of
 from firstlight.planner.plan import Budget, Plan, make_plan
-from firstlight.planner.plan_text import blocks, count_text, hours, memory_table, method_rows
+from firstlight.planner.plan_text import (
+    blocks,
+    changed_options,
+    count_text,
+    hours,
+    memory_table,
+    method_rows,
+)
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import settle, with_changes
@@ -126,7 +133,7 @@ def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
 ) -> None:
     gpu = find_machine("RTX 4090")
     without = {**_MODEL, "vocab_size": 0}
-    with pytest.raises(ConfigError, match=r"is not prepared here: .* --model.vocab_size 50257"):
+    with pytest.raises(ConfigError, match=r"is not prepared here: .* --planning.vocab_size 50257"):
         settle(recipe(model=without), gpu)
     manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -709,6 +716,44 @@ def test_the_command_plans_for_this_machine(
     assert found["best"] is None
     assert found["as_it_stands"]["fits"]
     assert found["as_it_stands"]["speed"]["tokens_per_second"]["expected"] > 0
+
+
+def test_a_plan_says_precision_and_ends_with_the_next_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {**_GPU_VALUES, "data": {"dir": str(tmp_path / "data set")}}
+    path = write(tmp_path / "tiny.yaml", values)
+    options = ["--gpu", "RTX 4090", "--no-search"]
+    assert main(["plan", path, *options, "--optimizer.learning_rate", "3e-4"]) == 0
+    said = capfd.readouterr()
+    assert said.err == ""
+    first, *_, prepare, train = said.out.splitlines()
+    assert "; bf16 with fp32 weights, rows of " in first
+    assert prepare.endswith(f"--out '{tmp_path / 'data set'}'")
+    assert train == f"next: firstlight train {path} --optimizer.learning_rate 3e-4"
+    assert " tokens/s" in said.out
+    # The same recipe on a GPU that is too small.
+    values = [*options, "--gpu-memory", "200MiB", "--data.dir", "hf://datasets/x/y", "--json"]
+    assert main(["plan", path, *values, "--batch.micro_batch_size", "4"]) == 3
+    said = capfd.readouterr()
+    found = json.loads(said.out)
+    assert (found["as_it_stands"]["fits"], found["as_it_stands"]["speed"]) == (False, None)
+    assert (found["precision"], found["vocab_size"]) == ("bf16", _MODEL["vocab_size"])
+    assert "DOES NOT FIT" in said.err
+    assert "tokens/s" not in said.err
+    last = said.err.splitlines()[-1]
+    assert last == f"next: {found['next']}"
+    assert last.endswith("--gpu 'RTX 4090' --budget 24h --write tiny-planned.yaml")
+
+
+def test_the_next_command_has_what_the_best_way_changes() -> None:
+    changes = {"efficiency.compile": True, "lora": {"rank": 16, "target_modules": ["q_proj"]}}
+    way = Outcome("w", changes, recipe(efficiency={"compile": True}))
+    assert changed_options(way) == {
+        "efficiency.compile": "true",
+        "lora.rank": "16",
+        "lora.target_modules": '["q_proj"]',
+    }
 
 
 _FLASH_ON_T4 = [

@@ -11,6 +11,8 @@ import pytest
 
 from firstlight.data.conversations import to_conversation
 from firstlight.data.pairs import to_pair
+from firstlight.planner.machine import find_machine
+from firstlight.planner.settling import settle
 from firstlight.training.config import load_recipe
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,27 @@ def test_a_recipe_reads_as_it_stands(path: Path) -> None:
     rows = recipe.batch.micro_batch_size
     if recipe.data.seq_len is not None and isinstance(rows, int):
         assert recipe.batch.accumulation(recipe.data.seq_len) >= 1
+
+
+@pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
+def test_a_recipe_is_planned_before_its_data_are_prepared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settled = settle(load_recipe(path), find_machine("RTX 4090"))
+    assert settled.model is not None
+    sizes = {"gpt2-124m": 50257, "demo": 4096, "llama-1b-fsdp": 128256}
+    assert settled.model.vocab_size == sizes.get(path.stem, settled.model.vocab_size) > 0
+
+
+def test_the_prepared_data_decide_over_the_recipes_vocabulary(data: Path) -> None:
+    recipe = load_recipe(_ROOT / "recipes" / "demo.yaml", [("data.dir", str(data))])
+    settled = settle(recipe, find_machine("RTX 4090"))
+    assert settled.model is not None
+    assert settled.model.vocab_size == 320
+    # A run takes the tokenizer's as well: the recipe's model names none.
+    assert recipe.model is not None
+    assert recipe.model.vocab_size == 0
 
 
 @pytest.fixture(scope="module")

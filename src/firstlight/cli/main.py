@@ -63,7 +63,8 @@ for command in (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 done; 1 an error; 2 a recipe or option that can't be meant; 75 a training run that was
+    0 done; 1 an error; 2 a recipe or option that can't be meant; 3 a plan of a recipe that does not
+    fit; 75 a training run that was
     stopped early and saved; 130 interrupted; 129, 138 or 143 terminated by SIGHUP, SIGUSR1 or
     SIGTERM.
     """

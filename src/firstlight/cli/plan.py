@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from firstlight.cli.output import show, show_table, with_json
 from firstlight.cli.train import split_arguments
+from firstlight.console import say
 from firstlight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from firstlight.planner.outcome import Outcome
+    from firstlight.planner.plan import Plan
+    from firstlight.training.config import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-@click.command("plan", context_settings={"ignore_unknown_options": True})
+#: Of a recipe that does not fit.
+DOES_NOT_FIT_EXIT_CODE = 3
+_EXIT_CODE = "firstlight.exit_code"
+
+
+class _PlanCommand(click.Command):
+    """Has an exit code of its own for a recipe that does not fit."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        result = super().invoke(ctx)
+        if _EXIT_CODE in ctx.meta:
+            ctx.exit(ctx.meta[_EXIT_CODE])
+        return result
+
+
+@click.command("plan", cls=_PlanCommand, context_settings={"ignore_unknown_options": True})
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -56,9 +79,11 @@ def plan_command(
     and find the best settings for it.
 
     The recipe's real model and training step are run on tensors without memory, so a laptop plans
-    for a GPU that it doesn't have.
+    for a GPU that it doesn't have. The data needn't be there: planning.vocab_size stands for it.
+
+    The exit code is 3 where the recipe does not fit; with --write or --budget where nothing does.
     """
-    path, overrides = split_arguments(arguments)
+    path, overrides = split_arguments(arguments, "plan")
     if price_per_hour is not None and budget is None and tokens is None:
         raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
     if write is not None and write.exists():
@@ -98,11 +123,78 @@ def plan_command(
             else:
                 show_table(block)
         if write is not None and search and plan.chosen is None:
-            raise ConfigError(f"{write} is not written: nothing fits")
-        if write is not None:
+            say(f"{write} is not written: nothing fits")
+            write = None
+        elif write is not None:
             write_recipe(write, plan.chosen or plan.recipe)
             show(f"written: {write}")
-        return plan.to_json()
+        found = plan.suggested or (None if write is None else plan.best) or plan.as_it_stands
+        if not found.fits:
+            click.get_current_context().meta[_EXIT_CODE] = DOES_NOT_FIT_EXIT_CODE
+        command = next_command(plan, path, overrides, init_from, gpu, write)
+        if (first := _preparation(plan.recipe)) is not None:
+            show(f"first: {first}")
+        show(f"next: {command}")
+        return {**plan.to_json(), "next": command}
+
+
+def next_command(
+    plan: Plan,
+    path: str,
+    overrides: Sequence[tuple[str, str]],
+    init_from: str | None,
+    gpu: str | None,
+    written: Path | None,
+) -> str:
+    """The command line to go on with after a plan.
+
+    Args:
+        path, overrides, init_from, gpu: those of the plan's command line.
+        written: the recipe that was written.
+    """
+    from firstlight.planner.plan_text import changed_options
+
+    way = plan.best or next((one for one in plan.nearest if not _needs_more_devices(one)), None)
+    start = [] if init_from is None else ["--init-from", init_from]
+    many = [] if plan.machine.count == 1 else ["--nproc", str(plan.machine.count)]
+    given = dict(overrides)
+    if written is not None:
+        return shlex.join(["firstlight", "train", str(written), *start, *many])
+    if plan.suggested is None and (way is not None or plan.as_it_stands.fits):
+        given |= {} if way is None else changed_options(way)
+        return shlex.join(["firstlight", "train", path, *_options(given), *start, *many])
+    where = [] if gpu is None else ["--gpu", gpu]
+    where += [] if plan.machine.count == 1 else ["--gpus", str(plan.machine.count)]
+    budget = plan.budget
+    if budget.tokens is not None:
+        wanted = ["--tokens", f"{budget.tokens:.0f}"]
+    else:
+        hours = 24 if budget.seconds is None else budget.seconds / 3600
+        wanted = ["--budget", f"{hours:g}h"]
+    new = f"{Path(path).stem}-planned.yaml"
+    plan_again = ["firstlight", "plan", path, *_options(given), *start, *where, *wanted]
+    return shlex.join([*plan_again, "--write", new])
+
+
+def _options(values: Mapping[str, str]) -> list[str]:
+    return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def _needs_more_devices(one: Outcome) -> bool:
+    return one.changes.get("distributed.engine") not in (None, "auto")
+
+
+def _preparation(recipe: Recipe) -> str | None:
+    """The command that makes the recipe's data; None where they are there."""
+    from firstlight.data.remote import is_url
+    from firstlight.data.shards import MANIFEST_NAME
+
+    mixed = [corpus.dir for corpus in recipe.data.mix or ()]
+    for folder in (*mixed, recipe.data.dir):
+        if folder and not is_url(folder) and not (Path(folder) / MANIFEST_NAME).is_file():
+            out = shlex.quote(folder)
+            return f"firstlight prepare YOUR_TEXT --tokenizer YOUR_TOKENIZER --out {out}"
+    return None
 
 
 def write_recipe(path: Path, recipe: Any) -> None:

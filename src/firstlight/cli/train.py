@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +21,13 @@ from firstlight.errors import ConfigError
 #: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
 STOPPED_EXIT_CODE = 75
 _EXIT_CODE = "firstlight.exit_code"
+_HELP_ALL = "firstlight.help_all"
+_USUAL_KEYS = (
+    *("run.dir", "data.dir", "data.seq_len", "batch.micro_batch_size"),
+    *("batch.global_batch_tokens", "schedule.max_steps", "schedule.epochs"),
+    *("optimizer.learning_rate", "efficiency.precision", "evaluation.every_steps"),
+    *("checkpoint.every_steps", "lora.rank"),
+)
 
 #: What launchers set: of several processes, only the main one forecasts, and which that is isn't
 #: known before torch is imported.
@@ -50,15 +60,52 @@ class _TrainCommand(click.Command):
             sections.setdefault(section + family, []).append(
                 (f"--{section}.{key}", f"{text} [{default}]".strip())
             )
+        if not ctx.meta.get(_HELP_ALL):
+            _write_short(formatter, sections)
+            return
         for title, rows in sections.items():
             with formatter.section(f"Recipe section {title}"):
                 formatter.write_dl(rows, col_max=36)
+
+
+def _write_short(
+    formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
+) -> None:
+    """The keys that are set most often, a line each, and the names of the sections."""
+    known = {name: text for rows in sections.values() for name, text in rows}
+    names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
+    width = formatter.width - max(map(len, names)) - 6
+    with formatter.section("Keys of the recipe that are set most often"):
+        formatter.write_dl(
+            [(name, textwrap.shorten(known[name], width, placeholder=" ...")) for name in names]
+        )
+    titles = dict.fromkeys(title.split()[0] for title in sections)
+    count = len(known)
+    formatter.write_paragraph()
+    formatter.write_text(
+        f"All {count} keys, of the sections {', '.join(titles)}: firstlight train --help-all"
+    )
+
+
+def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 @launch_options
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
+)
+@click.option(
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all_help,
+    help="Show every key of a recipe, too, and exit.",
 )
 @click.option("--resume", is_flag=True, help="Go on from the run's newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
@@ -91,7 +138,7 @@ def train_command(
     exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
     the run folder asks for a checkpoint.
     """
-    path, overrides = split_arguments(arguments)
+    path, overrides = split_arguments(arguments, "train")
     from firstlight.planner.forecasting import RunForecaster
 
     with RunForecaster() as forecaster:
@@ -178,13 +225,26 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+#: Of files of text that are no recipe, beside those that `prepare` reads.
+_OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
+_EXAMPLES = {
+    "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
+    "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090" says whether it fits, and how '
+    "fast it is",
+}
+
+
+def split_arguments(arguments: Sequence[str], verb: str) -> tuple[str, list[tuple[str, str]]]:
     """The recipe's path, and the (section.key, value) pairs.
 
     `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
 
+    Args:
+        verb: train or plan.
+
     Raises:
-        ConfigError: no recipe, more than one, or an option that is not one.
+        ConfigError: no recipe, more than one, something else than a recipe, or an option that is
+            not one.
     """
     paths: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -203,8 +263,45 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]
         overrides.append((name, value))
     if len(paths) != 1:
         problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
-        raise ConfigError(f"{problem}; use: firstlight train RECIPE.yaml [--section.key VALUE]...")
+        usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
+        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
+    _require_recipe(paths[0], verb)
     return paths[0], overrides
+
+
+def _require_recipe(path: str, verb: str) -> None:
+    """Refuse a folder or text in place of a recipe, and name the command that takes it.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from firstlight.data.shards import MANIFEST_NAME
+    from firstlight.data.sources import SUFFIXES
+    from firstlight.huggingface import CONFIG_NAME
+    from firstlight.training.job import RECIPE_NAME
+
+    place, quoted = Path(path).expanduser(), shlex.quote(path)
+    use = f"firstlight {verb} recipes/demo.yaml"
+    is_corpus = not place.exists() and (path == "stdlib" or path.startswith("hf:"))
+    is_text = place.is_file() and path.lower().endswith((*SUFFIXES, *_OTHER_TEXT))
+    if not place.is_dir() and not is_text and not is_corpus:
+        return
+    if (place / RECIPE_NAME).is_file():
+        resume = " --resume" if verb == "train" else ""
+        recipe = shlex.quote(str(place / RECIPE_NAME))
+        what, then = "a run folder", f"firstlight {verb} {recipe}{resume}"
+    elif (place / CONFIG_NAME).is_file():
+        what, then = "a model's folder", f"{use} --init-from {quoted}"
+    elif (place / MANIFEST_NAME).is_file():
+        what, then = "a prepared corpus", f"{use} --data.dir {quoted}"
+    else:
+        what = "a folder" if place.is_dir() else "text"
+        then = (
+            f"prepare takes text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
+            f"mine/tokenizer, then firstlight prepare {quoted} --tokenizer mine/tokenizer --out "
+            f"mine/data, then {use} --data.dir mine/data"
+        )
+    raise ConfigError(f"{path} is {what}, and {verb} takes a recipe: {then}")
 
 
 def _unknown_option(argument: str, name: str) -> str:
@@ -214,7 +311,7 @@ def _unknown_option(argument: str, name: str) -> str:
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
-    own = ("resume", "init-from", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
+    own = ("help-all", "resume", "init-from", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
     options = [f"--{option}" for option in (*own, *known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

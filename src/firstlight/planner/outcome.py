@@ -83,7 +83,7 @@ class Outcome:
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, without the recipe."""
+        """All of it as JSON values, without the recipe. What does not fit has no speed."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -94,7 +94,7 @@ class Outcome:
             "usable_bytes": self.usable_bytes,
             "training": None if self.training is None else self.training.to_json(),
             "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
-            "speed": None if self.speed is None else self.speed.to_json(),
+            "speed": self.speed.to_json() if self.speed is not None and self.fits else None,
         }
 
 

@@ -109,6 +109,8 @@ class Plan:
         return {
             "machine": machine,
             "parameters": self.parameters,
+            "vocab_size": None if self.recipe.model is None else self.recipe.model.vocab_size,
+            "precision": self.recipe.efficiency.precision,
             "as_it_stands": self.as_it_stands.to_json(),
             "best": None if self.best is None else self.best.to_json(),
             "reasons": self.reasons,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from firstlight.planner.outcome import Outcome
 from firstlight.planner.plan import Plan, cost
 from firstlight.planner.prediction import PARTS
 from firstlight.planner.roofline import Range
+from firstlight.training.config import Recipe
 
 _GIB = 2**30
 
@@ -23,9 +25,10 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     assert recipe.model is not None
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
-        f"{recipe.model.model_type}, {plan.parameters:,} parameters, rows of "
-        f"{recipe.data.seq_len:,} tokens, {recipe.batch.rows} a micro-batch; {count}"
-        f"{machine.name}, {gib(machine.usable_bytes)} usable"
+        f"{recipe.model.model_type}, {plan.parameters:,} parameters, a vocabulary of "
+        f"{recipe.model.vocab_size:,}; {precision_text(recipe)}, rows of {recipe.data.seq_len:,} "
+        f"tokens, {recipe.batch.rows} a micro-batch; {count}{machine.name}, "
+        f"{gib(machine.usable_bytes)} usable"
     )
     yield f"as it stands: {in_words(plan.as_it_stands)}"
     yield memory_table(plan.as_it_stands)
@@ -53,8 +56,21 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
         yield from _suggestion(plan)
 
 
+_PRECISIONS = {
+    "bf16": "bf16 with fp32 weights",
+    "fp16": "fp16 with fp32 weights",
+    "bf16_params": "bf16 weights with fp32 masters",
+}
+
+
+def precision_text(recipe: Recipe) -> str:
+    """The precision of a settled recipe, and whether it is compiled."""
+    name = recipe.efficiency.precision
+    return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
+
+
 def in_words(one: Outcome) -> str:
-    """Memory, and speed where it is known."""
+    """Memory, and for what fits the speed where it is known."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "DOES NOT FIT"
@@ -65,7 +81,7 @@ def in_words(one: Outcome) -> str:
         phase = f", at its peak in {where}"
     most = "at most " if one.is_bound else ""
     text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
-    if one.speed is None:
+    if one.speed is None or not one.fits:
         return text
     return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
 
@@ -100,20 +116,36 @@ def method_rows(plan: Plan) -> Table:
     first = plan.as_it_stands
     assert first.training is not None
     base, rate = first.training.total_bytes, first.tokens_per_second
-    rows.append(("as it stands", gib(base), "", _rate(rate), ""))
+    rows.append(("as it stands", gib(base), "", _rate(first), ""))
     plain = next((one for one in plan.methods if "efficiency.compile" in one.changes), first)
     plain_base = None if plain.training is None else plain.training.total_bytes
     for one in plan.methods:
         if one.training is None:
             continue
         needed, own = one.training.total_bytes, one.tokens_per_second
-        ratio = f"{own.expected / rate.expected:.2f}x" if own and rate else ""
+        both_fit = first.fits and one.fits
+        ratio = f"{own.expected / rate.expected:.2f}x" if own and rate and both_fit else ""
         beside = plain_base if one.is_bound else base
         saves = "" if beside is None else f"{1 - needed / beside:.0%}"
         rows.append(
-            (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(own), ratio)
+            (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(one), ratio)
         )
     return rows
+
+
+def changed_options(one: Outcome) -> dict[str, str]:
+    """What `one` changes in the recipe, as options of `train`: `section.key` -> value."""
+    found: dict[str, str] = {}
+    for key in one.changes:
+        value = _value(one, key)
+        parts = (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
+        # YAML reads JSON.
+        found |= {k: v if isinstance(v, str) else json.dumps(v) for k, v in parts.items()}
+    return found
 
 
 def _settings(one: Outcome, reasons: dict[str, str]) -> Iterator[str]:
@@ -187,7 +219,10 @@ def speed(rate: Range) -> str:
     return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
 
 
-def _rate(rate: Range | None) -> str:
+def _rate(one: Outcome) -> str:
+    if not one.fits:
+        return "does not fit"
+    rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"
 
 

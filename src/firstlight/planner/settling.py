@@ -113,21 +113,22 @@ def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
         source = resolve_model_folder(init_from)
         return recipe.model_copy(update={"model": read_config(source)})
-    if recipe.model is None:
+    model = recipe.model or recipe.planning.model
+    if model is None:
         raise ConfigError(
             "the recipe has no model: add a `model:` section, or give the folder of the weights "
             "to start from with --init-from"
         )
-    if recipe.model.vocab_size:
-        return recipe
-    folder = recipe.data.mix[0].dir if recipe.data.mix else str(recipe.data.dir)
-    found = prepared_vocabulary(folder)
-    if found is None:
-        raise ConfigError(
-            f"the model's vocabulary is that of the data's tokenizer, and {folder} is not prepared "
-            "here: prepare it, or say --model.vocab_size 50257"
-        )
-    model = recipe.model.model_copy(update={"vocab_size": found[0]})
+    if not model.vocab_size:
+        folder = recipe.data.mix[0].dir if recipe.data.mix else str(recipe.data.dir)
+        prepared = prepared_vocabulary(folder)
+        tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
+        if tokens is None:
+            raise ConfigError(
+                f"the model's vocabulary is that of the data's tokenizer, and {folder} is not "
+                "prepared here: prepare it, or say --planning.vocab_size 50257"
+            )
+        model = model.model_copy(update={"vocab_size": tokens})
     return recipe.model_copy(update={"model": model})
 
 

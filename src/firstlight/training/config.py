@@ -335,6 +335,20 @@ class CheckpointConfig(_Section):
     sharded: bool = False
 
 
+class PlanningConfig(_Section):
+    """The `planning` section: facts for `firstlight plan` before data and weights are there.
+    Training doesn't read it: the prepared data and the weights themselves decide.
+
+    vocab_size: number of tokens of the tokenizer that the data is to be prepared with.
+    model: shape of the weights that --init-from is to name, for a recipe without a `model` section.
+    """
+
+    vocab_size: int | None = Field(None, ge=1)
+    model: (
+        Annotated[GPT2Config | LlamaConfig | MoEConfig, Field(discriminator="model_type")] | None
+    ) = None
+
+
 class Recipe(_Section):
     """A whole run. `model` may be left out when weights are given to start from, `lora` when all of
     them are trained, and `preference` always: it is for data of kind preference."""
@@ -354,6 +368,7 @@ class Recipe(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
+    planning: PlanningConfig = PlanningConfig()
 
     @model_validator(mode="after")
     def _falling_rate(self) -> Self:
