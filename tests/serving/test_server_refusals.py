@@ -33,7 +33,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "audio": {"voice": "alloy"},
     "prediction": {"type": "content", "content": "x"},

@@ -17,6 +17,7 @@ from firstlight.generation.sampling import (
     logprobs_of,
     sample,
 )
+from firstlight.generation.structured import Constraint
 from firstlight.tokenizer import TextStream, Tokenizer
 
 
@@ -53,6 +54,7 @@ class Continuation:
         context: the model's limit of tokens.
         eos_token_ids: tokens that end the text.
         tokenizer: None makes no text of the tokens, and knows no stop texts.
+        constraint: what allows only some tokens; the text ends where it is complete.
 
     Attributes:
         config: with its seed.
@@ -71,6 +73,7 @@ class Continuation:
         context: int,
         eos_token_ids: Collection[int] = (),
         tokenizer: Tokenizer | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         seed = secrets.randbits(62) if config.seed is None else config.seed
         self.config = replace(config, seed=seed)
@@ -88,6 +91,7 @@ class Continuation:
         self._counts: Counter[int] = Counter()
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
         self._stops = StopTexts(config.stop)
+        self._constraint = constraint
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
@@ -112,11 +116,15 @@ class Continuation:
 
         Raises:
             ModelError: the logits are not finite numbers.
+            SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
         if len(self.token_ids) >= self._most:  # the prompt alone was asked for
             return self._end("length")
-        token_id = sample(logits_V, self.config, self._generator, self._seen, self._counts)
+        allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
+        token_id = sample(
+            logits_V, self.config, self._generator, self._seen, self._counts, allowed_V
+        )
         if token_id in self._eos_token_ids:
             return self._end("stop")
         self.token_ids.append(token_id)
@@ -126,8 +134,11 @@ class Continuation:
             assert self.config.logprobs is not None
             self.logprobs.append(logprob_of(logits_V, token_id, self.config.logprobs))
         piece = "" if self._stream is None else self._stops.push(self._stream.push(token_id))
+        complete = self._constraint is not None and self._constraint.push(token_id)
         if self._stops.found:
             self.finish_reason = "stop"
+        elif complete:
+            piece += self._end("stop")
         elif len(self.token_ids) == self._most:
             piece += self._end("length")
         return piece

@@ -90,6 +90,7 @@ def sample(
     generator: torch.Generator,
     seen: Collection[int] = (),
     counts: Mapping[int, int] | None = None,
+    allowed_V: Tensor | None = None,
 ) -> int:
     """Choose one token id from the logits [V] of one position.
 
@@ -97,6 +98,7 @@ def sample(
         seen: ids that the repetition penalty is for.
         counts: occurrences of each id among the new tokens, for the frequency and the presence
             penalty.
+        allowed_V: whether each token may be chosen, bool [V]; None allows all.
 
     Raises:
         ConfigError: `logit_bias` names a token that the model doesn't have.
@@ -107,6 +109,8 @@ def sample(
     if config.repetition_penalty != 1 and seen:
         logits_V = penalize(logits_V, config.repetition_penalty, seen)
     logits_V = shift(logits_V, config, counts or {})
+    if allowed_V is not None:
+        logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), float("-inf"))
     if config.temperature == 0:
         return int(logits_V.argmax())
     return draw(filter_probabilities(logits_V, config), generator)

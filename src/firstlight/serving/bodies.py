@@ -93,7 +93,10 @@ def _described(error: ValidationError) -> RequestError:
     """The first thing that is wrong."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ""
-    for part in first["loc"]:
+    parts = list(first["loc"])
+    if parts[0] == "response_format":
+        del parts[1:2]  # the kind that `type` names
+    for part in parts:
         if isinstance(part, int):
             place += f"[{part}]"
         else:

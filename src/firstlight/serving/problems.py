@@ -74,6 +74,11 @@ def too_long(tokens: int, limit: int, param: str) -> RequestError:
     )
 
 
+def schema_problem(message: str) -> RequestError:
+    """Of a JSON Schema that can't be followed."""
+    return RequestError(400, message, param="response_format", code="unsupported_schema")
+
+
 def not_supported(param: str, hint: str = "") -> RequestError:
     """Of a field that would change the answer, and that nothing here does."""
     return RequestError(

@@ -45,6 +45,38 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
+class PlainFormat(_Strict):
+    """A `response_format` without a schema.
+
+    Attributes:
+        type: "text" is any text, "json_object" any JSON object.
+    """
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(_Strict):
+    """The schema of a `response_format`.
+
+    Attributes:
+        name, description: have no effect.
+        schema_: JSON Schema; none is any object.
+        strict: has no effect: the schema is always kept to.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class SchemaFormat(_Strict):
+    """A `response_format` with a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class GenerationRequest(_Strict):
     """What both kinds of requests have.
 
@@ -60,6 +92,7 @@ class GenerationRequest(_Strict):
         seed: the same seed gives the same answer.
         frequency_penalty, presence_penalty: see `SamplingConfig`.
         logit_bias: numbers by token id, added to the logits of these tokens.
+        response_format: JSON as an answer, by a schema.
         user ... prompt_cache_retention: OpenAI's fields that say nothing about the answer:
             accepted, without effect.
     """
@@ -86,6 +119,9 @@ class GenerationRequest(_Strict):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASES)] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -98,6 +134,14 @@ class GenerationRequest(_Strict):
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The schema that the answer must keep to, if there is one."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.schema_ or {"type": "object"}
+        plain = self.response_format
+        return None if plain is None or plain.type == "text" else {"type": "object"}
 
 
 class CompletionRequest(GenerationRequest):
@@ -184,7 +228,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

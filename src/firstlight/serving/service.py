@@ -14,10 +14,11 @@ from typing import Any
 
 from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.structured import SchemaError
 from firstlight.huggingface import LoadedModel
 from firstlight.models.accounting import cache_bytes_per_token
 from firstlight.serving.metrics import Metrics
-from firstlight.serving.problems import FAILED, ClientGoneError, RequestError
+from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, schema_problem
 from firstlight.serving.scheduler import Job, QueueFullError, Scheduler, StoppedError, Update
 from firstlight.serving.work import Work, Workshop
 
@@ -104,6 +105,8 @@ class Service:
     def stop(self) -> None:
         """End; requests that are left fail with 503."""
         self.scheduler.stop()
+        if hasattr(self, "workshop"):  # it was started
+            self.workshop.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -263,5 +266,7 @@ class Progress:
 def _failure(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, StoppedError):
         return RequestError(503, str(error), code="stopping")
+    if isinstance(error, SchemaError):
+        return schema_problem(str(error))
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
     return RequestError(500, FAILED)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from firstlight.generation.sampling import TokenLogprob
+from firstlight.generation.structured import SchemaError, Vocabulary
 from firstlight.tokenizer import Tokenizer
 
 #: JSON has no infinity; OpenAI says this of a token that can't come.
@@ -37,6 +38,18 @@ class TokenTexts:
         if self._byte_level and all(char in _BYTE_OF for char in name):
             return bytes(_BYTE_OF[char] for char in name)
         return (name.replace("▁", " ") if self._spaces else name).encode()
+
+    def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
+        """All tokens of a model of `vocab_size` tokens, as grammars read them.
+
+        Raises:
+            SchemaError: the tokenizer's texts are not its tokens' one after the other.
+        """
+        if not (self._byte_level or self._spaces):
+            raise SchemaError("this model's tokenizer can't keep to a schema")
+        special = sorted(self._tokenizer.special_token_ids)
+        count = 1 + max(vocab_size - 1, *special, *ends)
+        return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
         """Whether it is part of the text; control tokens aren't."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.errors import ConfigError, InputError, MissingDependencyError, TokenizerError
 from firstlight.generation.chat import turn_end_ids
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
+from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
 from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat, Echo
 from firstlight.serving.bodies import read_request
-from firstlight.serving.problems import RequestError, too_long
+from firstlight.serving.problems import RequestError, schema_problem, too_long
 from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from firstlight.serving.token_text import TokenTexts
 from firstlight.training.report_text import own_version
@@ -59,6 +62,8 @@ class Workshop:
         self._loaded, self.name, self.context = loaded, name, context
         self._tokenizer = tokenizer_of(loaded)
         self._texts = TokenTexts(self._tokenizer)
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
         self._fingerprint = fingerprint_of(loaded.model)
         self._capacity = capacity
         self._ends = loaded.eos_token_ids
@@ -216,6 +221,9 @@ class Workshop:
                 raise RequestError(400, f"{param} has no tokens to go on from", param=param)
             if len(prompt_ids) + (wanted.max_tokens > 0) > self.context:
                 raise too_long(len(prompt_ids), self.context, param)
+        constraint = self._constraints(request.schema_asked)
+        if request.schema_asked is not None:
+            end_ids = self._chat_ends  # which the grammar ends with
         samplings = [_sampling(request, n, wanted) for n in range(choices)]
         try:
             require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
@@ -228,10 +236,42 @@ class Workshop:
                 context=self.context,
                 eos_token_ids=end_ids,
                 tokenizer=self._tokenizer,
+                constraint=constraint(),
             )
             for prompt_ids in prompts
             for sampling in samplings
         ]
+
+    def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
+        """What makes the constraint of each choice.
+
+        Raises:
+            RequestError: the schema can't be followed, or not here.
+        """
+        if schema is None:
+            return lambda: None
+        try:
+            with self._making_grammars:
+                if self._grammars is None:
+                    self._grammars = Grammars(
+                        self._texts.vocabulary(
+                            self._loaded.model.config.vocab_size, self._chat_ends
+                        )
+                    )
+            grammars = self._grammars
+            grammars.constraint(schema)
+        except MissingDependencyError as error:
+            raise RequestError(
+                400, str(error), param="response_format", code="unsupported_parameter"
+            ) from None
+        except SchemaError as error:
+            raise schema_problem(str(error)) from None
+        return lambda: grammars.constraint(schema)
+
+    def close(self) -> None:
+        """End the processes that follow schemas."""
+        if self._grammars is not None:
+            self._grammars.close()
 
 
 @dataclass(frozen=True)
