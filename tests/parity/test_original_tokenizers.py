@@ -13,7 +13,13 @@ import pytest
 import sentencepiece
 import tiktoken
 
-from firstlight.tokenizer import END_OF_TEXT, GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer
+from firstlight.tokenizer import (
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    Tokenizer,
+    train_tokenizer,
+)
 
 KINDS = ("llama3", "llama2", "gpt2", "gpt2 ranks")
 
@@ -140,3 +146,38 @@ def test_every_special_token_is_plain_text_unless_asked_for(
         assert ours.encode(f"a{token} b") == theirs(f"a{token} b")
         assert ours.encode(token, special_tokens=True) == [token_id]
         assert ours.decode([token_id]) == ""
+
+
+@pytest.mark.parametrize(
+    "tokens, pad",
+    [
+        (["<|endoftext|>"], None),  # it ends texts, which is learned
+        (["<|endoftext|>", "<|pad|>"], "<|pad|>"),
+        (["<|endoftext|>", "<|im_end|>"], "<|endoftext|>"),
+    ],
+)
+def test_transformers_pads_with_a_token_that_the_vocabulary_has_for_it(
+    tokens: list[str], pad: str | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+    made = train_tokenizer(["a b c d"] * 3, 256 + len(tokens), special_tokens=tokens)
+    tokenizer = Tokenizer(made.backend, eos_token=tokens[-1] if pad == tokens[0] else tokens[0])
+    tokenizer.save_pretrained(tmp_path)
+    again = Tokenizer.from_pretrained(tmp_path)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.encode("a b") == tokenizer.encode("a b")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.pad_token == pad
+    if pad is not None:
+        batch = DataCollatorForLanguageModeling(theirs, mlm=False)([theirs("abc"), theirs("a")])
+        assert batch["input_ids"][1, 1:].tolist() == [tokenizer.special_tokens[pad]] * 2
+        assert batch["labels"][1, 1:].tolist() == [-100, -100]
+
+
+def test_llamas_pad_with_what_no_text_contains(shared: Path, tmp_path: Path) -> None:
+    for kind, pad in (("llama2", "<unk>"), ("llama3", "<|finetune_right_pad_id|>")):
+        tokenizer = Tokenizer.from_pretrained(shared / "models" / f"{kind}-tokenizer")
+        config = json.loads(tokenizer.files()["tokenizer_config.json"])
+        assert config["pad_token"] == pad
+        assert "pad_token" not in tokenizer.config

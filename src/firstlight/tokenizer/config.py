@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError, TokenizerError
 from firstlight.files import plain_lines, read_file, read_json
 
-__all__ = ["chat_template_of", "named_tokens", "read_chat_template", "read_config", "token_text"]
+__all__ = [
+    "chat_template_of",
+    "named_tokens",
+    "natural_pad_token",
+    "read_chat_template",
+    "read_config",
+    "token_text",
+]
+
+#: What vocabularies call their padding; Qwen's is `<|endoftext|>`, where turns end otherwise.
+_PAD_TOKENS = (
+    *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
+    "<|endoftext|>",
+)
 
 #: Of a template's file; what is rendered may have a million characters.
 _MAX_TEMPLATE_BYTES = 4_000_000
@@ -80,6 +94,21 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
     entries |= {"bos_token": bos, "eos_token": eos}
     texts = {name: token_text(token) for name, token in entries.items()}
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def natural_pad_token(
+    special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
+) -> str | None:
+    """The token that a vocabulary has for padding, which no text that a model learns contains.
+
+    Args:
+        special_tokens: of the vocabulary.
+        ends: bos and eos, which are learned: a collator that pads with one of them leaves it out
+            of the loss everywhere.
+        byte_fallback: every text has tokens, so that `<unk>` is in none.
+    """
+    names = [*_PAD_TOKENS, *(["<unk>"] if byte_fallback else [])]
+    return next((name for name in names if name in special_tokens and name not in ends), None)
 
 
 def token_text(token: Any) -> str | None:

@@ -14,7 +14,7 @@ import tokenizers
 from firstlight.errors import TokenizerError
 from firstlight.files import write_file
 from firstlight.tokenizer.building import extended_backend, trained_parts
-from firstlight.tokenizer.config import chat_template_of, named_tokens
+from firstlight.tokenizer.config import chat_template_of, named_tokens, natural_pad_token
 from firstlight.tokenizer.formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
@@ -293,7 +293,12 @@ class Tokenizer:
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            **self.config,
+            "pad_token": natural_pad_token(
+                self.special_tokens,
+                (self.bos_token, self.eos_token),
+                byte_fallback=bool(self.byte_token_ids),
+            ),
+            **{key: value for key, value in self.config.items() if value is not None},
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             "add_bos_token": self.add_bos,
