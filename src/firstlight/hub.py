@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
 import re
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import FirstlightError, ModelError, StorageError, describe_os_error, nearest
+from firstlight.errors import FirstlightError, ModelError, StorageError, describe_os_error
 
 #: What a model folder is made of. Never pickled weights, never code.
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_WEIGHTS = "*.safetensors"
+_DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
 #: Pickled weights, for a conversion of a model that has no others.
 _PICKLED = ["pytorch_model*.bin"]
 
 #: Copies of the same weights that some models keep for other programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
+#: Folders that people write runs and models into, and no owner of models.
+_LOCAL_FOLDERS = frozenset(
+    ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
+)
 
 #: What keeps a download from being written, rather than from arriving.
 _DISK_ERRORS = (
@@ -28,7 +37,9 @@ _DISK_ERRORS = (
 )
 
 
-def find_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
+def find_model_folder(
+    name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
+) -> Path:
     """The folder of a local model, or of a hub id after its download.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), followed by @REVISION for another branch,
@@ -38,7 +49,11 @@ def find_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
     huggingface_hub does the downloading, with its cache (`HF_HOME`), its token (`HF_TOKEN` or
     `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). What the cache
     holds is not downloaded again, and is used without a word when the hub can't be reached.
-    With `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors.
+    With `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors. Without
+    `weights`, only what is no weights is: config.json and the tokenizer.
+
+    A name that was `typed` by a person and looks like a mistyped path (see `_is_mistyped_path`) is
+    not asked for at the hub; with a revision (`OWNER/NAME@main`) it is.
 
     Raises:
         ModelError: neither a folder nor something that can be downloaded.
@@ -49,14 +64,10 @@ def find_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
         return path
     text = str(name)
     repository, at, revision = text.partition("@")
-    looks_like_hub_id = (
-        repository.count("/") == 1
-        and not repository.startswith((".", "/", "~"))
-        and not (at and not revision)
-    )
-    if path.exists() or not looks_like_hub_id:
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = "" if path.exists() else nearest(path.name, siblings)
+    looks_like_hub_id = _HUB_ID.fullmatch(repository) is not None and not (at and not revision)
+    hint = "" if path.exists() else _near(path)
+    is_path = typed and not at and _is_mistyped_path(path, hint)
+    if path.exists() or not looks_like_hub_id or is_path:
         problem = (
             "is a file, not a folder (a model's folder is named whole; `firstlight convert` reads "
             "files of nanoGPT and LLMs-from-scratch)"
@@ -65,13 +76,16 @@ def find_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
         )
         if not path.exists() and "/" not in text:
             hint = f"{hint}; a model of the hub is OWNER/NAME, as openai-community/gpt2"
+        elif not path.exists() and looks_like_hub_id:
+            hint = f"{hint}; the hub's model of that name is {text}@main"
         raise ModelError(f"model folder {text} {problem}{hint}")
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    patterns = _DOWNLOADED if weights else [p for p in _DOWNLOADED if p != _WEIGHTS]
     try:
         options["ignore_patterns"] = _LEFT_OUT
-        folder = Path(snapshot_download(repository, allow_patterns=_DOWNLOADED, **options))
+        folder = Path(snapshot_download(repository, allow_patterns=patterns, **options))
         if pickled and not any(folder.glob("*.safetensors")):
             snapshot_download(repository, allow_patterns=_PICKLED, **options)
         return folder
@@ -86,6 +100,29 @@ def repository_of(folder: Path) -> str | None:
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
 
+def _near(path: Path) -> str:
+    """ "(did you mean 'mine/run'?)" of a path that does not exist, "" where nothing is near."""
+    match: list[str] = []
+    with contextlib.suppress(OSError):
+        if path.parent.is_dir():
+            names = difflib.get_close_matches(
+                path.name, [entry.name for entry in path.parent.iterdir()], n=1, cutoff=0.5
+            )
+            match = [str(path.parent / name) for name in names]
+        else:
+            folders = [entry for entry in path.parent.parent.iterdir() if entry.is_dir()]
+            alike = difflib.get_close_matches(path.parent.name, [f.name for f in folders])
+            inside = [str(e) for f in folders if f.name in alike for e in f.iterdir()]
+            match = difflib.get_close_matches(str(path), inside, n=1, cutoff=0.75)
+    return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def _is_mistyped_path(path: Path, hint: str) -> bool:
+    """Whether NAME/NAME that does not exist is a path rather than a hub id: it is in a folder that
+    is there, is near to something that is there, or begins as the folders of runs do."""
+    return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
+
+
 def _failure(error: Exception, text: str) -> FirstlightError:
     """The error for people that says why the hub id `text` could not be downloaded."""
     from huggingface_hub import constants
@@ -93,9 +130,7 @@ def _failure(error: Exception, text: str) -> FirstlightError:
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         error.filename = error.filename or constants.HF_HUB_CACHE
         return StorageError(f"{describe_os_error(error)} (HF_HOME moves the hub's cache)")
-    parent = Path(text).expanduser().parent
-    siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-    hint = nearest(Path(text).name, siblings)
+    hint = _near(Path(text).expanduser())
     return ModelError(
         f"{text} is not a folder here{hint}, and it can't be downloaded from the hub: "
         f"{_reason(error, text)}"

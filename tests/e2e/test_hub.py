@@ -285,6 +285,56 @@ def test_a_model_that_may_not_be_read_says_what_to_do(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "mine/rum",
+            " (did you mean 'mine/run'?); the hub's model of that name is mine/rum@main",
+        ),
+        (
+            "mien/run",
+            " (did you mean 'mine/run'?); the hub's model of that name is mien/run@main",
+        ),
+        ("mine/else", "; the hub's model of that name is mine/else@main"),
+        ("runs/first", "; the hub's model of that name is runs/first@main"),
+        ("a name/with blanks", ""),
+    ],
+)
+def test_a_mistyped_path_is_not_asked_for_at_the_hub(
+    name: str, told: str, hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert client.refusal(name) == f"ModelError: model folder {name} does not exist{told}"
+    assert hub.requests == []
+
+
+def test_with_a_revision_a_folder_here_does_not_hide_the_hub(
+    hub: Hub, client: Client, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("mine/tiny", tiny)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert contents(client.find("mine/tiny@main")) == contents(tiny)
+
+
+def test_text_is_prepared_with_a_tokenizer_of_the_hub_without_its_weights(
+    hub: Hub, client: Client, tiny: Path, tmp_path: Path
+) -> None:
+    hub.add("owner/tiny", tiny)
+    (tmp_path / "a.txt").write_text("the first light " * 50, encoding="utf-8")
+    out = tmp_path / "data"
+    done = client.run(
+        *("-m", "firstlight", "prepare", str(tmp_path / "a.txt"), "--tokenizer", "owner/tiny"),
+        *("--out", str(out), "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    fingerprint = Tokenizer.from_pretrained(tiny).fingerprint
+    assert json.loads(done.stdout)["tokenizer_sha256"] == fingerprint
+    assert WEIGHTS not in hub.asked_for()
+
+
 def test_a_token_that_the_hub_does_not_know_is_named_as_the_problem(
     hub: Hub, client: Client, tiny: Path
 ) -> None:

@@ -435,10 +435,9 @@ def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig
 def test_a_path_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "shakespeare").mkdir()
     message = refusal(tmp_path / "shakespear")
-    assert (
-        message
-        == f"model folder {tmp_path / 'shakespear'} does not exist (did you mean 'shakespeare'?)"
-    )
+    near = tmp_path / "shakespeare"
+    told = f"model folder {tmp_path / 'shakespear'} does not exist (did you mean '{near}'?)"
+    assert message == told
 
 
 def test_a_file_is_no_model_folder(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_base_on_the_hub_is_asked_for_with_its_revision(
     model = write_adapter(tmp_path / "adapter", base, "owner/name@v2")
     asked: list[str] = []
 
-    def find(name: str) -> Path:
+    def find(name: str, typed: bool) -> Path:
         asked.append(name)
         return base
 

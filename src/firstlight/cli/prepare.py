@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError
 
 @click.command("prepare")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--tokenizer", required=True, help="Folder or file of a tokenizer.")
+@click.option("--tokenizer", required=True, help="Folder or file of a tokenizer, or a hub id.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
     "--val-fraction",
@@ -104,13 +104,16 @@ def prepare_command(
     """
     of_chat = {"form": form, "train_on": train_on, "on_bad": on_bad}
     given = {name: value for name, value in of_chat.items() if value is not None}
+    from firstlight.checkpoint import resolve_tokenizer
+
+    place = resolve_tokenizer(tokenizer)
     if kind != "text":
         _require_of_text(workers, engine, ray_address, text_key)
         from firstlight.data.chat import ChatOptions, prepare_chat
 
         manifest = prepare_chat(
             inputs,
-            tokenizer,
+            place,
             out,
             val_inputs=val_input,
             template=template,
@@ -132,7 +135,7 @@ def prepare_command(
 
         manifest = prepare(
             inputs,
-            tokenizer,
+            place,
             out,
             val_fraction=val_fraction,
             workers=workers,

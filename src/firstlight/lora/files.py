@@ -139,7 +139,9 @@ def _base_of(folder: Path) -> Path:
         return folder / name
     try:
         # A hub id with a revision is written as a name with @ here, in two fields by PEFT.
-        return find_model_folder(f"{name}@{config.revision}" if config.revision else name)
+        return find_model_folder(
+            f"{name}@{config.revision}" if config.revision else name, typed=False
+        )
     except ModelError as error:
         raise ModelError(
             f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"

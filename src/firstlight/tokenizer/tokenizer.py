@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import tokenizers
 
-from firstlight.errors import TokenizerError
+from firstlight.errors import TokenizerError, nearest
 from firstlight.files import write_file
 from firstlight.tokenizer.building import extended_backend, trained_parts
 from firstlight.tokenizer.config import chat_template_of, named_tokens, natural_pad_token
@@ -83,7 +83,8 @@ class Tokenizer:
         """
         path = Path(path)
         if not path.exists():
-            raise TokenizerError(f"tokenizer {path} does not exist")
+            siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise TokenizerError(f"tokenizer {path} does not exist{nearest(path.name, siblings)}")
         if path.is_dir():
             path = find_tokenizer_file(path)
         return cls(**vars(read_tokenizer_file(path)))
