@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _TEMPORARY_PREFIX = ".tmp-"
 
 #: Of JSON files that describe something: the largest known, lists of a model's tensors, have 10 MB.
 MAX_JSON_BYTES = 1 << 24
+#: Lists and objects in a JSON file, each of which takes some 25 times its bytes in memory. The
+#: largest tokenizers, whose merges are lists, have 600,000.
+_MAX_JSON_VALUES = 1_000_000
 
 
 @contextlib.contextmanager
@@ -290,12 +294,27 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
             or holds a NaN or an infinity, which are no JSON.
     """
     content = read_file(path, max_bytes)
+    require_few_values(path, content)
     try:
         return json.loads(
             content.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from error
+
+
+def require_few_values(path: Path, content: bytes) -> None:
+    """Refuse JSON that would take far more memory than its file is long.
+
+    Raises:
+        InputError: it holds too many lists and objects.
+    """
+    count = content.count(b"[") + content.count(b"{")
+    if count > _MAX_JSON_VALUES:
+        raise InputError(
+            f"{path} holds {count:,} lists and objects, more than the {_MAX_JSON_VALUES:,} that "
+            "are read"
+        )
 
 
 def _refuse_constant(name: str) -> None:
@@ -310,8 +329,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {twice!r} is given twice")
     return value
 
 

@@ -79,8 +79,9 @@ class ChatEncoder:
         self._special = tokenizer.special_tokens
         # What comes after the model only trims the offsets: those of " a" would be those of "a".
         state = json.loads(tokenizer.backend.to_str())
-        self._backend = tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
-        self._backend.encode_special_tokens = True
+        self._plain = Tokenizer(
+            tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
+        )
         self._has_blocks = _GENERATION_BLOCK.search(self._template) is not None
 
     def encode(
@@ -235,7 +236,7 @@ class ChatEncoder:
                 ids.append(self._special[piece])
                 learned.append(bool(own[0]))
                 continue
-            encoding = self._backend.encode(piece, add_special_tokens=False)
+            encoding = self._plain.encoding(piece)
             ids += encoding.ids
             for start, end in encoding.offsets:
                 first = bool(own[min(start, len(own) - 1)])

@@ -21,10 +21,11 @@ from firstlight.tokenizer.config import read_chat_template, read_config, token_t
 from firstlight.tokenizer.limits import (
     LARGEST_FILE_BYTES,
     read_tokenizer,
+    require_bounded,
     require_short,
-    require_sound_maps,
 )
 from firstlight.tokenizer.sentencepiece import sentencepiece_pieces, unsupported_features
+from firstlight.tokenizer.trial import library_errors, require_swift
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -175,15 +176,11 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
     # "model" is also an ordinary word of GPT-2's vocabulary.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
-    require_sound_maps(path, state.get("normalizer"))
-    try:
+    require_bounded(path, state)
+    with library_errors(f"tokenizer {path} can't be loaded", muted=True):
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         leading = _leading_token(backend)
-    except BaseException as error:
-        # A panic of the library, which is written in Rust, is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"tokenizer {path} can't be loaded: {error}") from error
+    require_swift(path, backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     bos = token_text(config.pop("bos_token", None)) or leading

@@ -1,20 +1,58 @@
-"""What a tokenizer's files may ask for: no more memory and time than any real one needs."""
+"""What a tokenizer's files may ask for: no more memory and time than any real one needs.
+
+tokenizer.json is a small program: steps that rewrite a text, patterns that cut it, templates that
+put tokens around it. The library runs whatever it says, so its steps, and how much longer they
+make a text, are counted here before the library sees the file. What no count shows is tried on
+short texts: see `trial`.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError, TokenizerError
-from firstlight.files import read_file
+from firstlight.files import read_file, require_few_values
 
-__all__ = ["LARGEST_FILE_BYTES", "read_tokenizer", "require_short", "require_sound_maps"]
+__all__ = [
+    "LARGEST_FILE_BYTES",
+    "read_tokenizer",
+    "require_bounded",
+    "require_short",
+    "steps_of",
+]
 
 LARGEST_FILE_BYTES = 100_000_000
 #: Bytes that are looked at when every token is cut into two in every way: Llama 3's have 10^7.
 _MOST_CUT_BYTES = 200_000_000
+#: Steps of a normalizer, pre-tokenizer or decoder; real ones have up to twenty.
+_MOST_STEPS = 100
+#: Steps that put tokens around a text, and tokens that one of them puts there.
+_MOST_FRAMES, _MOST_FRAME_TOKENS = 10, 256
+#: Characters that one may become. Real ones write a line end as "<|newline|>".
+_MOST_GROWTH = 16.0
+#: Characters put before a text.
+_MOST_PREPENDED = 1000
+#: Characters of a pattern, or of any other text of a step.
+_MOST_STEP_CHARS = 10_000
+#: Times that bytes are written as characters, which makes most of them two.
+_MOST_BYTE_LEVELS = 3
+_MOST_BERT_NORMALIZERS = 3
+_MOST_ADDED_CHARS = 4_000_000
+_MOST_ADDED_TOKEN_CHARS = 10_000
+#: Nodes of the tree that a Unigram model makes of its tokens, some 300 bytes each: XLM-R's and
+#: mT5's 250,000 tokens make fewer than this.
+_MOST_UNIGRAM_NODES = 1_500_000
+#: A WordPiece model looks at every part of a word: BERT's take words of 100 characters.
+_LONGEST_WORD = 1000
+#: No vocabulary has as many tokens.
+_HIGHEST_ID = 1 << 26
+
+_SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def read_tokenizer(path: Path) -> bytes:
@@ -24,32 +62,11 @@ def read_tokenizer(path: Path) -> bytes:
         TokenizerError: it can't be read, is no file, or is larger than any tokenizer's.
     """
     try:
-        return read_file(path, LARGEST_FILE_BYTES)
+        content = read_file(path, LARGEST_FILE_BYTES)
+        require_few_values(path, content)
     except InputError as error:
         raise TokenizerError(f"tokenizer {error}") from error
-
-
-def require_sound_maps(path: Path, normalizer: Any) -> None:
-    """Refuse a sentencepiece map of characters that says it is longer than it is: the library
-    takes memory for as much as it says.
-
-    Raises:
-        TokenizerError: there is one.
-    """
-    if not isinstance(normalizer, dict):
-        return
-    inner = normalizer.get("normalizers")
-    for part in inner if isinstance(inner, list) else ():
-        require_sound_maps(path, part)
-    text = normalizer.get("precompiled_charsmap")
-    if not isinstance(text, str):
-        return
-    try:
-        content = base64.b64decode(text)
-    except ValueError:
-        return  # the library says so
-    if int.from_bytes(content[:4], "little") > len(content):
-        raise TokenizerError(f"tokenizer {path} is damaged: its map of characters is cut short")
+    return content
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
@@ -60,3 +77,176 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
     """
     if sum(len(token) ** 2 for token in tokens) > _MOST_CUT_BYTES:
         raise TokenizerError(f"tokenizer {path} holds tokens that are longer than any text's words")
+
+
+# What a tokenizer.json asks for, counted before the library reads it
+
+
+def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer.json whose steps would take memory or time without end.
+
+    Fields of a wrong type are left to the library, which names them.
+
+    Raises:
+        TokenizerError: it has more steps, makes texts longer, or holds longer tokens than any
+            real tokenizer.
+    """
+    try:
+        for section in _SECTIONS:
+            _require_bounded_section(section, list(steps_of(state.get(section))))
+        _require_bounded_tokens(state.get("added_tokens"), state["model"])
+    except TokenizerError as error:
+        raise TokenizerError(f"tokenizer {path} {error}: no real tokenizer does") from None
+
+
+def steps_of(section: Any) -> Iterator[Mapping[str, Any]]:
+    """A section's steps, in their order, those of sequences in sequences too."""
+    rest = [section]
+    while rest:
+        step = rest.pop()
+        if not isinstance(step, dict):
+            continue
+        inner = [step.get(name) for name in ("normalizers", "pretokenizers", "processors")]
+        inner.append(step.get("decoders"))
+        parts = [part for parts in inner if isinstance(parts, list) for part in parts]
+        if not parts:
+            yield step
+        rest.extend(reversed(parts))
+
+
+def _require_bounded_section(section: str, steps: list[Mapping[str, Any]]) -> None:
+    most = _MOST_FRAMES if section == "post_processor" else _MOST_STEPS
+    if len(steps) > most:
+        raise TokenizerError(f"has {len(steps):,} steps in its {section}, more than {most}")
+    kinds = [step.get("type") for step in steps]
+    for kind, most in (
+        ("ByteLevel", _MOST_BYTE_LEVELS),
+        ("BertNormalizer", _MOST_BERT_NORMALIZERS),
+    ):
+        if kinds.count(kind) > most:
+            raise TokenizerError(f"has {kinds.count(kind)} steps {kind} in its {section}")
+    for step in steps:
+        if section == "post_processor":
+            _require_few_frames(step)
+        else:
+            _require_short_texts(section, step)
+    grown, prepended = _growth(steps)
+    if grown > _MOST_GROWTH or prepended > _MOST_PREPENDED:
+        raise TokenizerError(
+            f"has a {section} that makes a text of {max(grown, prepended):,.0f} characters of one"
+        )
+
+
+def _require_few_frames(step: Mapping[str, Any]) -> None:
+    """Of the tokens that are put around a text."""
+    pieces = [step.get(name) for name in ("single", "pair")]
+    count = sum(len(piece) for piece in pieces if isinstance(piece, list))
+    tokens = step.get("special_tokens")
+    for token in tokens.values() if isinstance(tokens, dict) else ():
+        ids = token.get("ids") if isinstance(token, dict) else None
+        count += len(ids) if isinstance(ids, list) else 0
+    if count > 2 * _MOST_FRAME_TOKENS:
+        raise TokenizerError(f"puts {count:,} tokens around a text in its post_processor")
+
+
+def _require_short_texts(section: str, step: Mapping[str, Any]) -> None:
+    for name, text in step.items():
+        parts = [text, *text.values()] if isinstance(text, dict) else [text]
+        for part in parts:
+            if name == "precompiled_charsmap" and isinstance(part, str):
+                _require_sound_map(part)
+            elif isinstance(part, str) and len(part) > _MOST_STEP_CHARS:
+                raise TokenizerError(f"has a {name} of {len(part):,} characters in its {section}")
+
+
+def _require_sound_map(text: str) -> None:
+    """Of sentencepiece's map of characters, that it is no longer than it is said to be (the library
+    takes memory for as much as it says), and that no character becomes a long text."""
+    try:
+        content = base64.b64decode(text)
+    except ValueError:
+        return  # the library says so
+    size = int.from_bytes(content[:4], "little")
+    if size > len(content):
+        raise TokenizerError("is damaged, its map of characters is cut short")
+    longest = max(map(len, content[4 + size :].split(b"\0")))
+    if longest > 256:
+        raise TokenizerError(f"has a map of characters with a text of {longest:,} bytes for one")
+
+
+def _growth(steps: list[Mapping[str, Any]]) -> tuple[float, float]:
+    """The most characters that the steps make of one, and those that they put before a text.
+
+    From the last step to the first: how many characters each character becomes in the steps from
+    there on. An occurrence of a pattern shares what it is replaced by among its characters.
+    """
+    weights: defaultdict[str, float] = defaultdict(lambda: 1.0)
+    every = 1.0  # of characters that no step names
+    prepended = 0.0
+
+    def weight(text: Any) -> float:
+        if not isinstance(text, str):
+            return 0.0
+        return sum(max(weights.get(character, every), 0.0) for character in text)
+
+    for step in reversed(steps):
+        kind = step.get("type")
+        if kind == "Prepend":
+            prepended += weight(step.get("prepend"))
+        elif kind == "ByteLevel":
+            every = 2 * max(every, *weights.values(), 1.0)
+            weights.clear()
+        elif kind == "Replace":
+            pattern, made = step.get("pattern"), weight(step.get("content"))
+            found = pattern.get("String") if isinstance(pattern, dict) else None
+            if isinstance(found, str) and found:
+                for character in set(found):
+                    now = weights.get(character, every)
+                    share = made / len(found)
+                    weights[character] = share if len(found) == 1 else max(now, share)
+            else:
+                # A pattern can match any character, and nothing at all beside each.
+                every = max(every, *weights.values(), made) + (made if made > 1 else 0)
+                weights.clear()
+        if max(every, *weights.values(), prepended, 0.0) > 1e12:
+            break
+    return max(every, *weights.values(), 0.0), prepended
+
+
+def _require_bounded_tokens(added: Any, model: Mapping[str, Any]) -> None:
+    total = highest = 0
+    for token in added if isinstance(added, list) else ():
+        text, token_id = (
+            (token.get("content"), token.get("id")) if isinstance(token, dict) else (0, 0)
+        )
+        total += len(text) if isinstance(text, str) else 0
+        if isinstance(text, str) and len(text) > _MOST_ADDED_TOKEN_CHARS:
+            raise TokenizerError(f"has an added token of {len(text):,} characters")
+        highest = max(highest, token_id) if isinstance(token_id, int) else highest
+    if total > _MOST_ADDED_CHARS:
+        raise TokenizerError(f"has added tokens of {total:,} characters together")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        ids = [token_id for token_id in vocabulary.values() if isinstance(token_id, int)]
+        highest = max(highest, max(ids, default=0))
+    elif isinstance(vocabulary, list):
+        _require_small_tree(vocabulary)
+    if highest > _HIGHEST_ID:
+        raise TokenizerError(f"gives a token the id {highest:,}")
+    longest = model.get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > _LONGEST_WORD:
+        raise TokenizerError(f"takes words of {longest:,} characters for one token")
+
+
+def _require_small_tree(vocabulary: list[Any]) -> None:
+    """Of a Unigram model's tokens, each with its score."""
+    pairs = (entry for entry in vocabulary if isinstance(entry, list) and entry)
+    tokens = [pair[0] for pair in pairs if isinstance(pair[0], str)]
+    if sum(map(len, tokens)) <= _MOST_UNIGRAM_NODES:
+        return
+    nodes, before = 0, ""
+    for token in sorted(tokens):
+        nodes += len(token) - len(os.path.commonprefix((before, token)))
+        before = token
+    if nodes > _MOST_UNIGRAM_NODES:
+        raise TokenizerError(f"has tokens that share no beginnings, {nodes:,} characters of them")

@@ -23,6 +23,9 @@ from firstlight.tokenizer.formats import (
     require_unicode,
 )
 from firstlight.tokenizer.state import extends, fingerprint, splits_at_newline_after_letter
+from firstlight.tokenizer.trial import library_errors, may_panic
+
+_CANT_ENCODE = "the tokenizer can't encode this text"
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -53,6 +56,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend = backend
+        self._may_panic = may_panic(backend)
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.config = dict(config or {})
@@ -173,10 +177,21 @@ class Tokenizer:
 
         Raises:
             InputError: the text holds half of a surrogate pair, which is no character.
+            TokenizerError: the tokenizer's files have no token for a part of the text, or a
+                pattern that fails on it.
+        """
+        return self.encoding(text, special_tokens=special_tokens).ids
+
+    def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
+        """What `encode` makes of a text, with the place of each token in it.
+
+        Raises:
+            InputError, TokenizerError: see `encode`.
         """
         require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        return backend.encode(text, add_special_tokens=False).ids
+        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+            return backend.encode(text, add_special_tokens=False)
 
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
@@ -185,7 +200,8 @@ class Tokenizer:
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     @functools.cached_property
@@ -205,8 +221,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        """The text of `ids`, special tokens left out.
+
+        Raises:
+            TokenizerError: the tokenizer's decoder fails on them.
+        """
+        with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
+            return self.backend.decode(list(ids), skip_special_tokens=True)
 
     @functools.cached_property
     def splits_at_newline_after_letter(self) -> bool:
