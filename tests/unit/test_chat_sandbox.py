@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer import chat_sandbox
+from firstlight.tokenizer import chat_meter
 from firstlight.tokenizer.chat_sandbox import render
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 
@@ -82,7 +82,7 @@ def test_the_ways_out_of_the_sandbox_are_shut(template: str) -> None:
         (
             "{% set n = namespace(x='abc') %}"
             "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "it keeps a value of more than",
+            "it makes more than",
         ),
         (
             "{% set n = namespace(x=[1, 2]) %}"
@@ -93,7 +93,7 @@ def test_the_ways_out_of_the_sandbox_are_shut(template: str) -> None:
         (
             "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% endif %}{% endmacro %}"
             "{{ f('abc', 99) }}",
-            "it keeps a value of more than",
+            "it makes more than",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ lipsum(n=10**9) }}", "'lipsum' is undefined"),
@@ -122,8 +122,8 @@ def doubling(step: str) -> str:
 def test_no_scope_can_double_a_value_for_ever(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_sandbox, "MAX_CHARS", 100_000)
-    with pytest.raises(TokenizerError, match="it keeps a value of more than 100,000 characters"):
+    monkeypatch.setattr(chat_meter, "MAX_CHARS", 100_000)
+    with pytest.raises(TokenizerError, match="it (keeps a value of|makes) more than 100,000 characters"):
         rendered("{% set v0 = 'abc' %}" + template)
 
 
@@ -137,7 +137,7 @@ def test_no_scope_can_double_a_value_for_ever(
 def test_templates_that_go_on_for_ever_are_stopped(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat_meter, "MAX_SECONDS", 0.05)
     with pytest.raises(TokenizerError, match=r"it takes more than 0\.05 seconds"):
         rendered(template)
 
@@ -149,7 +149,7 @@ def test_templates_that_go_on_for_ever_are_stopped(
         ("\n\n{{ x", "doesn't compile: line 3"),
         ("{{ x | nothing }}", "doesn't compile: line 1: No filter named 'nothing'"),
         ("{{ 'a' | center(9) }}", "doesn't compile: line 1: No filter named 'center'"),
-        ("{{" + "(" * 9999 + ")" * 9999 + "}}", "doesn't compile: RecursionError"),
+        ("{{" + "(" * 7000 + ")" * 7000 + "}}", "doesn't compile: RecursionError"),
         ("x" * 1_000_001, "has 1,000,001 characters, more than the 1,000,000"),
         ("{{ a.b.c }}", "fails on these messages: UndefinedError: 'a' is undefined"),
         ("{{ 1 + 'a' }}", "fails on these messages: TypeError"),
@@ -169,7 +169,7 @@ def test_a_long_conversation_is_no_attack() -> None:
 
 
 def test_renderings_in_several_threads_have_a_meter_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_sandbox, "MAX_CHARS_MADE", 1000)
+    monkeypatch.setattr(chat_meter, "MAX_BYTES_MADE", 3000)
     template = "{% for i in range(9) %}{{ 'ab' * 50 }}{% endfor %}"
     texts: list[str] = []
     threads = [threading.Thread(target=lambda: texts.append(rendered(template))) for _ in range(8)]

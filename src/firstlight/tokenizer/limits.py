@@ -9,7 +9,6 @@ short texts: see `trial`.
 from __future__ import annotations
 
 import base64
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -240,13 +239,15 @@ def _require_bounded_tokens(added: Any, model: Mapping[str, Any]) -> None:
 
 def _require_small_tree(vocabulary: list[Any]) -> None:
     """Of a Unigram model's tokens, each with its score."""
-    pairs = (entry for entry in vocabulary if isinstance(entry, list) and entry)
-    tokens = [pair[0] for pair in pairs if isinstance(pair[0], str)]
+    entries = (entry for entry in vocabulary if isinstance(entry, list) and entry)
+    tokens = [entry[0] for entry in entries if isinstance(entry[0], str)]
     if sum(map(len, tokens)) <= _MOST_UNIGRAM_NODES:
         return
     nodes, before = 0, ""
     for token in sorted(tokens):
-        nodes += len(token) - len(os.path.commonprefix((before, token)))
+        pairs = enumerate(zip(before, token, strict=False))
+        shared = next((place for place, (a, b) in pairs if a != b), len(before))
+        nodes += len(token) - min(shared, len(token))
         before = token
     if nodes > _MOST_UNIGRAM_NODES:
         raise TokenizerError(f"has tokens that share no beginnings, {nodes:,} characters of them")

@@ -1,0 +1,249 @@
+"""What rendering a chat template uses up: time, text that it makes, values that it keeps.
+
+Python can't be interrupted within one call of its own, so whatever takes time or memory by the
+length of its input is accounted for before it runs, and the time is looked at after it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+__all__ = [
+    "BYTES_PER_PIECE",
+    "MAX_CHARS",
+    "MAX_ITEMS",
+    "Meter",
+    "account_for_format",
+    "account_for_method",
+    "account_for_operator",
+    "joined_bytes",
+    "one_line",
+    "replaced_bytes",
+]
+
+#: Characters of a rendered conversation, and of any one value on the way.
+MAX_CHARS = 10_000_000
+#: What one item of a list counts for among them.
+_CHARS_PER_ITEM = 20
+#: Bytes of all that is made in one rendering.
+MAX_BYTES_MADE = 150_000_000
+#: Bytes of a short text, as a text is cut into.
+BYTES_PER_PIECE = 80
+#: Items of what is sorted, grouped or made distinct: each takes a microsecond.
+MAX_ITEMS = 100_000
+#: Bits of a whole number.
+_MAX_INTEGER_BITS = 100_000
+#: Characters that may be taken off the ends of a text: each place is compared with each of them.
+_MAX_STRIPPED_CHARS = 1000
+#: Characters looked for from the end of a text times those of the text: Python may compare each
+#: with each.
+_MAX_BACKWARD_COMPARISONS = 100_000_000
+#: Processor time of one rendering; a conversation of a million words takes a tenth.
+MAX_SECONDS = 0.7
+#: Values that are looked at before the time is.
+_VALUES_PER_TICK = 200
+_ITEMS_PER_TICK = 16
+
+_SPLITTING = ("split", "rsplit", "splitlines")
+_FROM_THE_END = ("rfind", "rindex", "rpartition", "rsplit")
+_PLAIN_METHODS = frozenset(
+    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit "
+    "isidentifier islower isnumeric isprintable isspace istitle isupper lower partition "
+    "removeprefix removesuffix startswith swapcase title upper".split()
+)
+_PADDING = ("ljust", "rjust", "center", "zfill")
+_ENCODINGS = ("utf-8", "utf8", "ascii", "latin-1")
+
+
+class Meter:
+    """What one rendering has used up."""
+
+    def __init__(self) -> None:
+        self._started = time.thread_time()
+        self._made = 0
+
+    def tick(self) -> None:
+        """To be called again and again, wherever a template can go round."""
+        if time.thread_time() - self._started > MAX_SECONDS:
+            raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+    def make(self, size: int, chars: int = 0) -> None:
+        """To be called before a value of that many bytes is made, or a text of so many `chars`."""
+        if chars > MAX_CHARS:
+            raise SecurityError(f"it makes more than {MAX_CHARS:,} characters at once")
+        self._made += max(size, 0)
+        if self._made > MAX_BYTES_MADE:
+            raise SecurityError(f"it makes more than {MAX_BYTES_MADE:,} bytes")
+
+    def made(self, value: Any) -> Any:
+        """To be called with what was made; gives it back."""
+        if isinstance(value, str | bytes | list | tuple | dict | set):
+            if isinstance(value, str | bytes) and len(value) > MAX_CHARS:
+                raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
+            self.make(sys.getsizeof(value))
+        self.tick()
+        return value
+
+    def keep(self, value: Any) -> None:
+        """To be called with each value that gets a name, so that none can be doubled for ever."""
+        self.size(value, "it keeps a value")
+
+    def size(self, value: Any, action: str, most: int | None = None) -> int:
+        """The characters of a value and all that is in it, its items counted too.
+
+        Raises:
+            SecurityError: there are more than `most` (by default as many as any value may have),
+                in a sentence that begins with `action`.
+        """
+        most = MAX_CHARS if most is None else most
+        size, seen, rest = 0, 0, [value]
+        while rest:
+            item = rest.pop()
+            seen += 1
+            if isinstance(item, str | bytes):
+                size += len(item)
+            elif isinstance(item, dict):
+                size += 2 * _CHARS_PER_ITEM * len(item)
+                if size <= most:
+                    rest.extend(item)
+                    rest.extend(item.values())
+            elif isinstance(
+                item, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView
+            ):
+                size += _CHARS_PER_ITEM * len(item)
+                if size <= most:
+                    rest.extend(item)
+            else:
+                size += _CHARS_PER_ITEM
+            if size > most:
+                raise SecurityError(f"{action} of more than {most:,} characters")
+            if seen % _VALUES_PER_TICK == 0:
+                self.tick()
+        self.tick()
+        return size
+
+    def each(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Items as they come, with the time looked at between them."""
+        for number, item in enumerate(items):
+            if number % _ITEMS_PER_TICK == 0:
+                self.tick()
+                self.make(_ITEMS_PER_TICK * BYTES_PER_PIECE)
+            yield item
+
+
+def joined_bytes(items: Iterable[Any], separator: str | bytes) -> int:
+    """Bytes of a text that is joined of others."""
+    between = sys.getsizeof(separator)
+    return sum(
+        between + (sys.getsizeof(i) if isinstance(i, str | bytes) else BYTES_PER_PIECE)
+        for i in items
+    )
+
+
+def account_for_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
+    """Account for what an operator between two values is about to make."""
+    if isinstance(left, int) and isinstance(right, int):
+        a, b = left.bit_length(), right.bit_length()
+        bits = a * max(right, 0) if operator == "**" else a + b
+        if bits > _MAX_INTEGER_BITS:
+            raise SecurityError(f"it makes a number of more than {_MAX_INTEGER_BITS:,} bits")
+    elif operator == "%" and isinstance(left, str | bytes):
+        account_for_format(meter, left, right)
+    elif operator == "*":
+        for sequence, count in ((left, right), (right, left)):
+            if isinstance(sequence, str | bytes | list | tuple) and isinstance(count, int):
+                chars = len(sequence) * count
+                is_text = isinstance(sequence, str | bytes)
+                meter.make(chars * (_width(sequence) if is_text else 8), chars if is_text else 0)
+    elif operator == "+" and isinstance(left, str | bytes | list | tuple):
+        meter.make(sys.getsizeof(left) + sys.getsizeof(right))
+
+
+def account_for_format(meter: Meter, template: str | bytes, values: Any) -> None:
+    """Account for what a format makes: of its values, each of which it can name many times, and
+    of its widths, which need a few digits only to fill the memory."""
+    text = template if isinstance(template, str) else template.decode("latin-1")
+    if re.search(r"%[^%a-zA-Z]*\*", text):
+        raise SecurityError("it formats with a width that is not in the format")
+    size = meter.size(values, "it formats a value")
+    places = text.count("%") + text.count("{")
+    widths = sum(int(digits[:12]) for digits in re.findall(r"[0-9]+", text))
+    chars = len(text) + widths + places * size
+    meter.make(chars, chars)
+
+
+def account_for_method(meter: Meter, owner: Any, name: str, arguments: list[Any]) -> None:
+    """Account for what a method of a text, a number or a list is about to make, and refuse the
+    methods that no template needs."""
+    if isinstance(owner, str | bytes):
+        _account_for_text(meter, owner, name, arguments)
+    elif isinstance(owner, int):
+        chars = max((value for value in arguments if isinstance(value, int)), default=0)
+        meter.make(chars, chars)
+    elif isinstance(owner, list | tuple | dict | set):
+        if name in ("count", "index", "__contains__"):
+            meter.size(owner, f"it calls {name} on a list")
+        meter.make(sys.getsizeof(owner))
+
+
+def _account_for_text(meter: Meter, owner: str | bytes, name: str, arguments: list[Any]) -> None:
+    size = sys.getsizeof(owner)
+    texts = [value for value in arguments if isinstance(value, str | bytes)]
+    numbers = [value for value in arguments if isinstance(value, int)]
+    comparisons = len(owner) * sum(map(len, texts))
+    if name in _FROM_THE_END and comparisons > _MAX_BACKWARD_COMPARISONS:
+        raise SecurityError(f"it calls {name} with a text of many characters")
+    if name in ("format", "format_map"):
+        account_for_format(meter, owner, arguments)
+        meter.make(0, sum(numbers))
+    elif name == "replace" and len(texts) > 1:
+        meter.make(replaced_bytes(owner, texts[0], texts[1]))
+    elif name == "join" and arguments:
+        meter.make(joined_bytes(arguments[0], owner))
+    elif name == "expandtabs":
+        meter.make(size, len(owner) * max([8, *numbers]))
+    elif name in _PADDING:
+        meter.make(size, max([0, *numbers]))
+    elif name in _SPLITTING:
+        pieces = len(owner) // 2
+        if name != "splitlines" and texts and texts[0]:
+            pieces = owner.count(texts[0])  # type: ignore[arg-type]
+        meter.make(size + BYTES_PER_PIECE * (pieces + 1))
+    elif name in ("strip", "lstrip", "rstrip"):
+        if any(len(text) > _MAX_STRIPPED_CHARS for text in texts):
+            raise SecurityError(f"it calls {name} with more than {_MAX_STRIPPED_CHARS} characters")
+    elif name in ("encode", "decode"):
+        if any(text.lower() not in _ENCODINGS for text in texts if isinstance(text, str)):
+            raise SecurityError(f"it calls {name} with a codec that no template needs")
+        meter.make(4 * size)
+    elif name in _PLAIN_METHODS:
+        meter.make(0)
+    else:
+        raise SecurityError(f"it calls {name}, which can make a text far longer")
+
+
+def replaced_bytes(text: Any, old: Any, new: Any) -> int:
+    """Bytes of a text in which one part is replaced by another."""
+    if isinstance(text, str) != isinstance(old, str):
+        return 0  # Python says that they are of two kinds
+    width = max(_width(text), _width(new))
+    return int(width * (len(text) + text.count(old) * len(new)))
+
+
+def _width(text: Any) -> int:
+    """Bytes of one of its characters."""
+    if isinstance(text, bytes) or text.isascii():
+        return 1
+    return 4 if sys.getsizeof(text) >= 4 * len(text) else 2
+
+
+def one_line(text: Any) -> str:
+    """A template's own words as part of a message: short, and without a terminal's commands."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
+    return " ".join(words)[:300]
