@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import jinja2  # noqa: F401 - imported before the children are watched, like all below
+import jinja2  # imported before the children are watched, like all below
 import torch
 import torch._dynamo
 import yaml
@@ -48,6 +48,12 @@ def _chat(path: str) -> object:
     return Tokenizer.from_pretrained(path).apply_chat_template(messages)
 
 
+def _encode(path: str) -> object:
+    tokenizer = Tokenizer.from_pretrained(path)
+    # Not a letter that every tokenizer is tried on when it is loaded.
+    return [tokenizer.decode(tokenizer.encode(text)) for text in ("zz", "hello", "a" * 40 + "!")]
+
+
 def _train(path: str, **options: Any) -> object:
     return firstlight.training.loop.train(yaml.safe_load(Path(path).read_text()), **options)
 
@@ -63,6 +69,7 @@ _CALLS: dict[str, Callable[[str], object]] = {
     "tokenizer": Tokenizer.from_pretrained,
     "chat": _chat,
     "pickled": lambda path: firstlight.conversion.pickled.pickled_tensors(Path(path)),
+    "encode": _encode,
     "foreign": lambda path: firstlight.conversion.foreign.read_foreign(Path(path)),
 }
 
@@ -88,6 +95,7 @@ class Watch:
         self.watching = False
         # Of Python itself, its libraries, and firstlight: what is imported late is code, too.
         roots = [sys.prefix, sys.base_prefix, str(Path(firstlight.__file__).parent)]
+        roots.append(str(Path(jinja2.__file__).parents[1]))
         self.code = tuple(os.path.realpath(root) + os.sep for root in roots)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:

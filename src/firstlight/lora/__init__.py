@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from firstlight.lora.config import LoraConfig
 from firstlight.lora.files import (
-    ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     adapter_chain,
     adapter_files,
@@ -21,6 +20,7 @@ from firstlight.lora.files import (
     save_adapter,
 )
 from firstlight.lora.layers import LoraLinear, add_lora, lora_parameters, merge_lora
+from firstlight.lora.peft_config import ADAPTER_CONFIG_NAME
 from firstlight.lora.quantized import require_nf4
 
 __all__ = [

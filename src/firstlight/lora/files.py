@@ -12,23 +12,29 @@ is read from the tensors; of the settings only those count that the tensors don'
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from firstlight.errors import InputError, ModelError, nearest
-from firstlight.files import new_folder, read_json
+from firstlight.errors import ModelError, nearest
+from firstlight.files import new_folder
 from firstlight.hub import find_model_folder
 from firstlight.lora.config import LoraConfig
-from firstlight.lora.layers import HEAD, linear_layers, lora_layers, lora_parameters, wrap
+from firstlight.lora.layers import (
+    HEAD,
+    LinearLayer,
+    linear_layers,
+    lora_layers,
+    lora_parameters,
+    wrap,
+)
+from firstlight.lora.peft_config import ADAPTER_CONFIG_NAME, PeftConfig, read_peft_config
 from firstlight.models import GPT2, Model
+from firstlight.models.gpt2 import Conv1D
 from firstlight.stored import (
     FLOAT_FORMATS,
     INDEX_NAME,
@@ -38,65 +44,17 @@ from firstlight.stored import (
     save_tensors,
 )
 
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-_T = TypeVar("_T", int, float)
-
 _PREFIX = "base_model.model."
+#: Adapters of adapters.
+_LONGEST_CHAIN = 16
 #: Our parameter -> how PEFT's tensor names end.
 _SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
     "lora_magnitude_vector": "lora_magnitude_vector",
 }
-#: Settings that change nothing once there are tensors. All others that are not known must be off.
-_WITHOUT_EFFECT = {
-    *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
-    *("layers_pattern", "layers_to_transform", "megatron_core", "peft_version"),
-    *("qalora_group_size", "runtime_config", "target_modules"),
-}
-#: Ways to start an adapter that leave the base's weights alone.
-_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-
-
-class _PeftConfig(BaseModel):
-    """What an adapter_config.json says; all fields that are not listed come along as extras."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-    peft_type: Literal["LORA"]
-    task_type: Literal["CAUSAL_LM"] | None = None
-    base_model_name_or_path: str | None = None
-    revision: str | None = None
-    r: int = Field(8, ge=1)
-    lora_alpha: float = Field(8, gt=0)
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
-    bias: Literal["none"] = "none"
-    use_dora: bool = False
-    use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    init_lora_weights: bool | str | None = True
-
-    def scaling(self, layer: str) -> float:
-        """What B A of a layer is multiplied by: alpha / r, or alpha / sqrt(r) (rank-stabilised
-        LoRA, Kalajdzievski 2023)."""
-        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
-        rank = self.rank(layer)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def rank(self, layer: str) -> int:
-        """The rank of a layer's change."""
-        return _by_pattern(self.rank_pattern, layer, self.r)
-
-
-def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
-    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            return value
-    return otherwise
 
 
 def is_adapter(folder: Path) -> bool:
@@ -124,11 +82,16 @@ def adapter_chain(folder: Path) -> list[Path]:
                 "adapter itself: correct base_model_name_or_path"
             )
         chain.append(base)
+        if len(chain) > _LONGEST_CHAIN:
+            raise ModelError(
+                f"{folder} is an adapter of an adapter, and so on, more than {_LONGEST_CHAIN} "
+                "times: merge them with `firstlight convert`"
+            )
     return chain
 
 
 def _base_of(folder: Path) -> Path:
-    config, path = _read_config(folder), folder / ADAPTER_CONFIG_NAME
+    config, path = read_peft_config(folder), folder / ADAPTER_CONFIG_NAME
     name = config.base_model_name_or_path
     if not name:
         raise ModelError(
@@ -146,46 +109,6 @@ def _base_of(folder: Path) -> Path:
         raise ModelError(
             f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"
         ) from error
-
-
-def _read_config(folder: Path) -> _PeftConfig:
-    path = folder / ADAPTER_CONFIG_NAME
-    try:
-        config = _PeftConfig.model_validate(read_json(path))
-    except InputError as error:
-        raise ModelError(str(error)) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ModelError(
-            f"{path}: {name}: {first['msg']} (given: {first['input']!r}); only LoRA and DoRA of "
-            "language models are read"
-        ) from error
-    start = config.init_lora_weights
-    if start not in _PLAIN_STARTS:
-        raise ModelError(
-            f"{path}: init_lora_weights '{start}' changed the base model's weights, which is not "
-            "supported: convert the adapter with PEFT (save_pretrained's path_initial_model_for_"
-            "weight_conversion), or merge it there"
-        )
-    for name, value in (config.model_extra or {}).items():
-        if value and name not in _WITHOUT_EFFECT:
-            raise ModelError(
-                f"{path}: {name} is not supported: merge the adapter with PEFT "
-                "(merge_and_unload), and use the merged model"
-            )
-    for patterns in (config.rank_pattern, config.alpha_pattern):
-        for pattern in patterns or {}:
-            try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ModelError(f"{path}: '{pattern}' is no pattern: {error}") from error
-            # Repeated groups, and many repetitions, can take for ever on one name.
-            if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
-                raise ModelError(
-                    f"{path}: pattern '{pattern}' repeats too much: name the layers in full"
-                )
-    return config
 
 
 @dataclass(frozen=True)
@@ -219,7 +142,7 @@ def adapter_settings(folder: Path) -> str:
         ModelError: as `load_adapter`.
     """
     used = {"r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"}
-    return _read_config(folder).model_dump_json(include=used)
+    return read_peft_config(folder).model_dump_json(include=used)
 
 
 def load_adapter(model: Model, folder: Path) -> None:
@@ -233,7 +156,7 @@ def load_adapter(model: Model, folder: Path) -> None:
         ModelError: a file is missing or damaged, asks for something that isn't built, or doesn't
             fit the model (named).
     """
-    config, path = _read_config(folder), folder / ADAPTER_WEIGHTS_NAME
+    config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
             f"{folder} has no {ADAPTER_WEIGHTS_NAME}: only safetensors weights are read (pickled "
@@ -253,12 +176,33 @@ def load_adapter(model: Model, folder: Path) -> None:
                 f"{path} adapts {layer}, which is no linear layer of the base model"
                 f"{nearest(layer, layers)}"
             )
+        _require_rank(layer, layers[layer], config, stored, path)
     model.requires_grad_(False)
     settings = LoraConfig(dropout=config.lora_dropout, dora=config.use_dora)
     for layer in adapted:
         wrap(model, layer, config.rank(layer), config.scaling(layer), settings)
     tensors = {name: _read(tensor) for name, tensor in stored.items()}
     fill_adapter(model, tensors, str(path))
+
+
+def _require_rank(
+    layer: str,
+    base: LinearLayer,
+    config: PeftConfig,
+    stored: Mapping[str, StoredTensor],
+    path: Path,
+) -> None:
+    """Refuse a rank that is not that of the file's tensor, before memory is taken for it."""
+    name = f"{_PREFIX}{layer}.{_SUFFIXES['lora_A']}"
+    if name not in stored:
+        raise ModelError(f"{path} lacks tensor {name}")
+    width = base.weight.shape[0 if isinstance(base, Conv1D) else 1]
+    expected = [config.rank(layer), width]
+    if list(stored[name].shape) != expected:
+        raise ModelError(
+            f"{path}: tensor {name} is {list(stored[name].shape)}, expected {expected} by "
+            f"{ADAPTER_CONFIG_NAME}"
+        )
 
 
 def _read(stored: StoredTensor) -> Tensor:
@@ -279,8 +223,7 @@ def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path:
     for name, stored in copies.items():
         own = base.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
         rows = model.config.vocab_size
-        tensor = _read(stored)
-        if own is None or not torch.equal(own[:rows].cpu(), tensor.to(own.dtype)):
+        if own is None or not torch.equal(own[:rows].cpu(), _read(stored).to(own.dtype)):
             raise ModelError(
                 f"{path} has tensor {name}, which is no adapter and not the base model's: an "
                 "adapter that changes other weights is not supported; merge it with PEFT "

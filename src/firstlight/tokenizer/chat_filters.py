@@ -54,7 +54,7 @@ _MAX_DIGITS = 100
 
 def meter_of(context: Context) -> Meter:
     """The meter of the rendering at hand."""
-    return cast(Meter, context[METER])
+    return cast(Meter, context.parent[METER])
 
 
 def metered_filters(filters: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -180,20 +180,25 @@ def _made(context: Context, value: Any) -> Any:
 def _joined(context: Context, values: list[Any]) -> str:
     """What `~` makes of values."""
     meter = meter_of(context)
-    texts = []
-    for value in values:
-        if not isinstance(value, str):
-            meter.make(10 * meter.size(value, "it joins a value"))
-        texts.append(value if isinstance(value, str) else str(value))
-    meter.make(0, sum(map(len, texts)))
-    text: str = meter.made("".join(texts))
+    if any(type(value) is not str for value in values):
+        values = [_as_text(meter, value) for value in values]
+    meter.make(0, sum(map(len, values)))
+    text: str = meter.made("".join(values))
     return text
+
+
+def _as_text(meter: Meter, value: Any) -> str:
+    if not isinstance(value, str | int):
+        meter.make(10 * meter.size(value, "it joins a value"))
+    return str(value)
 
 
 @jinja2.pass_context
 def _compared(context: Context, value: Any) -> Any:
     meter = meter_of(context)
-    if isinstance(value, str | int):
+    if isinstance(value, str):
+        meter.tick(len(value))
+    elif isinstance(value, int):
         meter.tick()
     else:
         meter.size(value, "it compares a value")
@@ -216,11 +221,7 @@ def _join(context: Context, items: Iterable[Any], d: str = "", attribute: str | 
     meter = meter_of(context)
     if attribute is not None:
         items = jinja2.filters.sync_do_map(context, items, attribute=attribute)
-    texts = []
-    for item in meter.each(items):
-        if not isinstance(item, str):
-            meter.make(10 * meter.size(item, "it joins a value"))
-        texts.append(str(item))
+    texts = [_as_text(meter, item) for item in meter.each(items)]
     chars = sum(map(len, texts)) + len(texts) * len(str(d))
     meter.make(joined_bytes(texts, str(d)), chars)
     return str(d).join(texts)

@@ -46,6 +46,8 @@ _MAX_STRIPPED_CHARS = 1000
 _MAX_BACKWARD_COMPARISONS = 100_000_000
 #: Processor time of one rendering; a conversation of a million words takes a tenth.
 MAX_SECONDS = 0.7
+#: Characters that are looked at before the time is, and those that anything at all counts for.
+_SIZE_PER_CLOCK, _LEAST_SIZE = 20_000, 400
 #: Values that are looked at before the time is.
 _VALUES_PER_TICK = 200
 _ITEMS_PER_TICK = 16
@@ -67,9 +69,18 @@ class Meter:
     def __init__(self) -> None:
         self._started = time.thread_time()
         self._made = 0
+        self._since_clock = 0
 
-    def tick(self) -> None:
-        """To be called again and again, wherever a template can go round."""
+    def tick(self, size: int = 0) -> None:
+        """To be called again and again, wherever a template can go round.
+
+        Args:
+            size: of what was looked at. The clock is read once for so many short ones.
+        """
+        self._since_clock += size + _LEAST_SIZE
+        if self._since_clock < _SIZE_PER_CLOCK:
+            return
+        self._since_clock = 0
         if time.thread_time() - self._started > MAX_SECONDS:
             raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
 
@@ -86,8 +97,11 @@ class Meter:
         if isinstance(value, str | bytes | list | tuple | dict | set):
             if isinstance(value, str | bytes) and len(value) > MAX_CHARS:
                 raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
-            self.make(sys.getsizeof(value))
-        self.tick()
+            size = sys.getsizeof(value)
+            self.make(size)
+            self.tick(size)
+        else:
+            self.tick()
         return value
 
     def keep(self, value: Any) -> None:
@@ -102,6 +116,9 @@ class Meter:
                 in a sentence that begins with `action`.
         """
         most = MAX_CHARS if most is None else most
+        if isinstance(value, str) and len(value) <= most:
+            self.tick(len(value))
+            return len(value)
         size, seen, rest = 0, 0, [value]
         while rest:
             item = rest.pop()
@@ -124,15 +141,15 @@ class Meter:
             if size > most:
                 raise SecurityError(f"{action} of more than {most:,} characters")
             if seen % _VALUES_PER_TICK == 0:
-                self.tick()
-        self.tick()
+                self.tick(_SIZE_PER_CLOCK)
+        self.tick(_LEAST_SIZE * seen)
         return size
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
         """Items as they come, with the time looked at between them."""
         for number, item in enumerate(items):
             if number % _ITEMS_PER_TICK == 0:
-                self.tick()
+                self.tick(_ITEMS_PER_TICK * _LEAST_SIZE)
                 self.make(_ITEMS_PER_TICK * BYTES_PER_PIECE)
             yield item
 

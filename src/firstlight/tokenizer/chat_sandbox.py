@@ -158,10 +158,11 @@ class _Metering(NodeTransformer):
             case nodes.Assign():
                 node.node = _through(" kept", node.node)
             case nodes.AssignBlock():
-                # What the block has written goes through its innermost filter.
-                node.filter = nodes.Filter(
-                    node.filter, " kept", [], [], None, None, lineno=node.lineno
-                )
+                # The innermost filter takes what the block has written.
+                for name in (" made", " kept"):
+                    node.filter = nodes.Filter(
+                        node.filter, name, [], [], None, None, lineno=node.lineno
+                    )
             case nodes.With():
                 node.values = [_through(" kept", value) for value in node.values]
             case nodes.Macro() | nodes.CallBlock():
