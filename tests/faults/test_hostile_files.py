@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from hostile_bombs import BOMBS
+from hostile_folders import FOLDERS
 from hostile_place import Place
-from hostile_texts import HARMLESS
+from hostile_texts import HARMLESS, TEXTS
 from scale import cases
 
 from firstlight.tokenizer import Tokenizer

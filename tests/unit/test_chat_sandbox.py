@@ -124,7 +124,7 @@ def test_no_scope_can_double_a_value_for_ever(
 ) -> None:
     monkeypatch.setattr(chat_meter, "MAX_CHARS", 100_000)
     with pytest.raises(
-        TokenizerError, match="it (keeps a value of|makes) more than 100,000 characters"
+        TokenizerError, match=r"it (keeps a value of|makes) more than 100,000 characters"
     ):
         rendered("{% set v0 = 'abc' %}" + template)
 
