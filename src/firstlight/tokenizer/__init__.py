@@ -14,7 +14,8 @@ from firstlight.tokenizer.formats import (
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
 )
-from firstlight.tokenizer.tokenizer import TextStream, Tokenizer, train_tokenizer
+from firstlight.tokenizer.text_stream import TextStream
+from firstlight.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [
     "END_OF_TEXT",
