@@ -3,6 +3,10 @@
 Rates are dense (without sparsity), and of products that are added up in fp32, which for GeForce
 cards are half of the figure that stands in large print. Memory is what the driver reports, which
 is up to a tenth less than the name says where error correction takes its part.
+
+Apple's share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
+(apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. fp16 has
+fp32's rate there. Each is the variant with the most GPU cores that is sold with that memory.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ class GPU:
         name: the maker's, without the brand.
         memory_bytes: all of it, as the driver reports.
         bandwidth: of its memory, bytes a second.
-        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 is "not in hardware".
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 is "not in hardware". Kepler (K80)
+            computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
+            (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
         link: to other GPUs of the machine, bytes a second in one direction.
         capability: CUDA's compute capability; (0, 0) where there is no CUDA.
     """
@@ -38,6 +44,20 @@ class GPU:
     bf16: float
     link: float
     capability: tuple[int, int]
+
+    @property
+    def is_apple(self) -> bool:
+        """Whether torch's device for it is mps."""
+        return re.match(r"M[1-9]\b", self.name) is not None
+
+    @property
+    def usable_share(self) -> float:
+        """The share of its memory that a run may take. Of others screens, programs and libraries
+        that load late take a part; Metal gives a process two thirds, from 36 GB on three quarters
+        of the memory (recommendedMaxWorkingSetSize)."""
+        if not self.is_apple:
+            return 0.98
+        return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
         """FLOP/s of matrix products by a recipe's `efficiency.precision`; fp32's where the format
@@ -60,7 +80,12 @@ _Row = tuple[str, int, float, float, float, float, float, float, tuple[int, int]
 
 #: name, MiB, GB/s, TFLOP/s of fp32, tf32, fp16, bf16, link GB/s, capability.
 _ROWS: tuple[_Row, ...] = (
-    ("P100 16GB", 16280, 732, 10.6, 0, 21.2, 0, _PCIE3, (6, 0)),
+    # One of the two GPUs of a board (nvidia.com, Tesla K80 board specification, 2015).
+    ("K80", 11441, 240, 4.37, 0, 0, 0, _PCIE3, (3, 7)),
+    # Tesla P100 data sheet, 2016: the PCIe boards, and the SXM2 module with NVLink.
+    ("P100 12GB PCIe", 12193, 549, 9.3, 0, 18.7, 0, _PCIE3, (6, 0)),
+    ("P100 16GB PCIe", 16280, 732, 9.3, 0, 18.7, 0, _PCIE3, (6, 0)),
+    ("P100 16GB", 16280, 732, 10.6, 0, 21.2, 0, 80, (6, 0)),
     ("V100 16GB", 16160, 900, 15.7, 0, 125, 0, 150, (7, 0)),
     ("V100 32GB", 32510, 900, 15.7, 0, 125, 0, 150, (7, 0)),
     ("T4", 15360, 320, 8.1, 0, 65, 0, _PCIE3, (7, 5)),
@@ -112,6 +137,30 @@ _ROWS: tuple[_Row, ...] = (
     ("MI300X", 196592, 5300, 163.4, 653.7, 1307.4, 1307.4, 448, (0, 0)),
 )
 
+#: name, sizes of memory in GB, GB/s, TFLOP/s of fp32 and of fp16.
+_APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
+    ("M1", (8, 16), 68.3, 2.6),
+    ("M1 Pro", (16, 32), 200, 5.2),
+    ("M1 Max", (32, 64), 400, 10.4),
+    ("M1 Ultra", (64, 128), 800, 20.8),
+    ("M2", (8, 16, 24), 100, 3.6),
+    ("M2 Pro", (16, 32), 200, 6.8),
+    ("M2 Max", (32, 64, 96), 400, 13.6),
+    ("M2 Ultra", (64, 128, 192), 800, 27.2),
+    ("M3", (8, 16, 24), 100, 4.1),
+    ("M3 Pro", (18, 36), 150, 7.4),
+    # 30 GPU cores with 300 GB/s; with 40 cores, 400 GB/s.
+    ("M3 Max", (36, 96), 300, 12.3),
+    ("M3 Max", (48, 64, 128), 400, 16.4),
+    ("M3 Ultra", (96,), 819, 24.6),
+    ("M3 Ultra", (256, 512), 819, 32.8),
+    ("M4", (16, 24, 32), 120, 4.3),
+    ("M4 Pro", (24, 48, 64), 273, 9.2),
+    # 32 GPU cores with 410 GB/s; with 40 cores, 546 GB/s.
+    ("M4 Max", (36,), 410, 14.7),
+    ("M4 Max", (48, 64, 128), 546, 18.4),
+)
+
 
 def _gpu(row: _Row) -> GPU:
     name, mib, gbs, fp32, tf32, fp16, bf16, link, capability = row
@@ -119,11 +168,17 @@ def _gpu(row: _Row) -> GPU:
     return GPU(name, mib * _MIB, gbs * 1e9, fp32, tf32, fp16, bf16, link * 1e9, capability)
 
 
-GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in _ROWS}
+_APPLE_ROWS: tuple[_Row, ...] = tuple(
+    (f"{name} {size}GB", size * 1024, bandwidth, rate, 0, rate, 0, 0, (0, 0))
+    for name, sizes, bandwidth, rate in _APPLE
+    for size in sizes
+)
+
+GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
 #: Words of a driver's or a seller's name that say nothing about the kind.
 _BRANDS = re.compile(
-    r"\b(?:nvidia|geforce|tesla|amd|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
+    r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
 #: Words that make a GPU another than that of the same name without them.
@@ -164,6 +219,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
 
 def _words(name: str) -> frozenset[str]:
     text = re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())
+    text = re.sub(r"\b(m[1-9])(?=pro\b|max\b|ultra\b)", r"\1 ", text)
     # "RTX4090", "4070Ti"; but "A10G" and "L40S" are names.
     text = re.sub(r"\b(rtx|gtx)\s*(?=\d)", r"rtx ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)

@@ -6,6 +6,7 @@ import pytest
 
 from firstlight.errors import ConfigError
 from firstlight.gpus import GPUS, find_gpu
+from firstlight.planner.machine import find_machine
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -30,6 +31,13 @@ def test_each_is_found_by_its_own_name(name: str) -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla K80", "K80"),
+        ("Tesla P100-PCIE-16GB", "P100 16GB PCIe"),
+        ("Tesla P100-SXM2-16GB", "P100 16GB"),
+        ("Tesla T4", "T4"),
+        ("Apple M2 Max 96GB", "M2 Max 96GB"),
+        ("m1max 64gb", "M1 Max 64GB"),
+        ("Apple M1 Pro 16 GB", "M1 Pro 16GB"),
     ],
 )
 def test_names_may_be_written_as_drivers_and_people_do(written: str, name: str) -> None:
@@ -61,15 +69,56 @@ def test_a_wrong_name_lists_the_nearest(written: str, nearest: str) -> None:
 
 
 def test_a_name_like_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"use one of P100 16GB, .*MI300X"):
+    with pytest.raises(ConfigError, match=r"use one of K80, P100 12GB PCIe, .*MI300X"):
         find_gpu("xyzzy")
 
 
 def test_rates_are_physically_possible() -> None:
     for gpu in GPUS.values():
-        assert gpu.fp32 < gpu.fp16
+        # Kepler has no units for fp16, and Apple's have those of fp32.
+        assert gpu.fp32 < gpu.fp16 or gpu.name == "K80" or gpu.is_apple
         assert gpu.bf16 in (0, gpu.fp16)
+        assert (gpu.bf16 > 0) == (gpu.capability >= (8, 0) or gpu.name == "MI300X")
         # Products of data from memory: at least 10 and at most 1,000 for each byte.
-        assert 10 < gpu.fp16 / gpu.bandwidth < 1000
+        assert 10 < gpu.peak_flops("fp16") / gpu.bandwidth < 1000
         assert gpu.peak_flops("bf16") == (gpu.bf16 or gpu.fp32)
         assert gpu.peak_flops("tf32") >= gpu.peak_flops("fp32") == gpu.fp32
+
+
+def test_every_apple_gpu_of_m1_to_m4_is_there_with_its_memories() -> None:
+    names = [gpu.name for gpu in GPUS.values() if gpu.is_apple]
+    chips = {name.rpartition(" ")[0] for name in names}
+    kinds = ("", " Pro", " Max", " Ultra")
+    # There is no M4 Ultra.
+    assert chips == {f"M{n}{k}" for n in (1, 2, 3, 4) for k in kinds} - {"M4 Ultra"}
+    assert {name for name in names if name.startswith("M4 ")} == {
+        *("M4 16GB", "M4 24GB", "M4 32GB", "M4 Pro 24GB", "M4 Pro 48GB", "M4 Pro 64GB"),
+        *("M4 Max 36GB", "M4 Max 48GB", "M4 Max 64GB", "M4 Max 128GB"),
+    }
+    with pytest.raises(ConfigError, match="say 'M2 8GB' or 'M2 16GB' or 'M2 24GB'"):
+        find_gpu("Apple M2")
+    assert find_gpu("Apple M2", 16 * 2**30).name == "M2 16GB"
+    assert find_gpu("M3 Max 36GB").bandwidth == 300e9
+    assert find_gpu("M3 Max 128GB").bandwidth == 400e9
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "compiles", "note"),
+    [
+        ("K80", "fp32", False, "compute capability 3.7, which builds of torch for CUDA 12"),
+        ("P100 16GB", "fp32", False, ""),
+        ("T4", "fp16", True, ""),
+        ("M1 Max 32GB", "fp32", False, "not measured on Apple's GPUs"),
+        ("RTX 4090", "bf16", True, ""),
+    ],
+)
+def test_what_a_gpu_lacks_is_left_out(name: str, precision: str, compiles: bool, note: str) -> None:
+    machine = find_machine(name)
+    assert (machine.precision, machine.compiles) == (precision, compiles)
+    assert note in "".join(machine.notes)
+    assert bool(machine.notes) == bool(note)
+
+
+def test_metal_gives_a_process_a_part_of_the_memory() -> None:
+    assert find_machine("M1 8GB").usable_bytes == int(0.66 * 8 * 2**30)
+    assert find_machine("M2 Ultra 192GB").usable_bytes == 144 * 2**30

@@ -19,6 +19,9 @@ from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import Model
 
+#: CUDA's compute capability from which triton, which inductor writes, has code.
+TRITON_CAPABILITY = (7, 0)
+
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
     """Refuse to compile where that can't work.
@@ -37,7 +40,10 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 def can_compile(device: torch.device) -> bool:
     """Whether what torch.compile's inductor needs for a device is there."""
     if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None
+        if importlib.util.find_spec("triton") is None:
+            return False
+        is_here = torch.cuda.is_available()
+        return not is_here or torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
     return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
 
 

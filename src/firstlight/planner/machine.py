@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.gpus import GPU, find_gpu
 from firstlight.hardware import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.planner.kernels import Target, cuda_target, this_cpu
 
-#: Of a GPU's memory that a plan may use: screens, other programs and what libraries load late.
+#: Of the memory of a GPU that is not in the table.
 _GPU_SHARE = 0.98
 
 #: Of a CPU's free memory: its programs share it.
@@ -46,6 +47,28 @@ class Machine:
     gpu: GPU | None
     precision: str
     is_here: bool
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile's inductor has code for a GPU: triton begins with capability 7.0,
+        and firstlight doesn't compile for Apple's."""
+        if self.gpu is None:
+            return True
+        return not self.gpu.is_apple and not (0, 0) < self.gpu.capability < TRITON_CAPABILITY
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan for this GPU takes for granted or leaves out."""
+        if self.gpu is None:
+            return []
+        if self.gpu.is_apple:
+            return ["memory and speed are those of CUDA's kernels: not measured on Apple's GPUs"]
+        if (0, 0) < self.gpu.capability < (5, 0):
+            return [
+                f"{self.name} has compute capability {self.gpu.capability[0]}."
+                f"{self.gpu.capability[1]}, which builds of torch for CUDA 12 have no kernels for"
+            ]
+        return []
 
     @property
     def hardware(self) -> Hardware:
@@ -131,5 +154,5 @@ def _this_gpu(found: Hardware, count: int) -> Machine:
 def _gpu_machine(
     name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: str
 ) -> Machine:
-    usable = int(_GPU_SHARE * memory)
+    usable = int((_GPU_SHARE if gpu is None else gpu.usable_share) * memory)
     return Machine(name, count, memory, usable, target, gpu, precision, is_here=False)

@@ -32,7 +32,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     )
     yield f"as it stands: {in_words(plan.as_it_stands)}"
     yield memory_table(plan.as_it_stands)
-    for note in plan.as_it_stands.training.notes if plan.as_it_stands.training else ():
+    found = plan.as_it_stands.training
+    for note in (*machine.notes, *(found.notes if found else ())):
         yield f"note: {note}"
     if plan.methods:
         yield "what each method alone would change:"

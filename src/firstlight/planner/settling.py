@@ -75,7 +75,9 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
     changes["efficiency.precision"] = precision
     if config.compile == "auto":
         # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
-        wanted = not on_cpu or (machine.precision == "bf16" and can_compile(torch.device("cpu")))
+        wanted = (not on_cpu and machine.compiles) or (
+            on_cpu and machine.precision == "bf16" and can_compile(torch.device("cpu"))
+        )
         group = recipe.distributed.tensor_parallel * recipe.distributed.pipeline
         changes["efficiency.compile"] = (
             wanted and group == 1 and recipe.distributed.engine != "deepspeed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
@@ -284,6 +285,12 @@ def _missing_units(recipe: Recipe, name: str, capability: tuple[int, int]) -> It
         yield (
             "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
             f"or higher), and this is {name}: use bf16"
+        )
+    compiles = config.compile is True and config.compile_backend == "inductor"
+    if compiles and capability < TRITON_CAPABILITY:
+        yield (
+            "efficiency.compile needs triton, and so a GPU of compute capability 7.0 or higher "
+            f"(Volta and later), and this is {name}: set efficiency.compile to false"
         )
     if config.attention in ("flash", "cudnn") and capability < (8, 0):
         yield (
