@@ -13,7 +13,6 @@ from live import Answer, Direct, events, new_direct
 from tiny import WatchedDecoder
 
 from firstlight.serving.schemas import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
-from firstlight.serving.service import Limits
 
 PATHS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,
@@ -192,39 +191,3 @@ def test_requests_to_anywhere_with_any_headers(
     assert answer.status < 500
     if answer.status >= 400:
         assert answer.error["message"]
-
-
-@pytest.mark.slow
-def test_schemathesis_finds_nothing_against_the_document() -> None:
-    """Its own requests, made from /openapi.json: each answer has a status and a shape that the
-    document names."""
-    schemathesis = pytest.importorskip("schemathesis")
-    app = new_direct(WatchedDecoder(8), limits=Limits(max_body_bytes=2**16))
-    try:
-        document = app.ask("/openapi.json").json
-        schema = schemathesis.openapi.from_dict(document)
-        counted = 0
-        for result in schema.get_all_operations():
-            operation = result.ok()
-
-            @settings(max_examples=300, suppress_health_check=list(HealthCheck), database=None)
-            @given(case=operation.as_strategy())
-            def ask(case: Any) -> None:
-                nonlocal counted
-                body = case.body
-                if isinstance(body, dict):
-                    body = {**body, "max_tokens": 2, "max_completion_tokens": None}
-                    if "prompt" in body:
-                        del body["max_completion_tokens"]
-                raw = b"" if type(body).__name__ == "NotSet" else json.dumps(body).encode()
-                answer = app.ask(case.formatted_path, method=case.method.upper(), body=[raw])
-                counted += 1
-                assert answer.status < 500
-                assert str(answer.status) in case.operation.definition.raw["responses"]
-                if answer.status >= 400:
-                    assert answer.error["message"]
-
-            ask()
-        assert counted > 700
-    finally:
-        app.close()

@@ -11,7 +11,12 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from firstlight.serving.documentation import error_responses, request_body, with_schemas
+from firstlight.serving.documentation import (
+    answers,
+    error_responses,
+    request_body,
+    with_schemas,
+)
 from firstlight.serving.guarding import CLIENT_GONE, Access, Guard, read_body
 from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, error_body
 from firstlight.serving.replies import EventStream, error_response, json_response, whole_answer
@@ -53,6 +58,7 @@ def create_app(service: Service, access: Access) -> Guard:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        default_response_class=Response,
     )
     _add_handlers(app)
     _add_information(app, service)
@@ -60,7 +66,7 @@ def create_app(service: Service, access: Access) -> Guard:
     plain = app.openapi
 
     def documented() -> dict[str, Any]:
-        return app.openapi_schema or with_schemas(plain())
+        return app.openapi_schema or with_schemas(plain(), service.bounds)
 
     app.openapi = documented  # type: ignore[method-assign]
 
@@ -109,12 +115,12 @@ def _add_information(app: FastAPI, service: Service) -> None:
         "owned_by": "firstlight",
     }
 
-    @app.get("/v1/models", responses=error_responses(401, 403))
+    @app.get("/v1/models", responses=answers("Models") | error_responses(401, 403))
     async def models() -> Response:
         """The one model there is."""
         return json_response({"object": "list", "data": [card]})
 
-    @app.get(_MODEL, responses=error_responses(401, 403, 404))
+    @app.get(_MODEL, responses=answers("Model") | error_responses(401, 403, 404))
     async def model(model: str) -> Response:
         """A model by its name."""
         if model != service.name:
@@ -126,14 +132,14 @@ def _add_information(app: FastAPI, service: Service) -> None:
             )
         return json_response(card)
 
-    @app.get("/health", responses=error_responses(403, 503))
+    @app.get("/health", responses=answers("Health") | error_responses(403, 503))
     async def health() -> Response:
         """Whether requests are answered. Needs no key."""
         if not service.scheduler.alive:
             raise RequestError(503, "the server is stopping, or has failed", code="stopping")
         return json_response({"status": "ok"})
 
-    @app.get("/metrics", responses=error_responses(401, 403))
+    @app.get("/metrics", responses=answers("") | error_responses(401, 403))
     async def metrics() -> Response:
         """What is counted, in Prometheus' text format."""
         return Response(
@@ -150,12 +156,20 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return EventStream(service, work)
         return await whole_answer(service, work, request)
 
-    @app.post("/v1/completions", responses=errors, openapi_extra=request_body(CompletionRequest))
+    whole = answers("Completion", streamed=True)
+
+    @app.post(
+        "/v1/completions", responses=whole | errors, openapi_extra=request_body(CompletionRequest)
+    )
     async def completions(request: Request) -> Response:
         """Continue one or more texts."""
         return await answer(request, service.workshop.completion)
 
-    @app.post("/v1/chat/completions", responses=errors, openapi_extra=request_body(ChatRequest))
+    whole = answers("ChatCompletion", streamed=True)
+
+    @app.post(
+        "/v1/chat/completions", responses=whole | errors, openapi_extra=request_body(ChatRequest)
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await answer(request, service.workshop.chat)

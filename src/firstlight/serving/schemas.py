@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 #: Answers to one prompt; prompts of one request.
 MOST_CHOICES, MOST_PROMPTS = 8, 64
@@ -19,8 +19,17 @@ MOST_BIASES = 1024
 #: Token ids of one prompt: more than any context.
 _MOST_IDS = 200_000
 
+
+def _whole(value: Any) -> Any:
+    """2.0 is an integer for JSON Schema, and so here."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+_WHOLE = BeforeValidator(_whole)
 _Text = Annotated[str, Field(max_length=256)]
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
+_TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0), _WHOLE]], Field(fail_fast=True, min_length=1)
+]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -100,11 +109,11 @@ class GenerationRequest(_Strict):
     model: _Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), _WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop: (
@@ -115,7 +124,7 @@ class GenerationRequest(_Strict):
         ]
         | None
     ) = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASES)] | None = None
@@ -154,7 +163,7 @@ class CompletionRequest(GenerationRequest):
         echo: the prompt comes before what is added, and its log-probabilities before the others.
     """
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
     echo: bool | None = None
     prompt: (
         str
@@ -162,7 +171,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[_TokenIds, Field(max_length=_MOST_IDS)]
         | Annotated[list[_TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), _WHOLE] | None = None
 
 
 class TextPart(_Strict):
@@ -212,9 +221,9 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[
         list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_CHAT_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_CHAT_LOGPROBS), _WHOLE] | None = None
     parallel_tool_calls: bool | None = None
 
 

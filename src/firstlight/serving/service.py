@@ -14,9 +14,10 @@ from typing import Any
 
 from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.structured import SchemaError
+from firstlight.generation.structured import SchemaError, can_structure
 from firstlight.huggingface import LoadedModel
 from firstlight.models.accounting import cache_bytes_per_token
+from firstlight.serving.documentation import Bounds
 from firstlight.serving.metrics import Metrics
 from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, schema_problem
 from firstlight.serving.scheduler import Job, QueueFullError, Scheduler, StoppedError, Update
@@ -115,6 +116,19 @@ class Service:
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         return token * self.scheduler.max_tokens * self.scheduler.max_sequences
+
+    @property
+    def bounds(self) -> Bounds:
+        """What requests must keep to, for the document."""
+        loaded = self._loaded
+        return Bounds(
+            model=self.name,
+            vocab_size=loaded.model.config.vocab_size,
+            context=self.scheduler.max_tokens,
+            capacity=self.scheduler.capacity,
+            chats=loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None,
+            structured=can_structure(),
+        )
 
     async def prepared(self, make: Callable[[bytes], Work], body: bytes) -> Work:
         """What a body asks for, read in a thread, so that the others don't wait.

@@ -1,0 +1,167 @@
+"""The OpenAPI document: what it says of a request is what is accepted, and what it says of an
+answer is what comes. The examples are what schemathesis found, which
+tests/faults/test_fuzzed_server.py runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live import Direct, new_direct
+from test_server_api import POSTS, body_for
+from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
+
+from firstlight.generation import structured
+from firstlight.huggingface import LoadedModel
+from firstlight.serving.documentation import up_to_pattern
+from firstlight.tokenizer import Tokenizer
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
+
+SIZE = tiny_tokenizer().vocab_size
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[Direct]:
+    """An application for this machine."""
+    app = new_direct(WatchedDecoder(8))
+    yield app
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def document(direct: Direct) -> Any:
+    """Its document."""
+    return direct.ask("/openapi.json").json
+
+
+def is_documented(document: Any, path: str, body: Any) -> bool:
+    """Whether a body is one that the document allows."""
+    (media,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    schema = {**media["schema"], "components": document["components"]}
+    return bool(jsonschema_rs.is_valid(schema, body))
+
+
+#: Fields, and whether they are fine.
+BOTH: list[tuple[dict[str, Any], bool]] = [
+    ({"seed": 610.0}, True),
+    ({"seed": 610.5}, False),
+    ({"max_tokens": 2.0, "n": 1.0, "top_k": 4.0}, True),
+    ({"n": 2.5}, False),
+    ({"n": 9}, False),
+    ({"temperature": 2.5}, False),
+    ({"stream_options": {"include_usage": True}}, False),
+    ({"stream_options": {"include_usage": True}, "stream": False}, False),
+    ({"stream_options": {"include_usage": True}, "stream": True}, True),
+    ({"stream_options": None}, True),
+    ({"logit_bias": {"321": 1}}, True),
+    ({"logit_bias": {"322": 1}}, False),
+    ({"logit_bias": {"05": 1}}, False),
+    ({"logit_bias": {"5": 100.5}}, False),
+    ({"frequency_penalty": -2, "presence_penalty": 2.0}, True),
+    ({"frequency_penalty": -2.5}, False),
+    ({"response_format": {"type": "text"}}, True),
+    ({"response_format": {"type": "json_object"}}, True),
+    ({"response_format": {"type": "json_schema"}}, False),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, False),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+     True),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"": 0}}}},
+     True),
+    ({"unknown": 1}, False),
+    ({"stop": ["a"] * 5}, False),
+    ({"user": None, "metadata": {"": [None]}}, True),
+]  # fmt: skip
+COMPLETIONS: list[tuple[dict[str, Any], bool]] = [
+    ({"prompt": ""}, True),
+    ({"prompt": [5.0, 3]}, True),
+    ({"prompt": [[134217729, 5.0]]}, False),
+    ({"prompt": [SIZE]}, False),
+    ({"prompt": [SIZE - 1]}, True),
+    ({"prompt": [[SIZE]]}, False),
+    ({"prompt": [1] * CONTEXT}, False),
+    ({"prompt": [1] * (CONTEXT - 1)}, True),
+    ({"prompt": ["x"] * 64, "max_tokens": 1}, True),
+    ({"prompt": ["x"] * 36, "n": 2, "max_tokens": 1}, True),
+    ({"prompt": ["x"] * 37, "n": 2}, False),
+    ({"prompt": [[1]] * 10, "n": 8}, False),
+    ({"prompt": [1] * 10, "n": 8, "max_tokens": 1}, True),
+    ({"echo": True, "max_tokens": 0, "logprobs": 5}, True),
+    ({"logprobs": 6}, False),
+]
+CHATS: list[tuple[dict[str, Any], bool]] = [
+    ({"top_logprobs": 2}, False),
+    ({"top_logprobs": 2, "logprobs": False}, False),
+    ({"top_logprobs": 2, "logprobs": True}, True),
+    ({"top_logprobs": None}, True),
+    ({"max_completion_tokens": 4}, False),  # beside max_tokens
+    ({"max_completion_tokens": 4, "max_tokens": None}, True),
+    ({"max_tokens": 0}, False),
+    ({"echo": True}, False),
+]
+CASES = [(path, *case) for path in POSTS for case in BOTH]
+CASES += [(POSTS[0], *case) for case in COMPLETIONS] + [(POSTS[1], *case) for case in CHATS]
+
+
+@pytest.mark.parametrize("path, fields, fine", CASES, ids=lambda value: str(value)[:60])
+def test_what_the_document_allows_is_accepted_and_nothing_else(
+    direct: Direct, document: Any, path: str, fields: dict[str, Any], fine: bool
+) -> None:
+    body = body_for(path, **fields)
+    assert is_documented(document, path, body) is fine
+    answer = direct.ask(path, body)
+    assert answer.status == (200 if fine else 400), answer.body
+    kind = answer.headers["content-type"].partition(";")[0]
+    documented = document["paths"][path]["post"]["responses"][str(answer.status)]["content"]
+    assert kind in documented
+    if kind == "application/json":
+        schema = {**documented[kind]["schema"], "components": document["components"]}
+        jsonschema_rs.validate(schema, answer.json)
+
+
+def test_routes_without_a_body_are_as_documented(direct: Direct, document: Any) -> None:
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/metrics"):
+        answer = direct.ask(path)
+        route = document["paths"][path.replace("/tiny", "/{model}")]["get"]
+        ((kind, media),) = route["responses"]["200"]["content"].items()
+        assert answer.headers["content-type"].partition(";")[0] == kind
+        if kind == "application/json":
+            schema = {**media["schema"], "components": document["components"]}
+            jsonschema_rs.validate(schema, answer.json)
+
+
+def test_what_this_server_cannot_do_is_not_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "can_structure", lambda: False)
+    monkeypatch.setattr("firstlight.serving.service.can_structure", lambda: False)
+    plain = tiny_tokenizer()
+    config = {k: v for k, v in plain.config.items() if k != "chat_template"}
+    tokenizer = Tokenizer(plain.backend, eos_token=plain.eos_token, config=config)
+    loaded = tiny_loaded()
+    app = new_direct(loaded=LoadedModel(loaded.model, tokenizer, (), loaded.folder))
+    try:
+        found = app.ask("/openapi.json").json
+        assert "/v1/chat/completions" not in found["paths"]
+        for one, fine in (({"type": "text"}, True), ({"type": "json_object"}, False)):
+            body = body_for(POSTS[0], response_format=one)
+            assert is_documented(found, POSTS[0], body) is fine
+            assert app.ask(POSTS[0], body).status == (200 if fine else 400)
+    finally:
+        app.close()
+
+
+@given(highest=st.integers(0, 200_000), number=st.integers(0, 400_000))
+def test_the_pattern_of_token_ids_ends_at_the_vocabulary(highest: int, number: int) -> None:
+    for one in (number, highest, highest + 1):
+        assert bool(re.search(up_to_pattern(highest), str(one))) is (one <= highest)
+    assert not re.search(up_to_pattern(highest), f"0{number}")
+
+
+def test_the_document_is_json_that_can_be_read_alone(document: Any) -> None:
+    text = json.dumps(document)
+    for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
+        assert name in document["components"]["schemas"]
