@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,10 @@ import pytest
 
 from firstlight.cli.main import main
 from firstlight.cli.plan import parse_count, parse_time
+from firstlight.data.examples import rows_in
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
+from firstlight.optim.schedule import Schedule
 from firstlight.planner import outcome, pace, search
 from firstlight.planner.machine import find_machine, parse_bytes
 from firstlight.planner.methods import methods
@@ -31,7 +35,7 @@ from firstlight.planner.plan_text import (
 )
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
-from firstlight.planner.settling import settle, with_changes
+from firstlight.planner.settling import planned_run, settle, with_changes
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 
 _MODEL: dict[str, Any] = {
@@ -673,6 +677,30 @@ def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -
     found = Oracle().answer(Question(settled, machine))
     assert found.fits, found.problem
     assert found.evaluation is not None
+
+
+def test_the_runs_length_is_that_of_training(data: Path) -> None:
+    """Of epochs of prepared data, on several devices; with max_steps without data; else unknown."""
+    machine = find_machine("RTX 4090", None, 2)
+    values: dict[str, Any] = {
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+    }
+    given = recipe(**values, schedule={"epochs": 3, "warmup_ratio": 0.1})
+    rows = rows_in(TokenDataset(data, "train"), 32)
+    run = planned_run(settle(given, machine), machine)
+    assert run is not None
+    steps = math.ceil(3 * rows / 8)
+    assert run.schedule == Schedule(steps, math.ceil(steps / 10), steps, 0.1)
+    assert (run.rows_a_step, run.tokens) == (8, steps * 8 * 32)
+    assert run.epochs == steps * 8 / rows
+    elsewhere = planned_run(settle(recipe(schedule={"max_steps": 9}), machine), machine)
+    assert elsewhere is not None
+    assert (elsewhere.schedule.max_steps, elsewhere.epochs) == (9, None)
+    assert planned_run(settle(recipe(schedule={"epochs": 9}), machine), machine) is None
+    wrong = settle(recipe(**values, schedule={"decay_steps": 2, "warmup_steps": 2}), machine)
+    with pytest.raises(ConfigError, match="decay_steps 2 is not after the warm-up"):
+        planned_run(wrong, machine)
 
 
 def test_an_engine_that_needs_more_gpus_says_so_in_the_plans_words() -> None:

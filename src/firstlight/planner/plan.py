@@ -24,7 +24,13 @@ from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import copies_of, why_not_cut
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.search import best_way, cut_freely, nearest_ways
-from firstlight.planner.settling import prepared_vocabulary, settle, with_changes
+from firstlight.planner.settling import (
+    PlannedRun,
+    planned_run,
+    prepared_vocabulary,
+    settle,
+    with_changes,
+)
 from firstlight.training.config import Recipe
 
 Tell = Callable[[str], None]
@@ -66,6 +72,7 @@ class Plan:
         recipe: settled for it.
         parameters: of its model.
         as_it_stands: what that takes.
+        run: how long its run is; None where that depends on data that are not here.
         best: the fastest way that fits; None where none does, or none was looked for.
         reasons: for each key of `best` that was decided, why.
         methods: what each method alone would change.
@@ -79,6 +86,7 @@ class Plan:
     recipe: Recipe
     parameters: int
     as_it_stands: Outcome
+    run: PlannedRun | None = None
     best: Outcome | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     methods: list[Outcome] = field(default_factory=list)
@@ -93,6 +101,15 @@ class Plan:
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
+    @property
+    def run_seconds(self) -> float | None:
+        """How long the run's steps take, with the best settings where they were looked for; None
+        where that is not known, or nothing fits."""
+        taken = self.best or self.as_it_stands
+        if self.run is None or taken.tokens_per_second is None or not taken.fits:
+            return None
+        return self.run.tokens / taken.tokens_per_second.expected
+
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
         machine = {
@@ -106,9 +123,13 @@ class Plan:
             suggestion = dataclasses.asdict(self.suggestion)
             suggestion["config"] = self.suggestion.config.model_dump(mode="json")
             suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
+        run: dict[str, Any] | None = None
+        if self.run is not None:
+            run = {**dataclasses.asdict(self.run), "seconds": self.run_seconds}
         return {
             "machine": machine,
             "parameters": self.parameters,
+            "run": run,
             "vocab_size": None if self.recipe.model is None else self.recipe.model.vocab_size,
             "precision": self.recipe.efficiency.precision,
             "as_it_stands": self.as_it_stands.to_json(),
@@ -150,12 +171,13 @@ def make_plan(
     """
     settled = settle(recipe, machine, init_from)
     assert settled.model is not None
+    run = planned_run(settled, machine)
     tell("as it stands")
     oracle = oracle or Oracle()
     first = oracle.answer(Question(settled, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
-    plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first)
+    plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first, run)
     if searches:
         best = best_way(cut_freely(settled), machine, oracle, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)

@@ -11,6 +11,7 @@ from firstlight.planner.outcome import Outcome
 from firstlight.planner.plan import Plan, cost
 from firstlight.planner.prediction import PARTS
 from firstlight.planner.roofline import Range
+from firstlight.planner.settling import PlannedRun
 from firstlight.training.config import Recipe
 
 _GIB = 2**30
@@ -53,8 +54,22 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
             "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, "
             "offloading, more devices, as far as they go with the recipe): take a smaller model"
         )
+    if plan.run is not None:
+        yield _run(plan, plan.run)
     if plan.suggestion is not None and plan.suggested is not None:
         yield from _suggestion(plan)
+
+
+def _run(plan: Plan, run: PlannedRun) -> str:
+    read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
+    text = (
+        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.rows_a_step:,} rows, "
+        f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
+    )
+    if plan.run_seconds is None:
+        return text
+    which = "with the best settings" if plan.best is not None else "as it stands"
+    return f"{text}: {hours(plan.run_seconds)} {which}"
 
 
 _PRECISIONS = {

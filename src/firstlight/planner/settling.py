@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from firstlight.checkpoint import resolve_model_folder
+from firstlight.data.examples import open_split, rows_in
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency import can_compile
 from firstlight.efficiency.attention import takes_blockwise
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
 from firstlight.models import GPT2Config
+from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.planner.machine import Machine
 from firstlight.planner.parts import copies_of
 from firstlight.training.automatic import usual_rows
@@ -141,4 +144,51 @@ def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
         manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
     except (OSError, ValueError, KeyError, TypeError, FirstlightError):
+        return None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """How long a run is.
+
+    Attributes:
+        schedule: its steps, as `train` works them out.
+        rows_a_step: rows of an optimizer step, all devices together.
+        tokens: of all its rows.
+        epochs: passes over the training split; None where the data are not here.
+    """
+
+    schedule: Schedule
+    rows_a_step: int
+    tokens: int
+    epochs: float | None
+
+
+def planned_run(recipe: Recipe, machine: Machine) -> PlannedRun | None:
+    """How long the run of a settled recipe is; None where that depends on data that are not here.
+
+    Raises:
+        ConfigError: the schedule can't be; see `resolve_schedule`.
+    """
+    seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
+    assert seq_len is not None
+    rows_a_step = recipe.batch.rows * recipe.batch.accumulation(seq_len, copies) * copies
+    rows = _rows_per_epoch(recipe, seq_len)
+    if rows is None and recipe.schedule.max_steps is None:
+        return None
+    peak = recipe.optimizer.learning_rate
+    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, rows_a_step, seq_len)
+    seen = schedule.max_steps * rows_a_step
+    return PlannedRun(schedule, rows_a_step, seen * seq_len, None if not rows else seen / rows)
+
+
+def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
+    """Rows of the training split; None where it is not prepared here."""
+    folders = [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
+    try:
+        splits = [
+            open_split(folder, "train", verify=False, long=recipe.data.long) for folder in folders
+        ]
+        return sum(rows_in(split, seq_len) for split in splits)
+    except FirstlightError:
         return None
