@@ -35,11 +35,19 @@ from torch import Tensor
 
 from firstlight.console import say
 from firstlight.disk import HashedFile
-from firstlight.errors import CheckpointError, InputError, ModelError, describe_os_error
+from firstlight.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    ModelError,
+    describe_os_error,
+    nearest,
+)
 from firstlight.files import forget_cached, read_json, sha256_of
 from firstlight.history import (
     CHECKPOINTS,
     MANIFEST_NAME,
+    best_saved,
     own_past,
     read_manifest,
     require_plain_file,
@@ -262,6 +270,27 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
+def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint with the lowest validation loss that verifies, and what is wrong with better
+    ones.
+
+    Raises:
+        CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
+    """
+    problems: list[str] = []
+    for one in best_saved(run_folder):
+        try:
+            verify_checkpoint(one.folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return one.folder, problems
+    why = "; ".join(problems) or "the validation loss was measured at none of them"
+    raise CheckpointError(
+        f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
+    )
+
+
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     """Read a checkpoint, for resuming; of one in pieces all but its tensors.
 
@@ -336,20 +365,31 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: '{name}' is no object")
 
 
-def resolve_model_folder(name: str | Path, *, pickled: bool = False) -> Path:
+def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
     """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
     checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
     downloaded where there are no others.
 
+    Args:
+        best: of a run folder, take the checkpoint with the lowest validation loss instead.
+
     Raises:
+        ConfigError: `best` of something that is no run folder.
         CheckpointError: a run folder without a usable checkpoint.
         ModelError: nothing is there.
     """
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir():
-        newest, problems = newest_checkpoint(path)
+    is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
+    if best and not is_run:
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = "" if path.exists() else nearest(path.name, siblings)
+        raise ConfigError(f"--best is for a run folder, and {name} is none{hint}")
+    if is_run:
+        newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
         for problem in problems:
-            say(f"warning: {problem}: an older checkpoint is taken")
+            say(
+                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is taken"
+            )
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
         return newest

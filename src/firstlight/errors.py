@@ -22,6 +22,9 @@ import errno
 import re
 from collections.abc import Iterable
 
+#: Exit code of `firstlight train` for a run that diverged; the one for "run me again" is 75.
+DIVERGED_EXIT_CODE = 76
+
 #: Longer messages are cut: a name in a damaged file can be of any length.
 _MAX_CHARS = 2000
 

@@ -104,6 +104,18 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
     ]
 
 
+def best_first(past: Sequence[Saved]) -> list[Saved]:
+    """Those whose validation loss was measured at their step, the lowest first; of equal ones the
+    one saved last."""
+    measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
+    return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
+
+
+def best_saved(run_folder: Path) -> list[Saved]:
+    """`best_first` of what a run has been through, by the manifests alone."""
+    return best_first(own_past(saved_checkpoints(run_folder)))
+
+
 def _line(found: Sequence[Saved]) -> list[Saved]:
     """What the newest one's run went through, from the newest back: dead branches don't tell
     what is dead, but a checkpoint that was replaced by one of the same step still does."""

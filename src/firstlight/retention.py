@@ -10,6 +10,7 @@ from firstlight.history import (
     CHECKPOINTS,
     MANIFEST_NAME,
     Saved,
+    best_first,
     own_past,
     saved_checkpoints,
     step_folders,
@@ -54,5 +55,4 @@ def kept_checkpoints(
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}
-    measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
-    return kept | {one for _, _, one in sorted(measured, key=lambda entry: entry[:2])[:keep_best]}
+    return kept | set(best_first(past)[:keep_best])

@@ -253,8 +253,9 @@ def test_a_spike_is_skipped_where_the_guard_looks_for_them(
         ((1, 9), {}, r"step 3: 3 steps in a row were skipped .*there is no checkpoint to go back"),
         ((9, 11), {"on_divergence": "stop"}, r"step 11: 3 steps in a row were skipped"),
         ((9, 11), {"max_rollbacks": 0}, r"step 11: .*\(after 0 rollbacks\)"),
-        # To step 8, and since not a step could be made from there, to step 4.
-        ((9, 90), {}, r"step 7: .*\(after 2 rollbacks\)"),
+        # To step 8, and since not a step could be made from there, to step 6, which was saved for
+        # its validation loss.
+        ((9, 90), {}, r"step 9: .*\(after 2 rollbacks\)"),
         ((6, 6), {"max_skipped_steps": 1, "on_divergence": "stop"}, "step 6: this step was skip"),
     ],
 )

@@ -72,9 +72,10 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
         "llama of 1.235M parameters",
         "Abacus 9",
         "02 January 2026, 03:04 UTC",
-        "validation loss4.0000 natsbest 4.0000 at step 20",
+        "validation loss4.0000 nats",
+        "best 4.0000 at step 20",
         "2.000gzip -9: 1.750 on the same text",
-        "MFU 25.0%",
+        "both medians",
         "back to step 5: no number",
         "micro-batches of 4 rows from here on (before: 8)",
         "from the checkpoint of step 15",
@@ -233,7 +234,8 @@ def test_a_logarithmic_axis_leaves_out_what_it_has_no_place_for(tmp_path: Path) 
         for tag, a in page.elements
         if tag == "path" and a.get("class") == "line c0 faint"
     ]
-    assert lines == [3, 2]
+    # Each in the sizes for wide, medium and narrow places.
+    assert lines == [3, 3, 3, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

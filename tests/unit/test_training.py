@@ -164,6 +164,7 @@ def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) ->
         tokens[-1],
         records[-1]["train/loss"],
         result.evaluation,
+        best_checkpoint=run_folder(recipe) / "checkpoints" / "step-00000012",
     )
     assert result.evaluation is not None
     assert result.evaluation.loss == records[-1]["val/loss"]
@@ -656,7 +657,8 @@ def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
     found = train(changed(broken, checkpoint={"keep_last": keep_last}), resume=True, progress=True)
     err = capsys.readouterr().err
     assert f"warning: {damaged / 'optimizer.safetensors'} is damaged" in err
-    assert "step-00000004 (step 4)" in err
+    # The lowest validation loss so far was saved as well.
+    assert "step-00000006 (step 6)" in err
     assert losses(broken) == losses(recipe)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
     kept = list_checkpoints(run_folder(broken))

@@ -7,12 +7,14 @@ import sys
 import click
 
 from firstlight.cli.chat_terminal import Terminal, shown
+from firstlight.cli.output import best_option
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
 
 @click.command("chat")
 @click.argument("checkpoint")
+@best_option
 @click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
 @click.option("--max-new-tokens", type=int, default=512, show_default=True, help="Of an answer.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
@@ -49,6 +51,7 @@ from firstlight.errors import ConfigError
 @click.option("--port", type=int, help="With --web; default 8000, 0 is any that is free.")
 def chat_command(
     checkpoint: str,
+    best: bool,
     system: str | None,
     max_new_tokens: int,
     temperature: float,
@@ -93,7 +96,7 @@ def chat_command(
         from firstlight.serving.chat_ui import require_web, serve_chat
 
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
-    loaded = load(checkpoint, find_hardware(device).device, dtype=dtype)
+    loaded = load(checkpoint, find_hardware(device).device, dtype=dtype, best=best)
     if web:
         serve_chat(loaded, address, system=system, settings=settings, compile=compiled)
         return

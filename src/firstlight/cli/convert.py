@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import show_rows, with_json
+from firstlight.cli.output import best_option, show_rows, with_json
 from firstlight.console import say
 
 
@@ -33,6 +33,7 @@ from firstlight.console import say
     type=float,
     help="Greatest difference of two logits that passes, as a share of the largest.",
 )
+@best_option
 @with_json
 def convert_command(
     source: str,
@@ -42,6 +43,7 @@ def convert_command(
     tokenizer: str | None,
     config: Path | None,
     tolerance: float | None,
+    best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
     """Convert a model and check that the result computes what the source does.
@@ -61,6 +63,7 @@ def convert_command(
         tokenizer=tokenizer,
         config=config,
         tolerance=tolerance,
+        best=best,
     )
     for note in result.notes:
         say(f"note: {note}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import show_rows, with_json
+from firstlight.cli.output import best_option, show_rows, with_json
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _ROWS, _TEXTS = 8, 32
 
 @click.command("eval")
 @click.argument("checkpoint")
+@best_option
 @click.option("--data", help="Prepared folder or its URL; left out: the one it was trained on.")
 @click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
 @click.option(
@@ -65,6 +66,7 @@ _ROWS, _TEXTS = 8, 32
 @with_json
 def eval_command(
     checkpoint: str,
+    best: bool,
     data: str | None,
     sample: int | None,
     tasks: tuple[str, ...],
@@ -85,7 +87,7 @@ def eval_command(
     from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
     from firstlight.evaluation.tasks import evaluate_tasks
 
-    loaded = load_for_evaluation(checkpoint, device)
+    loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
     # First, since what is wrong with them is said at once, and a loss may take long.
     if tasks:

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import with_json, write_out
+from firstlight.cli.output import best_option, with_json, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
 
 @click.command("generate")
 @click.argument("checkpoint")
+@best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True)
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
@@ -73,6 +74,7 @@ from firstlight.errors import ConfigError
 @with_json
 def generate_command(
     checkpoint: str,
+    best: bool,
     prompt: str,
     logit_bias: tuple[str, ...],
     device: str,
@@ -98,6 +100,7 @@ def generate_command(
         find_hardware(device).device,
         dtype=dtype,
         way=loading,  # type: ignore[arg-type]
+        best=best,
     )
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)

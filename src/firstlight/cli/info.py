@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import human_bytes, show_rows, with_json
+from firstlight.cli.output import best_option, human_bytes, show_rows, with_json
+from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 
 @click.command("info")
 @click.argument("checkpoint", required=False)
+@best_option
 @with_json
-def info_command(checkpoint: str | None, as_json: bool) -> dict[str, Any]:
+def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str, Any]:
     """What a model is (CHECKPOINT), or what this machine can do (nothing named)."""
-    return _machine() if checkpoint is None else _model(checkpoint)
+    if checkpoint is None and best:
+        raise ConfigError("--best is for a run folder: name one")
+    return _machine() if checkpoint is None else _model(checkpoint, best)
 
 
 def _machine() -> dict[str, Any]:
@@ -61,14 +65,14 @@ def _machine() -> dict[str, Any]:
     return result
 
 
-def _model(checkpoint: str) -> dict[str, Any]:
+def _model(checkpoint: str, best: bool) -> dict[str, Any]:
     from firstlight.checkpoint import resolve_model_folder, trained_on
     from firstlight.huggingface import read_config, tokenizer_of
     from firstlight.lora.files import adapter_chain
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
     from firstlight.weights import fitting_tensors
 
-    folder = resolve_model_folder(checkpoint)
+    folder = resolve_model_folder(checkpoint, best=best)
     config = read_config(folder)
     model = meta_model(config)
     count = count_parameters(model)

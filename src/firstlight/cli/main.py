@@ -64,9 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
     0 done; 1 an error; 2 a recipe or option that can't be meant; 3 a plan of a recipe that does not
-    fit; 75 a training run that was
-    stopped early and saved; 130 interrupted; 129, 138 or 143 terminated by SIGHUP, SIGUSR1 or
-    SIGTERM.
+    fit; 75 a training run that was stopped early and saved; 76 one that diverged; 130 interrupted;
+    129, 138 or 143 terminated by SIGHUP, SIGUSR1 or SIGTERM.
     """
     if arguments is None:
         # The process ends with this: to look for cycles among all that torch imported takes a

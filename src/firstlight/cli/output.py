@@ -7,11 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 
 from firstlight.console import say
+
+if TYPE_CHECKING:
+    from firstlight.training.findings import Finding
 
 P = ParamSpec("P")
 
@@ -30,6 +33,14 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
             write_out(json.dumps(result, ensure_ascii=False) + "\n")
 
     return command
+
+
+#: `--best` of the verbs that take a run folder for a model.
+best_option = click.option(
+    "--best",
+    is_flag=True,
+    help="Of a run folder: the checkpoint with the lowest validation loss, not the newest.",
+)
 
 
 def write_out(text: str) -> None:
@@ -66,6 +77,17 @@ def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = 
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         line(f"{name:<{width}}  {value}")
+
+
+def say_findings(findings: Iterable[Finding], run: str = "") -> None:
+    """Say what went wrong in a run, and what helps.
+
+    Args:
+        run: its name, where there are several.
+    """
+    for finding in findings:
+        say(f"warning: {f'{run}: ' if run else ''}{finding.text}")
+        say(f"what helps: {finding.advice}")
 
 
 def counted(count: int, noun: str) -> str:

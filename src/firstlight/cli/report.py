@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import show_rows, show_table, with_json
+from firstlight.cli.output import say_findings, show_rows, show_table, with_json
 
 if TYPE_CHECKING:
     from firstlight.training.report_files import WrittenReport
@@ -35,6 +35,8 @@ def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> d
     result = report_files.as_json(report)
     _show_numbers(report)
     show_rows([("report", report.page), ("picture", report.picture)])
+    for label, findings in zip(report.comparison.labels, report.comparison.findings, strict=True):
+        say_findings(findings, label if len(runs) > 1 else "")
     return result
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import human_bytes, write_out
+from firstlight.cli.output import best_option, human_bytes, write_out
 from firstlight.console import say
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("serve")
 @click.argument("checkpoint")
+@best_option
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
 )
 def serve_command(
     checkpoint: str,
+    best: bool,
     model_name: str | None,
     api_key_file: Path | None,
     allowed_host: tuple[str, ...],
@@ -161,6 +163,7 @@ def serve_command(
         find_hardware(device).device,
         dtype=dtype,
         way=loading,  # type: ignore[arg-type]
+        best=best,
     )
 
     def ready(url: str, service: Service) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from firstlight.cli.launch import LAUNCH_OPTIONS, launch_if_asked, launch_options
-from firstlight.cli.output import show_rows, with_json
+from firstlight.cli.output import say_findings, show_rows, with_json
 from firstlight.console import say
-from firstlight.errors import ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 
 #: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
 STOPPED_EXIT_CODE = 75
@@ -110,6 +110,11 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option("--resume", is_flag=True, help="Go on from the run's newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
 @click.option(
+    "--best",
+    is_flag=True,
+    help="With --init-from RUN: its checkpoint with the lowest validation loss, not the newest.",
+)
+@click.option(
     "--new-rows",
     metavar="mean|copy:TOKEN",
     default="mean",
@@ -126,6 +131,7 @@ def train_command(
     arguments: tuple[str, ...],
     resume: bool,
     init_from: str | None,
+    best: bool,
     new_rows: str,
     plan: str | None,
     as_json: bool,
@@ -136,7 +142,7 @@ def train_command(
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run after the step at hand, with a checkpoint: the
     exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
-    the run folder asks for a checkpoint.
+    the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
     path, overrides = split_arguments(arguments, "train")
     from firstlight.planner.forecasting import RunForecaster
@@ -152,6 +158,8 @@ def train_command(
         from firstlight.training.starts import last_start
 
         recipe = load_recipe(path, overrides)
+        if best:
+            init_from = _best_of(init_from)
         if plan is not None:
             recipe = _planned(recipe, resume, init_from)
         result = train(
@@ -170,11 +178,17 @@ def train_command(
     ]
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
+    if result.best_checkpoint not in (None, result.checkpoint):
+        rows.append(("best checkpoint", result.best_checkpoint))
     if is_main(find_world()):
         show_rows(rows)
+        say_findings(result.findings)
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
         click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
+    elif result.diverged:
+        click.get_current_context().meta[_EXIT_CODE] = DIVERGED_EXIT_CODE
+    best_folder = result.best_checkpoint
     return {
         "run_folder": str(result.run_folder),
         "checkpoint": str(result.checkpoint),
@@ -184,7 +198,24 @@ def train_command(
         "evaluation": None if result.evaluation is None else _figures(result.evaluation),
         "weight_decay": last_start(result.run_folder).get("weight_decay"),
         "stopped_by": result.stopped_by,
+        "diverged": result.diverged,
+        "findings": [finding.as_json() for finding in result.findings],
+        "best_checkpoint": None if best_folder is None else str(best_folder),
     }
+
+
+def _best_of(init_from: str | None) -> str:
+    """The folder of a run's best checkpoint, to start from.
+
+    Raises:
+        ConfigError: no run is named.
+        CheckpointError: it has none.
+    """
+    from firstlight.checkpoint import resolve_model_folder
+
+    if init_from is None:
+        raise ConfigError("--best is for --init-from: name the run to start from")
+    return str(resolve_model_folder(init_from, best=True))
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
@@ -311,7 +342,7 @@ def _unknown_option(argument: str, name: str) -> str:
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
-    own = ("help-all", "resume", "init-from", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
+    own = ("help-all", "resume", "init-from", "best", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
     options = [f"--{option}" for option in (*own, *known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

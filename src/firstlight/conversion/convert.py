@@ -116,6 +116,7 @@ def convert(
     tokenizer: str | Path | None = None,
     config: str | Path | None = None,
     tolerance: float | None = None,
+    best: bool = False,
 ) -> Conversion:
     """Convert a model, and refuse the result where it doesn't compute what the source does.
 
@@ -130,6 +131,7 @@ def convert(
             doesn't say.
         tolerance: the greatest difference of two logits that passes, as a share of the largest;
             None is right for the format's rounding.
+        best: of a run folder, its checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: an option can't be meant.
@@ -142,7 +144,7 @@ def convert(
     dtype = _checked_options(to, dtype, tolerance)
     out = Path(out).expanduser()
     _require_place(out, source)
-    model = read_source(source, tokenizer, config)
+    model = read_source(source, tokenizer, config, best=best)
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
     kinds = {tensor.dtype for tensor in model.tensors.values()}

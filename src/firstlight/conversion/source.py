@@ -65,7 +65,11 @@ class Source:
 
 
 def read_source(
-    source: str | Path, tokenizer: str | Path | None, config: str | Path | None
+    source: str | Path,
+    tokenizer: str | Path | None,
+    config: str | Path | None,
+    *,
+    best: bool = False,
 ) -> Source:
     """The model to convert.
 
@@ -73,9 +77,10 @@ def read_source(
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
         tokenizer: a tokenizer's folder or file, in place of the source's.
         config: a JSON file with what another program's file doesn't say.
+        best: of a run, its checkpoint with the lowest validation loss.
 
     Raises:
-        ConfigError: `config` is not for this source, or not an object.
+        ConfigError: `config` or `best` is not for this source, or `config` is not an object.
         InputError: a file is missing, or of a kind that isn't read.
         ModelError, CheckpointError, TokenizerError: the source can't be read.
     """
@@ -83,14 +88,14 @@ def read_source(
     if tokenizer is not None:
         given = Tokenizer.from_pretrained(Path(tokenizer).expanduser())
     path = Path(source).expanduser()
-    if path.is_file():
+    if path.is_file() and not best:
         return _read_file(path, given, config)
     if path.suffix in (".pt", ".pth") and not path.exists():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
     if config is not None:
         raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
-    folder = resolve_model_folder(source, pickled=True)
+    folder = resolve_model_folder(source, pickled=True, best=best)
     if is_adapter(folder):
         return _read_adapter(folder, _name_of(source), given)
     content, tensors = read_folder(folder)

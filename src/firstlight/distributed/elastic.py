@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from firstlight.console import say
 from firstlight.distributed import rank_start
 from firstlight.distributed.meeting import ROUND, RankError, announce
-from firstlight.errors import ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 
 #: Where a rank leaves the exit code that it would have had; set in ranks only.
 FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
@@ -60,8 +60,9 @@ _SAVING_SECONDS = 3600
 #: For the machines of a run to find each other.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of a recipe or option that can't be meant: the same would happen again.
-_USAGE_EXIT_CODE = 2
+#: Exit codes after which the same would happen again: of a recipe or option that can't be meant,
+#: and of a run that diverged.
+_FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
 #: Passed on to the ranks, unless they are ignored (nohup).
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -123,8 +124,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
     Returns:
         0; what `exit_code_of_rank` was given; or, where rank 0 has already said what failed, 1
-        (2 for a recipe or option that can't be meant); after a signal 128 + its number, unless
-        all ranks ended in order.
+        (2 for a recipe or option that can't be meant, 76 for a run that diverged); after a signal
+        128 + its number, unless all ranks ended in order.
 
     Raises:
         RankError: a rank failed, or the machines did not find each other.
@@ -263,7 +264,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.FAILED:
-            if self._failed and self._failed[0].code == _USAGE_EXIT_CODE:
+            if self._failed and self._failed[0].code in _FINAL_EXIT_CODES:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:
                 self._say_restart(worker_group.spec.max_restarts)
@@ -315,7 +316,7 @@ class _Agent(LocalElasticAgent):
             if first.error.startswith("rank "):  # of another machine
                 raise RankError(first.error)
             raise RankError(f"{_name(first)} failed: {first.error}")
-        return _USAGE_EXIT_CODE if first.code == _USAGE_EXIT_CODE else 1
+        return first.code if first.code in _FINAL_EXIT_CODES else 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
         """See `launch`."""

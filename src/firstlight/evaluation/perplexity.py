@@ -265,19 +265,23 @@ def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, A
     }
 
 
-def load_for_evaluation(checkpoint: str | Path, device: str = "auto") -> LoadedModel:
+def load_for_evaluation(
+    checkpoint: str | Path, device: str = "auto", *, best: bool = False
+) -> LoadedModel:
     """A model as `evaluate` takes it: in fp32.
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
+        best: of a run folder, its checkpoint with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or `best` is not of a run folder.
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)
-    return load_model(resolve_model_folder(checkpoint), hardware.device, dtype=torch.float32)
+    folder = resolve_model_folder(checkpoint, best=best)
+    return load_model(folder, hardware.device, dtype=torch.float32)
 
 
 def evaluate(

@@ -38,6 +38,7 @@ def load(
     *,
     dtype: str = "auto",
     way: LoadingWay = "auto",
+    best: bool = False,
 ) -> LoadedModel:
     """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
     Hugging Face model folder, or a hub id.
@@ -52,16 +53,18 @@ def load(
             place while the model lives; "sequential" reads each tensor straight into its place;
             "straight" takes twice the memory; "auto" maps on the CPU where nothing is converted,
             else reads.
+        best: of a run folder, its checkpoint with the lowest validation loss instead.
 
     Raises:
-        ConfigError: `dtype` or `way` is unknown.
+        ConfigError: `dtype` or `way` is unknown, or `best` is not of a run folder.
         ModelError, CheckpointError, TokenizerError: it is missing, damaged or unknown.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_WAYS)):
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
-    loaded = load_model(resolve_model_folder(checkpoint), device, dtype=DTYPES[dtype], way=way)
+    folder = resolve_model_folder(checkpoint, best=best)
+    loaded = load_model(folder, device, dtype=DTYPES[dtype], way=way)
     if dtype == "int8":
         from firstlight.generation.int8 import quantize_int8
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from firstlight.errors import CheckpointError, TrainingError
+from firstlight.errors import DIVERGED_EXIT_CODE, CheckpointError, TrainingError
 
 DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
@@ -22,6 +22,8 @@ _LEAST_DEVIATION = 0.01
 
 class DivergedError(TrainingError):
     """What is computed is of no use any more: the run goes back to a checkpoint, or stops."""
+
+    exit_code = DIVERGED_EXIT_CODE
 
 
 class GuardConfig(BaseModel):

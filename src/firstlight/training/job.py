@@ -340,7 +340,7 @@ class Job:
             f"going on with {fewer}"
         )
         self.state.micro_batch_rows = fewer
-        self._add_event("out of memory", self.state.step, micro_batch_rows=fewer, before=rows)
+        self.add_event("out of memory", self.state.step, micro_batch_rows=fewer, before=rows)
         self.program.forget_statistics()
         gc.collect()
         if self.hardware.device.type == "cuda":
@@ -408,7 +408,6 @@ class Job:
                 max_rows=config.max_rows,
             )
             preferred = self.program.preference_metrics("val")
-            self.state.val_loss = found.loss
             pending |= self._take_validation(found, by_corpus, preferred, bar)
         if config.train_rows:
             found, by_corpus = evaluate_dataset(
@@ -438,7 +437,11 @@ class Job:
     ) -> dict[str, float]:
         """Keep the last evaluation, say it, and return its metrics."""
         step, rows = self.state.step, f"({found.rows} of {found.total_rows} rows)"
-        self.evaluation = found
+        self.evaluation, best = found, self.state.best_val_loss
+        self.state.val_loss = found.loss
+        self.state.best_val_loss = found.loss if best is None else min(best, found.loss)
+        if best is not None and found.loss > best:
+            rows = f"{rows}; lowest so far {best:.4f}"
         if preferred:
             # Of pairs there is neither a perplexity nor a number of bits.
             self.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
@@ -475,7 +478,8 @@ class Job:
         self._samples, self.state.pending, self._unsaved = [], None, True
         return record
 
-    def _add_event(self, event: str, step: int, **details: Any) -> None:
+    def add_event(self, event: str, step: int, **details: Any) -> None:
+        """Add a line to the run's events."""
         self.state.events.append({"step": step, "event": event, **details})
         self._logs.write_events(self.state.events)
 
@@ -485,11 +489,19 @@ class Job:
     def must_save(self) -> bool:
         """Whether a checkpoint is due, or asked for with a file `save-now` in the run folder.
 
-        None is due while steps are being skipped: it would take the place of one from before
-        the trouble.
+        One is due every so many steps, and where the validation loss is the lowest so far and the
+        best checkpoint is to be kept. None is due while steps are being skipped: it would take the
+        place of one from before the trouble.
         """
         is_calm, asked = not self.guard.skipped_in_a_row, self._is_asked
-        return (is_calm and self.is_due(self.recipe.checkpoint.every_steps)) or asked
+        config = self.recipe.checkpoint
+        is_best = bool(config.keep_best and config.every_steps) and self._is_best
+        return (is_calm and (self.is_due(config.every_steps) or is_best)) or asked
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the validation loss was measured at this step, and never was lower."""
+        return self.state.val_loss is not None and self.state.val_loss == self.state.best_val_loss
 
     @property
     def _is_asked(self) -> bool:
@@ -517,7 +529,7 @@ class Job:
         from there with the data that come next.
 
         Raises:
-            TrainingError: the recipe says to stop, has allowed no more than were, or there is no
+            DivergedError: the recipe says to stop, has allowed no more than were, or there is no
                 checkpoint.
         """
         failed, config = self.state, self.recipe.guard
@@ -527,13 +539,13 @@ class Job:
         if targets and failed.step - targets[-1] == self.guard.skipped_in_a_row:
             before = targets[-1]  # not a step could be made from there
         if config.on_divergence == "stop":
-            raise TrainingError(problem)
+            raise DivergedError(problem)
         if done >= config.max_rollbacks:
-            raise TrainingError(f"{problem} (after {done} rollbacks)")
+            raise DivergedError(f"{problem} (after {done} rollbacks)")
         self._saver.wait()
         folder = on_main(self.engine, lambda: self._folder_before(before))
         if folder is None:
-            raise TrainingError(f"{problem} (there is no checkpoint to go back to yet)")
+            raise DivergedError(f"{problem} (there is no checkpoint to go back to yet)")
         self.take_up(load_checkpoint(Path(folder), verify=False))
         self._saver.saved_step = self.saved_step
         self.guard.skipped_in_a_row = 0
@@ -543,7 +555,7 @@ class Job:
         self._samples = []
         self.program.forget_statistics()
         self._logs.drop_after(self._logged_step)
-        self._add_event("rollback", failed.step, to_step=self.state.step, reason=str(error))
+        self.add_event("rollback", failed.step, to_step=self.state.step, reason=str(error))
         bar.message(f"{problem}; back to step {self.state.step}")
 
     def _folder_before(self, step: int) -> str | None:

@@ -4,7 +4,8 @@ initial weights only."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +16,14 @@ from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.datasets import learned_share
+from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.job import Job
-from firstlight.training.processes import first_reason, run_processes, wait_for_main
+from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.report import draw_report
+from firstlight.training.report_run import read_run
 from firstlight.training.setup import set_up
 from firstlight.training.starts import record_start
 from firstlight.training.stopping import Stopping, StopRequestedError
@@ -41,6 +44,10 @@ class TrainResult:
         evaluation: the last one of this call; None without a validation split.
         stopped_by: what ended the run before its last step: a signal's name, such as "SIGTERM",
             or "max_minutes"; None for a run that is complete.
+        findings: what went wrong, such as overfitting; of kind "diverged" for a run whose loss
+            ended above that of guessing, or never fell.
+        best_checkpoint: the kept one with the lowest validation loss; None where no checkpoint has
+            one.
     """
 
     run_folder: Path
@@ -50,6 +57,13 @@ class TrainResult:
     train_loss: float | None
     evaluation: Evaluation | None
     stopped_by: str | None = None
+    findings: Sequence[Finding] = ()
+    best_checkpoint: Path | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the model is of no use."""
+        return any(one.kind == "diverged" for one in self.findings)
 
 
 def train(
@@ -90,8 +104,9 @@ def train(
         DataError: a shard was changed or cut short while the run read it; a checkpoint is saved.
         CheckpointError: the run folder was moved or removed; nothing is written in its place.
         RankError: another process of the run failed, or is gone.
-        TrainingError: the run diverged, and the `guard` section knows no way back; or not even
-            one row fits into memory. The last checkpoint is untouched.
+        DivergedError: loss or gradients are not finite, and the `guard` section knows no way back.
+            The last checkpoint is untouched.
+        TrainingError: not even one row fits into memory. The last checkpoint is untouched.
         StorageError: the disk refused. The last checkpoint is untouched.
     """
     if not isinstance(recipe, Recipe):
@@ -132,7 +147,8 @@ def train(
                 if job.evaluation_is_due or job.tasks_are_due:
                     job.evaluate(bar, check)
             except DivergedError as error:
-                job.go_back(error, bar)
+                with _concluded_if_it_ends(job, str(error)):
+                    job.go_back(error, bar)
                 continue
             except StopRequestedError:
                 break
@@ -152,7 +168,7 @@ def train(
         job.finish_saving()
         if stopped is not None and (problem := first_reason(engine, job.unreadable)) is not None:
             raise DataError(f"{problem} (saved at step {job.state.step})")
-        wait_for_main(engine, lambda: _draw(job.run_folder))
+        ended = on_main(engine, lambda: _concluded(job.run_folder))
         if engine.is_main and (text := comparison.write(job.run_folder)) is not None:
             tell(text)
         return TrainResult(
@@ -163,6 +179,8 @@ def train(
             last.get("train/loss"),
             job.evaluation,
             stopped or stopping.reason if job.goes_on else None,
+            tuple(Finding(**one) for one in ended["findings"]),
+            None if ended["best_checkpoint"] is None else Path(ended["best_checkpoint"]),
         )
 
 
@@ -195,8 +213,25 @@ def _ignore(_: str) -> None:
     """Says nothing."""
 
 
-def _draw(run_folder: Path) -> None:
+@contextlib.contextmanager
+def _concluded_if_it_ends(job: Job, reason: str) -> Iterator[None]:
+    """Draw the report of a run that has no way back, too, with the reason."""
+    try:
+        yield
+    except DivergedError:
+        job.add_event("diverged", job.state.step, reason=reason)
+        on_main(job.engine, lambda: _concluded(job.run_folder))
+        raise
+
+
+def _concluded(run_folder: Path) -> dict[str, Any]:
+    """Draw the report; return what it says went wrong, and the best checkpoint, as JSON values."""
     draw_report(run_folder)
+    best = best_checkpoint(run_folder)
+    return {
+        "findings": [dataclasses.asdict(one) for one in findings_of(read_run(run_folder))],
+        "best_checkpoint": None if best is None else str(best.folder),
+    }
 
 
 def _go_on() -> None:

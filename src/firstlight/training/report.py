@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
+import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +14,19 @@ from typing import Any
 import numpy as np
 
 from firstlight.files import write_file
-from firstlight.training.report_html import run_page
+from firstlight.training.findings import findings_of
+from firstlight.training.report_html import loss_unit, run_page
 from firstlight.training.report_run import RunRecord, read_run
 from firstlight.training.report_series import Metrics, Series, smooth, smoothed, thin
+from firstlight.training.report_svg import Chart, Line
 
 __all__ = [
     "HTML_NAME",
+    "NOTE_INCHES",
     "PICTURE_ORIGIN",
     "REPORT_NAME",
     "draw_report",
+    "draw_title",
     "picture_of",
     "png",
     "shown",
@@ -34,6 +39,11 @@ HTML_NAME = "report.html"
 _MIB = 2**20
 #: Of a curve in a picture, which is narrower than that in pixels.
 _BUCKETS = 1000
+#: Of the picture: a chart of the right column, a title, a line of a sample and of a warning.
+_CHART_INCHES, _TITLE_INCHES, _LINE_INCHES, NOTE_INCHES = 2.8, 0.4, 0.14, 0.19
+_WARNING = "#b3261e"
+#: Of a line across the picture; lines of a sample, at most and of a column.
+_CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
 #: Characters of a text that are looked at.
 _MAX_TEXT = 10_000
 #: By which a picture of ours is told from others.
@@ -70,18 +80,44 @@ def picture_of(run: RunRecord) -> bytes:
     # Drawn without pyplot: no window system is looked for, no global state is left behind.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    grid: dict[str, Any] = figure.subplot_mosaic(
-        [["loss", "loss", "rate"], ["loss", "loss", "speed"], ["text"] * 3],
-        height_ratios=[1, 1, 0.7],
+    findings = findings_of(run)
+    notes = [
+        shown(line)
+        for one in findings
+        for text in (f"{one.text}.", f"What helps: {one.advice}.")
+        for line in textwrap.wrap(text, _CHARACTERS)
+    ]
+    samples = _sample_columns(run.samples)
+    rows = max((len(column) for column in samples), default=0)
+    heights = [_CHART_INCHES, _CHART_INCHES]
+    mosaic = [["loss", "loss", "rate"], ["loss", "loss", "speed"]]
+    if rows:
+        heights.append(_TITLE_INCHES + rows * _LINE_INCHES)
+        mosaic.append(["text"] * 3)
+    figure = Figure(
+        figsize=(13, sum(heights) + _TITLE_INCHES + NOTE_INCHES * len(notes)), layout="constrained"
     )
-    _draw_loss(grid["loss"], run.metrics)
+    grid: dict[str, Any] = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    _draw_loss(grid["loss"], run)
     _draw_events(grid["loss"], run.events)
+    for one in findings:
+        if one.kind == "overfitting":
+            _draw_line(grid["loss"], one.since_step, "lowest validation loss", "tab:orange")
     _draw_rate(grid["rate"], run.metrics)
     _draw_speed(grid["speed"], run.metrics)
-    _draw_samples(grid["text"], run.samples)
-    figure.suptitle(f"firstlight · {shown(run.name)}")
+    if rows:
+        _draw_samples(grid["text"], samples, run.samples[-1]["step"])
+    draw_title(figure, f"firstlight · {shown(run.name)}", notes)
     return png(figure)
+
+
+def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
+    """Write a title over a figure, and below it what there is to be warned of.
+
+    Args:
+        notes: lines, each of which needs `NOTE_INCHES` of the figure's height.
+    """
+    figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
 
 def png(figure: Any) -> bytes:
@@ -101,33 +137,34 @@ def _points(series: Series) -> tuple[Any, Any]:
     return thinned.x, thinned.y
 
 
-def _draw_loss(axes: Any, metrics: Metrics) -> None:
+def _draw_loss(axes: Any, run: RunRecord) -> None:
+    metrics, unit = run.metrics, loss_unit(run)
     losses = metrics.series("train/loss")
     axes.plot(*_points(losses), color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(*_points(smoothed(losses)), color="tab:blue", label="train/loss")
     label, loss, bits = "val/loss", metrics.last("val/loss"), metrics.last("bits_per_byte")
     if loss is not None and bits is not None:
-        label += f": {loss:.3f} nats a token, {bits:.3f} bits a byte"
+        label += f": {loss:.3f} {unit}, {bits:.3f} bits a byte"
     axes.plot(*_points(metrics.series("val/loss")), "o-", color="tab:orange", label=label)
     beside = metrics.series("train_eval/loss")
     if len(beside):
         axes.plot(*_points(beside), "o-", color="tab:green", label="train_eval/loss")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel=f"loss ({unit})")
+    if Chart("loss", unit, [Line("train/loss", losses, 0)]).needs_log:
+        axes.set_yscale("log")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
 
 
 def _draw_events(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
     for event in events:
-        axes.axvline(event["step"], color="tab:red", linestyle=":", linewidth=0.8)
-        axes.annotate(
-            f" {shown(event['event'])}",
-            (event["step"], 0.01),
-            xycoords=("data", "axes fraction"),
-            color="tab:red",
-            fontsize=7,
-            rotation=90,
-        )
+        _draw_line(axes, event["step"], shown(event["event"]), "tab:red")
+
+
+def _draw_line(axes: Any, step: int, text: str, colour: str) -> None:
+    axes.axvline(step, color=colour, linestyle=":", linewidth=0.8)
+    place, units = (step, 0.01), ("data", "axes fraction")
+    axes.annotate(f" {text}", place, xycoords=units, color=colour, fontsize=7, rotation=90)
 
 
 def _draw_rate(axes: Any, metrics: Metrics) -> None:
@@ -159,21 +196,39 @@ def _draw_speed(axes: Any, metrics: Metrics) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_samples(axes: Any, samples: Sequence[Mapping[str, Any]]) -> None:
-    axes.axis("off")
-    if not samples:
-        return
-    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The lines of the last step's texts, in as many columns as they have room for."""
     lines: list[str] = []
-    for sample in last:
+    for sample in samples:
+        if sample["step"] != samples[-1]["step"]:
+            continue
         # No more of a text than could be in the picture.
         text = (sample["prompt"] + sample["text"])[:_MAX_TEXT].expandtabs(4)
         for line in text.splitlines():
-            lines += textwrap.wrap(line, 150, drop_whitespace=False) or [""]
+            lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
         lines.append("")
-    axes.set_title(f"sample at step {samples[-1]['step']}", loc="left", fontsize="medium")
-    text = shown("\n".join(lines[:18]))
-    axes.text(0, 1, text, family="monospace", fontsize=8, va="top", transform=axes.transAxes)
+    lines = lines[:-1]
+    longest = max((_width(line) for line in lines), default=0)
+    columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
+    # A text of few lines is easier to read as one.
+    columns = min(columns, -(-len(lines) // _FEWEST_LINES))
+    height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
+    return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
+
+
+def _width(line: str) -> int:
+    """Places that a line takes: a letter of an East Asian script takes two."""
+    return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
+
+
+def _draw_samples(axes: Any, columns: Sequence[Sequence[str]], step: int) -> None:
+    axes.axis("off")
+    axes.set_title(f"sample at step {step:,}", loc="left", fontsize="medium")
+    for number, column in enumerate(columns):
+        text, place = shown("\n".join(column)), number / len(columns)
+        axes.text(
+            place, 1, text, family="monospace", fontsize=8, va="top", transform=axes.transAxes
+        )
 
 
 def shown(text: str) -> str:

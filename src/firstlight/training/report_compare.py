@@ -3,6 +3,7 @@ the last samples."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import Any
 from markupsafe import Markup
 
 from firstlight.errors import ConfigError
-from firstlight.training.report import png, shown
+from firstlight.training.findings import Finding, findings_of
+from firstlight.training.report import NOTE_INCHES, draw_title, png, shown
 from firstlight.training.report_axes import rounded
 from firstlight.training.report_html import chosen_samples, duration, memory_unit
 from firstlight.training.report_page import legend, page, plots
 from firstlight.training.report_run import RunRecord, final_numbers, is_accuracy
 from firstlight.training.report_series import Axis, Series, smoothed, thin
 from firstlight.training.report_svg import Chart, Line
-from firstlight.training.report_text import own_version, plain
+from firstlight.training.report_text import loss_text, own_version, plain
 
 _AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
 _BUCKETS = 350
@@ -34,6 +36,7 @@ class Comparison:
         runs: in the order that they were named.
         labels: what each is called; no two are alike.
         numbers: `final_numbers` of each.
+        findings: what went wrong in each.
         smoothed: each run's training loss by step.
         differences: of each recipe key that is not the same in all, the values; "section.key".
     """
@@ -41,6 +44,7 @@ class Comparison:
     runs: Sequence[RunRecord]
     labels: Sequence[str]
     numbers: Sequence[Mapping[str, Any]]
+    findings: Sequence[Sequence[Finding]]
     smoothed: Sequence[Series]
     differences: Mapping[str, Sequence[Any]]
 
@@ -64,7 +68,8 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     labels = distinct_labels([run.folder for run in runs])
     differences = recipe_differences([run.recipe for run in runs])
     curves = [smoothed(run.metrics.series("train/loss")) for run in runs]
-    return Comparison(runs, labels, [final_numbers(run) for run in runs], curves, differences)
+    numbers, findings = [final_numbers(r) for r in runs], [findings_of(r) for r in runs]
+    return Comparison(runs, labels, numbers, findings, curves, differences)
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
@@ -116,9 +121,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def comparison_page(found: Comparison) -> str:
     """The page of several runs."""
+    figures = _figures(found)
     return page(
         "comparison.html",
         {
+            "log": any(figure.chart.needs_log for figure in figures),
             "title": f"{len(found.runs)} runs",
             "version": own_version(),
             "labels": [
@@ -128,7 +135,7 @@ def comparison_page(found: Comparison) -> str:
                 )
             ],
             "axes": list(_AXES.items()),
-            "figures": _figures(found),
+            "figures": figures,
             "numbers": _number_rows(found),
             "differences": [
                 (key, [str(v) if v is _ABSENT else plain(v) for v in values])
@@ -136,9 +143,23 @@ def comparison_page(found: Comparison) -> str:
             ],
             "recipes": sum(bool(run.recipe) for run in found.runs),
             "samples": [(label, *_last_samples(run)) for label, run in _named(found)],
-            "warning": has_different_tokenizers(found),
+            "warnings": warnings_of(found),
         },
     )
+
+
+def warnings_of(found: Comparison) -> list[str]:
+    """What the page and the picture warn of: figures that can't be compared, and what went wrong in
+    each run."""
+    tokenizers = (
+        "The runs have different tokenizers: losses, which count nats a token, can't be compared. "
+        "Bits per byte can."
+    )
+    named = zip(found.labels, found.findings, strict=True)
+    return [
+        *([tokenizers] if has_different_tokenizers(found) else []),
+        *(f"{label}: {finding.text}" for label, findings in named for finding in findings),
+    ]
 
 
 def _named(found: Comparison) -> list[tuple[str, RunRecord]]:
@@ -219,14 +240,14 @@ def _memory(value: float) -> str:
 
 #: (key, name, form, whether more is better; None: neither).
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
-    ("val/loss", "validation loss", "{:.4f}".format, False),
-    ("best_val/loss", "best validation loss", "{:.4f}".format, False),
+    ("val/loss", "validation loss", loss_text, False),
+    ("best_val/loss", "best validation loss", loss_text, False),
     ("best_val/loss_step", "at step", "{:,}".format, None),
     ("perplexity", "perplexity", "{:.2f}".format, False),
     ("bits_per_byte", "bits per byte", "{:.4f}".format, False),
     ("gzip_bits_per_byte", "gzip -9, bits per byte", "{:.4f}".format, None),
-    ("train_eval/loss", "loss on the same training rows", "{:.4f}".format, False),
-    ("train/loss", "training loss, last step", "{:.4f}".format, False),
+    ("train_eval/loss", "loss on the same training rows", loss_text, False),
+    ("train/loss", "training loss, last step", loss_text, False),
     ("step", "steps", "{:,}".format, None),
     ("max_steps", "of", "{:,}".format, None),
     ("tokens_seen", "tokens seen", "{:,}".format, None),
@@ -287,12 +308,13 @@ def comparison_picture(found: Comparison) -> bytes:
     """The losses of several runs as a PNG: by steps, tokens and hours."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 8), layout="constrained")
+    notes = [shown(line) for text in warnings_of(found) for line in textwrap.wrap(text, 170)]
+    figure = Figure(figsize=(15, 8 + NOTE_INCHES * len(notes)), layout="constrained")
     grid: Any = figure.subplots(2, len(_AXES))
     for row, (key, title, _) in enumerate(_CHARTS[:2]):
         for column, (axis, name) in enumerate(_AXES.items()):
-            axes = grid[row][column]
-            for line in _lines(found, key, axis):
+            axes, lines = grid[row][column], _lines(found, key, axis)
+            for line in lines:
                 curve = thin(line.series, _BUCKETS)
                 marker = "o" if line.dotted else None
                 colour = f"C{line.colour % 10}"
@@ -305,7 +327,10 @@ def comparison_picture(found: Comparison) -> bytes:
                     label=shown(line.name),
                 )
             axes.set(xlabel=name, ylabel=f"{title.lower()} (nats a token)")
+            axes.locator_params(axis="x", nbins=6)
+            if Chart(title, "", lines).needs_log:
+                axes.set_yscale("log")
             axes.grid(alpha=0.3)
     grid[0][0].legend(fontsize="small")
-    figure.suptitle("firstlight · runs side by side")
+    draw_title(figure, "firstlight · runs side by side", notes)
     return png(figure)

@@ -95,14 +95,17 @@ def _is_picture(path: Path) -> bool:
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """A report as JSON values: its files, each run's label and `final_numbers`, and the recipe
-    keys that differ, with each run's value (null also where a recipe lacks the key)."""
+    """A report as JSON values: its files, each run's label, `final_numbers` and findings, and the
+    recipe keys that differ, with each run's value (null also where a recipe lacks the key)."""
     found = report.comparison
-    named = zip(found.labels, found.numbers, strict=True)
+    named = zip(found.labels, found.numbers, found.findings, strict=True)
     return {
         "report": str(report.page),
         "picture": str(report.picture),
-        "runs": [{"label": label, **numbers} for label, numbers in named],
+        "runs": [
+            {"label": label, **numbers, "findings": [one.as_json() for one in findings]}
+            for label, numbers, findings in named
+        ],
         "differences": {
             key: [value if _is_json(value) else None for value in values]
             for key, values in found.differences.items()

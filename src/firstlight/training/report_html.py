@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from firstlight.training.findings import Finding, findings_of
 from firstlight.training.metrics import MOSTLY_LEARNED
 from firstlight.training.report_axes import rounded
 from firstlight.training.report_page import legend, page, plots
 from firstlight.training.report_run import RunRecord, accuracies, final_numbers
 from firstlight.training.report_series import Metrics, Series, smoothed
 from firstlight.training.report_svg import COLOURS, Chart, Line, Mark
-from firstlight.training.report_text import own_version, plain, visible
+from firstlight.training.report_text import loss_text, own_version, plain, visible
 
 #: Of thinned curves; a wide chart has so many pixels.
 _BUCKETS = 700
@@ -69,7 +70,7 @@ class Figure:
 
 def run_page(run: RunRecord) -> str:
     """The page of a run."""
-    numbers = final_numbers(run)
+    numbers, findings = final_numbers(run), findings_of(run)
     samples, samples_note = chosen_samples(run.samples)
     events, events_note = _events(run)
     further, found = _further(run.metrics)
@@ -78,10 +79,11 @@ def run_page(run: RunRecord) -> str:
         {
             "title": run.name or "run",
             "version": own_version(),
-            **_progress(run),
+            **_progress(run, findings),
+            "findings": findings,
             "facts": _facts(run, numbers),
             "cards": _cards(numbers),
-            "figures": _figures(run),
+            "figures": _figures(run, findings),
             "further": further,
             "further_note": f"{len(further)}"
             if len(further) == found
@@ -99,12 +101,18 @@ def run_page(run: RunRecord) -> str:
     )
 
 
-def _progress(run: RunRecord) -> dict[str, str]:
+def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     step, most = run.last_step, run.max_steps
+    kinds = [one.kind for one in findings]
+    if "diverged" in kinds:
+        of = "" if most is None or step >= most else f" of {most:,}"
+        return {"state": "diverged", "progress": f"diverged: {step:,}{of} steps"}
     if most is None:
         return {"state": "", "progress": f"{step:,} steps"}
     if step >= most:
-        return {"state": "complete", "progress": f"complete: {step:,} steps"}
+        # Green is for runs with nothing to be said against.
+        state = "" if findings else "complete"
+        return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
     return {"state": "", "progress": f"step {step:,} of {most:,}"}
 
 
@@ -144,14 +152,16 @@ class Card:
 def _cards(numbers: Mapping[str, Any]) -> list[Card]:
     cards = []
     if numbers["val/loss"] is not None:
-        best = f"best {numbers['best_val/loss']:.4f} at step {numbers['best_val/loss_step']:,}"
-        cards.append(Card("validation loss", f"{numbers['val/loss']:.4f}", "nats", best))
+        best = (
+            f"best {loss_text(numbers['best_val/loss'])} at step {numbers['best_val/loss_step']:,}"
+        )
+        cards.append(Card("validation loss", loss_text(numbers["val/loss"]), "nats", best))
     elif numbers["train/loss"] is not None:
-        cards.append(Card("training loss", f"{numbers['train/loss']:.4f}", "nats"))
+        cards.append(Card("training loss", loss_text(numbers["train/loss"]), "nats"))
     if numbers["bits_per_byte"] is not None:
         gzip = numbers["gzip_bits_per_byte"]
         note = "" if gzip is None else f"gzip -9: {gzip:.3f} on the same text"
-        cards.append(Card("bits per byte", f"{numbers['bits_per_byte']:.3f}", "", note))
+        cards.append(Card("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
     if numbers["tokens_seen"] is not None:
         epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
         cards.append(Card("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
@@ -194,6 +204,11 @@ def memory_unit(most: float) -> tuple[int, str]:
     return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
 
 
+def loss_unit(run: RunRecord) -> str:
+    """What the loss counts: of preference pairs there is one loss a pair."""
+    return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"
+
+
 def loss_lines(metrics: Metrics) -> list[Line]:
     """The raw and the smoothed training loss, the validation loss and that on the same rows of the
     training split."""
@@ -206,17 +221,23 @@ def loss_lines(metrics: Metrics) -> list[Line]:
     ]
 
 
-def _figures(run: RunRecord) -> list[Figure]:
+def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
     metrics, figures = run.metrics, []
+    marks = [Mark(e["step"], kind_of(e), happening(e)) for e in run.what_happened]
+    marks += [
+        Mark(one.since_step, "lowest-validation-loss", one.text)
+        for one in findings
+        if one.kind == "overfitting"
+    ]
     loss = Chart(
         "Loss",
-        "nats a token",
+        loss_unit(run),
         [line for line in loss_lines(metrics) if len(line.series)],
         width=1060,
         height=340,
-        marks=[Mark(e["step"], kind_of(e), happening(e)) for e in run.what_happened],
+        marks=marks,
     )
-    figures.append(_figure("loss", loss, switch=True, wide=True))
+    figures.append(_figure("loss", loss, switch=True, wide=True, log=loss.needs_log))
     size, unit = memory_unit(max(metrics.values("memory_bytes"), default=0))
     memory = metrics.series("memory_bytes")
     for identity, title, unit_name, series, colour, zero in (
@@ -322,7 +343,12 @@ def _cut(text: str) -> str:
 
 def kind_of(event: Mapping[str, Any]) -> str:
     """The class that an event has on a page."""
-    known = {"rollback": "rollback", "out of memory": "out-of-memory", "resumed": "resumed"}
+    known = {
+        "rollback": "rollback",
+        "out of memory": "out-of-memory",
+        "resumed": "resumed",
+        "diverged": "diverged",
+    }
     return known.get(event["event"], "event")
 
 
@@ -335,6 +361,8 @@ def happening(event: Mapping[str, Any]) -> str:
         return f"micro-batches of {rows} rows from here on (before: {before})"
     if event["event"] == "resumed":
         return f"from the checkpoint of step {event['step']}, {_when(str(event.get('time', '')))}"
+    if event["event"] == "diverged":
+        return str(event.get("reason"))
     details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
     return f"{event['event']} {', '.join(details)}"
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ def page(template: str, values: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = visible
+    environment.filters["explained"] = explained
     style = (folder / "style.css").read_text(encoding="utf-8")
     script = (folder / "readout.js").read_text(encoding="utf-8")
     policy = (
@@ -61,17 +64,58 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
+#: What words of a report mean; each is explained where it stands.
+_TERMS = {
+    "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
+    "average. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs for each byte of the text: the loss divided by "
+    "ln 2, per byte instead of per token. It compares models with different tokenizers. Lower is "
+    "better.",
+    "MFU": "Model FLOPs utilization: the share of the hardware's peak arithmetic that the model's "
+    "own computation takes. Higher is better.",
+    "perplexity": "e to the power of the loss: the number of equally likely tokens that the model "
+    "hesitates between on average. Lower is better.",
+}
+_TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
+_MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
+
+
+def explained(text: object) -> Markup:
+    """A text, escaped, in which each technical term shows its meaning when it is pointed at, tapped
+    or reached by the keyboard."""
+    term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
+    # At the odd places stand the terms.
+    parts = enumerate(_TERM.split(visible(text)))
+    return Markup("").join(
+        term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
+    )
+
+
+#: (width, height) of the drawings for narrower places than the chart's own; the page's style shows
+#: the one whose letters have about their own size.
+_NARROWER = ((680, 300), (360, 230))
+
+
 def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
-    """A chart and the data for its read-out.
+    """A chart in the sizes that a page may have room for, and the data for its read-out.
 
     Args:
         buckets: see `thin`.
         both: with a linear and with a logarithmic axis, of which the page's switch shows one.
     """
     chart = thinned(chart, buckets)
-    drawn = Markup('<div class="plot linear">{}</div>').format(svg(chart))
-    if both:
-        drawn += Markup('<div class="plot log">{}</div>').format(svg(chart, log=True))
+    sizes = [chart]
+    for width, height in _NARROWER:
+        if width < chart.width:
+            fewer = thinned(chart, buckets * width // chart.width)
+            sizes.append(replace(fewer, width=width, height=height))
+    drawn = Markup("").join(
+        Markup('<div class="plot {} w{}">{}</div>').format(
+            "log" if log else "linear", one.width, svg(one, log=log)
+        )
+        for log in ((False, True) if both else (False,))
+        for one in sizes
+    )
     return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(chart), drawn)
 
 

@@ -25,6 +25,8 @@ from firstlight.training.report_text import visible
 COLOURS = 8
 #: Lines of fewer points have dots.
 _FEW = 60
+#: Times the smallest value from which on a linear axis shows nothing of it.
+_HIDING = 1000
 #: Events drawn in one chart, the first and the last among them.
 _MAX_MARKS = 120
 
@@ -95,6 +97,14 @@ class Chart:
     def has_log(self) -> bool:
         """Whether anything could be seen on a logarithmic axis."""
         return any(bool((line.series.y > 0).any()) for line in self.lines)
+
+    @property
+    def needs_log(self) -> bool:
+        """Whether a linear axis would hide most of the curves: one is of a run that diverged."""
+        values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
+        return (
+            bool(len(values)) and values.min() > 0 and bool(values.max() > _HIDING * values.min())
+        )
 
 
 #: Pixels around the plot: for ticks and names.
@@ -201,7 +211,7 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
                 "</text>"
             ).format(left, right, place, left - 8, compact(tick))
         )
-    for tick in _x_ticks(x, (right - left) // 84):
+    for tick in _x_ticks(x, max((right - left) // 84, 4)):
         place = f"{x.place(tick):.1f}"
         parts.append(
             Markup(

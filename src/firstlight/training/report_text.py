@@ -41,6 +41,11 @@ def plain(value: object) -> str:
     return repr(value) if isinstance(value, str) and value.strip() != value else str(value)
 
 
+def loss_text(loss: float, decimals: int = 4) -> str:
+    """A loss for people: with so many decimals, but for one of a run that has diverged."""
+    return f"{loss:.{decimals}f}" if abs(loss) < 10_000 else f"{loss:.4g}"
+
+
 def own_version() -> str:
     """Which firstlight this is; "unknown" where it is not installed as a package."""
     try:

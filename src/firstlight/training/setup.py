@@ -502,7 +502,10 @@ def _require_disk(job: Job) -> None:
     every, config = job.recipe.checkpoint.every_steps, job.recipe.checkpoint
     left = job.max_steps - job.state.step
     saves = math.ceil(left / every) if every else 1
-    kept = config.keep_last + config.keep_best
+    kept = config.keep_last
+    if job.validation is not None and config.keep_best and every:
+        kept += config.keep_best
+        saves += left // (job.recipe.evaluation.every_steps or job.max_steps)
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(job.optimizer.num_parameters, job.optimizer.state_bytes)

@@ -43,6 +43,8 @@ def record_start(job: Job) -> None:
             "step": job.state.step,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "max_steps": job.max_steps,
+            "warmup_steps": job.schedule.warmup_steps,
+            "init_from": job.init_from,
             "parameters": count_parameters(meta_model(job.model.config)).total,
             "weight_decay": decay_counts(_trained(job)),
             "tokenizer_sha256": job.tokenizer.fingerprint,

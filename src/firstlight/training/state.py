@@ -45,6 +45,7 @@ class TrainState:
         micro_batch_rows: rows of a forward pass; fewer than the recipe's once they were too many
             for the memory. 0: the recipe's.
         val_loss: found at this very step.
+        best_val_loss: the lowest so far.
         pending: this step's metrics, as long as something is missing in them.
         events: what happened to the run, in order, as lines of events.jsonl.
     """
@@ -56,6 +57,7 @@ class TrainState:
     skipped_steps: int = 0
     micro_batch_rows: int = 0
     val_loss: float | None = None
+    best_val_loss: float | None = None
     pending: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -190,6 +192,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             skipped_steps=saved.get("skipped_steps", 0),
             micro_batch_rows=saved.get("micro_batch_rows", 0),
             val_loss=saved.get("val_loss"),
+            best_val_loss=saved.get("best_val_loss"),
             pending=saved.get("pending"),
             events=list(saved.get("events", [])),
         )
@@ -199,6 +202,10 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         count = getattr(state, name)
         if type(count) is not int or count < 0:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
+    if type(state.best_val_loss) not in (float, type(None)):
+        raise CheckpointError(
+            f"trainer_state.json is damaged: best_val_loss is {state.best_val_loss!r:.100}"
+        )
     lines = [*state.events, *([] if state.pending is None else [state.pending])]
     if not all(isinstance(line, dict) for line in lines):
         raise CheckpointError("trainer_state.json is damaged: an event is no object")
