@@ -761,8 +761,8 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
     assert train == f"next: firstlight train {path} --optimizer.learning_rate 3e-4"
     assert " tokens/s" in said.out
     # The same recipe on a GPU that is too small.
-    values = [*options, "--gpu-memory", "200MiB", "--data.dir", "hf://datasets/x/y", "--json"]
-    assert main(["plan", path, *values, "--batch.micro_batch_size", "4"]) == 3
+    small = [*options, "--gpu-memory", "200MiB", "--data.dir", "hf://datasets/x/y", "--json"]
+    assert main(["plan", path, *small, "--batch.micro_batch_size", "4"]) == 3
     said = capfd.readouterr()
     found = json.loads(said.out)
     assert (found["as_it_stands"]["fits"], found["as_it_stands"]["speed"]) == (False, None)
