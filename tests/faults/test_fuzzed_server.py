@@ -37,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Room for any text that is likely to be drawn.
 _CONTEXT = 2048
+_TOO_LONG = "context_length_exceeded"
 
 
 class _ShortDecoder(BatchDecoder):
@@ -112,8 +113,11 @@ def test_bodies_are_answered_as_the_document_says(url: str, path: str, mode: str
     @given(case=strategy)
     def ask(case: Any) -> None:
         nonlocal count
-        case.call_and_validate(timeout=120)
-        count += 1
+        response = case.call(timeout=120)
+        # That texts have too many tokens together is a bound that no schema can state.
+        if response.status_code != 400 or response.json()["error"]["code"] != _TOO_LONG:
+            case.validate_response(response)
+            count += 1
 
     ask()
     assert count >= cases(15, 400) // 2
