@@ -22,7 +22,7 @@ from firstlight.conversion.foreign_forward import (
     nanogpt_logits,
 )
 from firstlight.conversion.foreign_names import LAYOUTS, NANOGPT, TRANSPOSED, Layout
-from firstlight.conversion.pickled import read_pickle
+from firstlight.conversion.pickled import is_whole, read_pickle
 from firstlight.errors import ModelError
 
 #: Prefixes that torch.compile and DistributedDataParallel put before all names.
@@ -188,6 +188,8 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
         if not (is_tensor := isinstance(value, Tensor)) or value.dtype not in _DTYPES
     ]
     _refuse(path, "has weights that are not plain floating point", others)
+    repeated = [name for name, value in weights.items() if not is_whole(value)]
+    _refuse(path, "has weights of fewer numbers than their shape says", repeated)
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:

@@ -27,6 +27,9 @@ from firstlight.weights import count_tensors, one_by_one, require_fit
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
+#: Bytes of the pickle in an archive, which has 100 to 200 for each tensor: the numbers lie beside
+#: it. A megabyte of opcodes takes a second to look at.
+_MOST_PICKLE_BYTES = 1_500_000
 #: Pickles in a row at the beginning of a file from before PyTorch 1.6; then come the numbers.
 _PICKLES_BEFORE_1_6 = 5
 #: What the opcodes of a pickle may name.
@@ -92,6 +95,8 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
         # torch compresses nothing: what does could take any amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("torch.save didn't write this archive")
+        if pickles[0].file_size > _MOST_PICKLE_BYTES:
+            raise zipfile.BadZipFile("this is no list of weights")
         with archive.open(pickles[0]) as file:
             yield from _names_of(file)
 
@@ -171,12 +176,12 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not content:
         raise ModelError(f"{path} holds a {type(content).__name__}, not a model's state_dict")
     for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor) or not _is_whole(value):
+        if not isinstance(name, str) or not isinstance(value, Tensor) or not is_whole(value):
             raise ModelError(f"{path}: {name!r:.80} is no plain tensor by name: not a state_dict")
     return dict(content)
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def is_whole(tensor: Tensor) -> bool:
     """Whether each number of a tensor has a place of its own in the file: strides of zero make
     any size of a few bytes."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
