@@ -189,3 +189,17 @@ def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None
     weights["trf_blocks.0.att.sin"] = "none"
     foreign = read_foreign(saved(weights), config=LLAMA_CONFIG)
     assert foreign.config["num_attention_heads"] == 8
+
+
+def test_tensors_of_fewer_numbers_than_their_shape_says_are_refused(saved: Save) -> None:
+    content = {n: torch.zeros(1).expand(t.shape) for n, t in nanogpt()["model"].items()}
+    with pytest.raises(ModelError, match="fewer numbers than their shape says: transformer"):
+        read_foreign(saved({"model": content}))
+
+
+def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]" * 2_000_000 + b"l.")
+    with pytest.raises(ModelError, match="not a checkpoint of weights alone"):
+        read_foreign(path)

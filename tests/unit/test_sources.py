@@ -665,3 +665,13 @@ def test_a_dataset_without_its_package_names_the_install_command(
 def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [Source("hf:a/b:c", dataset="a/b:c")]
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2"])
+def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    pack = gzip.compress if name.endswith("gz") else bz2.compress
+    (tmp_path / name).write_bytes(pack(bytes(60_000_000)))
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        read(tmp_path / name)

@@ -17,12 +17,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from firstlight.errors import MissingDependencyError
 
 #: Bytes at the start of a file that its encoding is told by.
 _HEAD_BYTES = 1 << 16
+#: What a compressed file may unpack to: text has 3 to 10 times its compressed bytes, logs 50.
+_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
+_PIECE_BYTES = 1 << 17
 #: UTF-32 begins as UTF-16 does.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -295,18 +298,48 @@ def open_compressed(path: Path) -> IO[bytes]:
     """The content of a file, decompressed as its name says.
 
     Raises:
-        OSError: it can't be opened.
+        OSError: it can't be opened, or, while it is read, unpacks to far more than text does.
         MissingDependencyError: the package for .zst is not installed.
     """
     match path.suffix.lower():
         case ".gz":
-            return cast(IO[bytes], gzip.open(path, "rb"))
+            return _bounded(path, gzip.open(path, "rb"))
         case ".bz2":
-            return bz2.open(path, "rb")
+            return _bounded(path, bz2.open(path, "rb"))
         case ".zst":
             zstandard = optional("zstandard", f"reading {path}")
-            return io.BufferedReader(_ZstdFile(open(path, "rb"), zstandard))
+            return _bounded(path, _ZstdFile(open(path, "rb"), zstandard))
     return open(path, "rb")
+
+
+def _bounded(path: Path, file: Any) -> IO[bytes]:
+    return io.BufferedReader(_Bounded(path, file), _PIECE_BYTES)
+
+
+class _Bounded(io.RawIOBase):
+    """What a compressed file holds, up to a multiple of its own size."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._file = file
+        self._most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES * path.stat().st_size)
+        self._read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        size = int(self._file.readinto(buffer))
+        self._read += size
+        if self._read > self._most:
+            raise OSError(
+                f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
+                "unpack it yourself if it is text"
+            )
+        return size
 
 
 class _ZstdFile(io.RawIOBase):
