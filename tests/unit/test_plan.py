@@ -771,7 +771,7 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
     assert "tokens/s" not in said.err
     last = said.err.splitlines()[-1]
     assert last == f"next: {found['next']}"
-    assert last.endswith("--gpu 'RTX 4090' --budget 24h --write tiny-planned.yaml")
+    assert last.endswith(" 4 --gpu 'RTX 4090' --gpu-memory 200MiB")
 
 
 def test_the_next_command_has_what_the_best_way_changes() -> None:

@@ -131,7 +131,9 @@ def plan_command(
         found = plan.suggested or (None if write is None else plan.best) or plan.as_it_stands
         if not found.fits:
             click.get_current_context().meta[_EXIT_CODE] = DOES_NOT_FIT_EXIT_CODE
-        command = next_command(plan, path, overrides, init_from, gpu, write)
+        device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
+        where = [str(word) for option in device.items() if option[1] for word in option]
+        command = next_command(plan, path, overrides, init_from, where, write)
         if (first := _preparation(plan.recipe)) is not None:
             show(f"first: {first}")
         show(f"next: {command}")
@@ -143,13 +145,14 @@ def next_command(
     path: str,
     overrides: Sequence[tuple[str, str]],
     init_from: str | None,
-    gpu: str | None,
+    where: Sequence[str],
     written: Path | None,
 ) -> str:
     """The command line to go on with after a plan.
 
     Args:
-        path, overrides, init_from, gpu: those of the plan's command line.
+        path, overrides, init_from: those of the plan's command line.
+        where: its options of the device.
         written: the recipe that was written.
     """
     from firstlight.planner.plan_text import changed_options
@@ -163,8 +166,9 @@ def next_command(
     if plan.suggested is None and (way is not None or plan.as_it_stands.fits):
         given |= {} if way is None else changed_options(way)
         return shlex.join(["firstlight", "train", path, *_options(given), *start, *many])
-    where = [] if gpu is None else ["--gpu", gpu]
-    where += [] if plan.machine.count == 1 else ["--gpus", str(plan.machine.count)]
+    plan_again = ["firstlight", "plan", path, *_options(given), *start, *where]
+    if plan.suggested is None and not plan.methods:
+        return shlex.join(plan_again)  # nothing was searched for
     budget = plan.budget
     if budget.tokens is not None:
         wanted = ["--tokens", f"{budget.tokens:.0f}"]
@@ -172,8 +176,7 @@ def next_command(
         hours = 24 if budget.seconds is None else budget.seconds / 3600
         wanted = ["--budget", f"{hours:g}h"]
     new = f"{Path(path).stem}-planned.yaml"
-    plan_again = ["firstlight", "plan", path, *_options(given), *start, *where, *wanted]
-    return shlex.join([*plan_again, "--write", new])
+    return shlex.join([*plan_again, *wanted, "--write", new])
 
 
 def _options(values: Mapping[str, str]) -> list[str]:
