@@ -198,5 +198,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: allocated on a GPU, resident for the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # ru_maxrss would start from the peak of the process that started this one.
+    text = status.read_text(encoding="utf-8") if status.exists() else ""
+    if match := re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE):
+        return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

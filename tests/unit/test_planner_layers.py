@@ -16,6 +16,7 @@ from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner import recipes
+from firstlight.planner.decoding import predict_generation
 from firstlight.planner.equivalents import Equivalent
 from firstlight.planner.kernels import Target, cuda_target
 from firstlight.planner.layers import in_fewer_layers
@@ -30,7 +31,6 @@ from firstlight.planner.prediction import (
 from firstlight.planner.recipes import (
     Job,
     predict_evaluation,
-    predict_generation,
     run_jobs,
     trace_memory,
 )
@@ -80,10 +80,12 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
     traced: list[int] = []
     full = recipes._evaluate
 
-    def counted(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
+    def counted(
+        planned: Equivalent, target: Target, in_run: bool, samples: bool
+    ) -> MemoryPrediction:
         assert planned.recipe.model is not None
         traced.append(planned.recipe.model.num_hidden_layers)
-        return full(planned, target, in_run)
+        return full(planned, target, in_run, samples)
 
     monkeypatch.setattr(recipes, "_evaluate", counted)
     found = predict_evaluation(deep, in_run=in_run)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
@@ -14,6 +14,8 @@ from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.machine import Machine, find_machine
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question
+from firstlight.planner.parts import STATE, copies_of, engine_of
+from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.search import (
     BUSY_TOKENS,
     best_way,
@@ -38,16 +40,78 @@ def forecast_run(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    found = Oracle(measures=False).answer(Question(recipe, machine, evaluates=False))
-    if found.training is None:
+    found = Oracle(measures=False).answer(Question(recipe, machine))
+    if found.training is None or found.evaluation is None:
         return None
-    rate = found.tokens_per_second
+    peaks = run_phases(found.training, found.evaluation, recipe, machine)
+    phase = max(peaks, key=lambda name: peaks[name].bytes)
+    # Processes on a CPU share it: nothing is known of their speed.
+    is_shared = processes > 1 and machine.target.kind == "cpu"
+    rate = None if is_shared else found.tokens_per_second
     return Forecast(
-        found.training.peak_bytes,
-        found.training.phase,
-        found.training.parts,
+        peaks[phase].bytes,
+        phase,
+        peaks[phase].parts,
         None if rate is None else (rate.slow, rate.expected, rate.fast),
+        {name: peak.bytes for name, peak in peaks.items()},
     )
+
+
+def run_phases(
+    training: MemoryPrediction, evaluation: MemoryPrediction, recipe: Recipe, machine: Machine
+) -> dict[str, PhasePeak]:
+    """The peaks of a run's phases: of its steps, evaluations, sample texts and saves.
+
+    On a CPU, a checkpoint that is written in the background is a copy of the state, which is kept
+    from the first save on; a GPU's is in the host's memory.
+
+    Args:
+        training, evaluation: of one process.
+        recipe: settled.
+        machine: to run on.
+    """
+    evaluating = evaluation.phases
+    if engine_of(recipe, machine.count) == "ddp":
+        # Its buckets, which keep all gradients, stay between steps.
+        buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
+        evaluating = {
+            name: _with(peak.parts, gradients=buckets) for name, peak in evaluating.items()
+        }
+    peaks = {**training.phases, **evaluating}
+    if machine.target.kind != "cpu":
+        return peaks
+    kept = (*STATE, "communication")
+    parts = next(iter(evaluating.values())).parts
+    state = {name: size for name, size in parts.items() if name in kept}
+    copied = _copied_bytes(state, recipe)
+    if engine_of(recipe, machine.count) in ("fsdp", "deepspeed"):
+        # The main process writes the pieces of all.
+        copied *= copies_of(recipe, machine.count)
+    # Half of the free memory, see `CheckpointSaver`.
+    asynchronous = recipe.checkpoint.asynchronous
+    if asynchronous is None:
+        asynchronous = copied <= machine.usable_bytes / 2
+    if not asynchronous or recipe.checkpoint.sharded:
+        copied = 0
+    every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
+    if copied and every and (steps is None or every < steps):
+        peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
+    return {**peaks, "save": _with(state, checkpoint_copy=copied)}
+
+
+def _copied_bytes(state: Mapping[str, int], recipe: Recipe) -> int:
+    """What a checkpoint holds of the state: weights in fp32, and moments."""
+    weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
+    if recipe.lora is not None:
+        # Of the adapters alone, which have two moments each.
+        return states + states // 2
+    # Those that compute are not saved where there are masters.
+    return states if recipe.efficiency.precision == "bf16_params" else weights + states
+
+
+def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
+    found = {name: size for name, size in {**parts, **more}.items() if size}
+    return PhasePeak(sum(found.values()), found)
 
 
 def main() -> int:
@@ -108,9 +172,6 @@ def _rate(one: Outcome) -> float:
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
     if machine.target.kind != hardware.device.type:
-        return None
-    # Processes on a CPU share it: nothing is known of their speed.
-    if processes > 1 and machine.target.kind == "cpu":
         return None
     return dataclasses.replace(machine, count=processes)
 

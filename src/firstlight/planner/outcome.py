@@ -37,7 +37,7 @@ class Outcome:
         name: for people.
         changes: keys of the recipe that it sets.
         recipe: with them; None where they can't be.
-        training, evaluation: the memory of each, of one device.
+        training, evaluation: the memory of each, of one device; evaluation's with sample texts.
         speed: None where the device's rates are not known.
         usable_bytes: that there are.
         problem: why it can't be; "" where it can.
@@ -183,7 +183,7 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         if compiles and question.compiles:
             jobs.insert(0, training_job(part, machine.target))
         if question.evaluates:
-            jobs.append(evaluation_job(part, machine.target))
+            jobs.append(evaluation_job(part, machine.target, samples=True))
         found = run_jobs(jobs, workers)
         traced = found[1] if compiles and question.compiles else found[0]
         training = of_one_rank(found[0], recipe, machine.count)

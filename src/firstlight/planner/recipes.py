@@ -10,13 +10,9 @@ from typing import Any
 import torch
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency import same_bits
-from firstlight.errors import ConfigError
-from firstlight.generation import few_rows
+from firstlight.efficiency import autocast, same_bits
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.engine import DTYPES
-from firstlight.generation.int8 import quantize_int8
-from firstlight.models import Model, ModelConfig, build_model
+from firstlight.models import Model, build_model
 from firstlight.optim.eight_bit import installed_library
 from firstlight.planner.compiling import (
     graphs_kept,
@@ -130,11 +126,18 @@ def _compiled_job(planned: Equivalent, target: Target) -> Job:
     )
 
 
-def evaluation_job(recipe: Recipe, target: Target | None = None, *, in_run: bool = True) -> Job:
+def evaluation_job(
+    recipe: Recipe,
+    target: Target | None = None,
+    *,
+    in_run: bool = True,
+    samples: bool = False,
+) -> Job:
     """What evaluating one batch takes, of the recipe's micro-batch size and row length.
 
     Args:
         recipe, target: as for `training_job`.
+        samples: whether the recipe's sample texts, which a run makes with it, are a second phase.
         in_run: between training steps, with the optimizer's state in memory; else of the model
             alone.
 
@@ -145,7 +148,9 @@ def evaluation_job(recipe: Recipe, target: Target | None = None, *, in_run: bool
     plain = recipe.efficiency.model_copy(update={"compile": False})
     planned = equivalent(recipe.model_copy(update={"efficiency": plain}), target)
     recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
-    return Job(tuple((_evaluate, planned.with_(one), target, in_run) for one in recipes), join)
+    samples = samples and bool(recipe.evaluation.sample_prompts)
+    calls = tuple((_evaluate, planned.with_(one), target, in_run, samples) for one in recipes)
+    return Job(calls, join)
 
 
 def _in_parts(recipe: Recipe, limit: int) -> tuple[list[Recipe], Join]:
@@ -168,7 +173,7 @@ def predict_evaluation(
     return run_jobs([evaluation_job(recipe, target, in_run=in_run)])[0]
 
 
-def _evaluate(planned: Equivalent, target: Target, in_run: bool) -> MemoryPrediction:
+def _evaluate(planned: Equivalent, target: Target, in_run: bool, samples: bool) -> MemoryPrediction:
     with (
         _compiled_without_kernels(planned.recipe),
         _traced(planned, target) as (tracer, program, batch),
@@ -181,60 +186,25 @@ def _evaluate(planned: Equivalent, target: Target, in_run: bool) -> MemoryPredic
         program.model.eval()
         with torch.inference_mode(), tracer.phase("evaluation"):
             program.evaluation_loss(*batch.inputs)
+        if samples:
+            with tracer.phase("samples"), autocast(torch.device("cpu"), program.dtype):
+                _sample(program, tracer)
         trace = _finished(tracer, planned)
-    return predict(trace, target, first, phases=("evaluation",))
+    phases = ("evaluation", "samples") if samples else ("evaluation",)
+    return predict(trace, target, first, phases=phases)
 
 
-def predict_generation(
-    config: ModelConfig,
-    *,
-    prompt_tokens: int,
-    max_new_tokens: int,
-    sequences: int = 1,
-    dtype: str = "float32",
-    target: Target | None = None,
-) -> MemoryPrediction:
-    """What generation takes: the cache of keys and values, the prompts one after the other, and a
-    step of all sequences at their full length.
-
-    Args:
-        config: the model's.
-        prompt_tokens, max_new_tokens: of each sequence.
-        sequences: decoded together.
-        dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
-        target: that it will run on; None is this machine's CPU.
-
-    Raises:
-        ConfigError: the dtype is unknown, or the prompt fills the context.
-    """
-    weights = DTYPES.get(dtype)
-    if weights is None:
-        known = ", ".join(name for name in DTYPES if name != "auto")
-        raise ConfigError(f"dtype '{dtype}' can't be planned (known: {known})")
-    target = target or this_cpu()
-    tracer = Tracer()
-    longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
-    with fake_tensors(), _few_rows(target), tracer, _kernels(target):
-        model = build_model(config)
-        allow_casts(model)
-        model.to(weights)
-        model.eval()
-        if dtype == "int8":
-            quantize_int8(model)
-        few_rows.use_few_rows(model)
-        mark_weights(model, tracer)
-        decoder = BatchDecoder(model, sequences, longest)
-        mark_weights(model, tracer)
-        tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
-        with tracer.phase("prefill"):
-            for _ in range(sequences):
-                decoder.add([0] * prompt_tokens)
-        decoder._lengths = [longest - 1] * sequences
-        first = tracer.tick + 1
-        with tracer.phase("decode"):
-            decoder.step([0] * sequences)
-        trace = tracer.finish()
-    return predict(trace, target, first, phases=("prefill", "decode"))
+def _sample(program: TrainingProgram, tracer: Tracer) -> None:
+    """The cache of keys and values at its full length, the longest prompt, and the last token."""
+    config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
+    # Characters are more than tokens; without any, generation starts from one end token.
+    prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
+    longest = min(prompt + config.sample_tokens, context)
+    decoder = BatchDecoder(program.model, 1, longest)
+    tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+    decoder.add([0] * prompt)
+    decoder._lengths = [longest - 1]
+    decoder.step([0])
 
 
 def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPrediction:
@@ -301,7 +271,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        _kernels(target, planned.kernel),
+        kernels_of(target, planned.kernel),
         replaced(preference, "answer_log_probs", marked_log_probs(tracer)),
     ):
         model = _model(recipe)
@@ -340,33 +310,10 @@ def _model(recipe: Recipe) -> Model:
     return model
 
 
-def _kernels(
+def kernels_of(
     target: Target, kernel: str | None = None
 ) -> contextlib.AbstractContextManager[object]:
     return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _few_rows(target: Target) -> Iterator[None]:
-    """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(few_rows, "_few_rows_linear", _few_rows_product))
-        if target.kind == "cuda":
-            stack.enter_context(replaced(few_rows, "_has_kernels", lambda: False))
-        yield
-
-
-def _few_rows_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """What that kernel allocates."""
-    rows = x.float().contiguous()
-    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
-    del rows
-    return out
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:

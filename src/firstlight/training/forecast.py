@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,13 @@ FORECAST_NAME = "forecast.json"
 #: Of a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
+#: On a CPU, beside what is resident before the first step: oneDNN's code, buffers of the threads
+#: and other libraries that load late; torch's compiler; and for each byte of tensors that comes,
+#: what the C library keeps between them. docs/benchmarks/planner.md says how they were measured.
+_LIBRARY_BYTES = 28 * 2**20
+_COMPILER_BYTES = 110 * 2**20
+_KEPT_SHARE = 0.25
+
 #: Steps at a start that are slower than the others: the first touches memory, and compiles.
 _SLOW_STEPS = 2
 
@@ -34,23 +41,32 @@ class Forecast:
     """What a run is expected to take of each device.
 
     Attributes:
-        peak_bytes: of memory, as the allocator counts it.
-        phase: of the step, in which that is.
+        peak_bytes: the most that is allocated for tensors at a time, evaluations, sample texts and
+            saves included.
+        phase: in which that is: "forward", "loss", "backward", "optimizer", "evaluation",
+            "samples", "save", ...
         parts: what it consists of.
         tokens_per_second: least, expected and most, of all processes; None where that isn't known.
+        phases: the peak of each phase, bytes.
+        process_bytes: on a CPU, the most resident memory of the process, with libraries and what
+            the allocator keeps; None on a GPU.
     """
 
     peak_bytes: int
     phase: str
     parts: Mapping[str, int]
     tokens_per_second: tuple[float, float, float] | None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    process_bytes: int | None = None
 
     @property
     def in_words(self) -> str:
         """For people."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
-        of = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts)
-        text = f"peak memory {_gib(self.peak_bytes)} ({of})"
+        of = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in parts)
+        text = f"tensors take up to {_size(self.peak_bytes)}, in the {self.phase} ({of})"
+        if self.process_bytes is not None:
+            text += f"; the process {_size(self.process_bytes)}"
         if self.tokens_per_second is None:
             return text
         low, expected, high = self.tokens_per_second
@@ -99,6 +115,21 @@ class Comparison:
         self._level = _level(hardware)
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
 
+    def predict_process(self, held_bytes: int, *, compiles: bool) -> None:
+        """Add the memory of the whole process to the forecast, on a CPU: what is resident at this
+        moment, the tensors that are still to come, and what comes with them.
+
+        Args:
+            held_bytes: of tensors of the forecast that are there already.
+            compiles: whether torch's compiler will be loaded.
+        """
+        if self.forecast is None or self._hardware.device.type == "cuda":
+            return
+        coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
+        libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
+        total = int(psutil.Process().memory_info().rss + coming + libraries)
+        self.forecast = replace(self.forecast, process_bytes=total)
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's metrics in."""
         for name, found in self._rates.items():
@@ -110,13 +141,16 @@ class Comparison:
         """What the run has taken.
 
         Returns:
-            "peak_bytes" and what "kind" they are: allocated on a GPU, or on a CPU the growth of
-            resident memory since the start; "tokens_per_second", "learned_tokens_per_second" and
-            "samples_per_second": the medians of all steps but the first ones, None without any.
+            "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
+            "process_bytes": on a CPU the most resident memory of the process, else None.
+            "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
+            of all steps but the first ones, None without any.
         """
+        peak = peak_memory_bytes(self._hardware.device)
+        on_gpu = self._hardware.device.type == "cuda"
         return {
-            "peak_bytes": max(peak_memory_bytes(self._hardware.device) - self._level, 0),
-            "kind": "allocated" if self._hardware.device.type == "cuda" else "resident growth",
+            "peak_bytes": max(peak - self._level, 0) if on_gpu else None,
+            "process_bytes": None if on_gpu else peak,
             **{name: _median(found[_SLOW_STEPS:]) for name, found in self._rates.items()},
         }
 
@@ -139,10 +173,7 @@ class Comparison:
             return None
         found = self.measured()
         write_json(run_folder / FORECAST_NAME, {"predicted": self.predicted(), "measured": found})
-        text = (
-            f"memory: predicted {_gib(self.forecast.peak_bytes)}, {found['kind']} "
-            f"{_gib(found['peak_bytes'])}"
-        )
+        text = self._memory_in_words(found)
         rate, predicted = found["tokens_per_second"], self.forecast.tokens_per_second
         if rate is None or predicted is None:
             return text
@@ -152,6 +183,18 @@ class Comparison:
             return text
         expected = predicted[1] * self.learned_share
         return f"{text}; learned tokens/s: predicted {expected:,.0f}, measured {learned:,.0f}"
+
+    def _memory_in_words(self, found: Mapping[str, Any]) -> str:
+        """Each figure beside its own kind."""
+        assert self.forecast is not None
+        if found["peak_bytes"] is not None:
+            kind, predicted, measured = "tensors", self.forecast.peak_bytes, found["peak_bytes"]
+        elif self.forecast.process_bytes is not None:
+            kind, predicted = "process", self.forecast.process_bytes
+            measured = found["process_bytes"]
+        else:
+            return f"memory of the process: measured {_size(found['process_bytes'])}"
+        return f"memory of the {kind}: predicted {_size(predicted)}, measured {_size(measured)}"
 
 
 def _median(rates: Sequence[float]) -> float | None:
@@ -163,10 +206,9 @@ def _times(rates: Sequence[float] | None, factor: float) -> list[float] | None:
 
 
 def _level(hardware: Hardware) -> int:
-    if hardware.device.type == "cuda":
-        return torch.cuda.memory_allocated(hardware.device)
-    return int(psutil.Process().memory_info().rss)
+    on_gpu = hardware.device.type == "cuda"
+    return torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB"
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -219,6 +219,13 @@ class Job:
         return self.state.pending is not None or self.state.step < self.max_steps
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the model's tensors, and of the optimizer's state where it was resumed."""
+        resumed = self.saved_step >= 0 and self.engine.zero is None
+        state = self.optimizer.state_pieces() if resumed else {}
+        return sum(t.nbytes for t in (*self.model.parameters(), *state.values()))
+
+    @property
     def _logged_step(self) -> int:
         """The last step whose lines are in the logs."""
         # Without a checkpoint of its own, what is there is an earlier attempt's.
@@ -381,6 +388,8 @@ class Job:
             DivergedError: the weights are of no use.
         """
         check()
+        # They have done their work, and an evaluation needs room of its own.
+        self.optimizer.zero_grad()
         self.model.eval()
         self._samples = []
         if self.evaluation_is_due:
@@ -510,6 +519,8 @@ class Job:
     def save(self) -> None:
         """Save a checkpoint of this moment; the saver deletes the ones that are too many."""
         asked = self._is_asked
+        # On a CPU, the copy that is written takes their place.
+        self.optimizer.zero_grad()
         self._logs.sync()
         self._stall_seconds = self._saver.save(self.state.step, self._capture)
         self.saved_step, self._unsaved = self.state.step, False

@@ -14,6 +14,7 @@ from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
+from firstlight.optim.eight_bit import installed_library
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.datasets import learned_share
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
@@ -168,9 +169,10 @@ def train(
         job.finish_saving()
         if stopped is not None and (problem := first_reason(engine, job.unreadable)) is not None:
             raise DataError(f"{problem} (saved at step {job.state.step})")
-        ended = on_main(engine, lambda: _concluded(job.run_folder))
+        # Before the report is drawn, which loads libraries of its own.
         if engine.is_main and (text := comparison.write(job.run_folder)) is not None:
             tell(text)
+        ended = on_main(engine, lambda: _concluded(job.run_folder))
         return TrainResult(
             job.run_folder,
             checkpoint_folder(job.run_folder, job.saved_step),
@@ -192,10 +194,17 @@ def _predict(
     comparison.learned_share = learned_share(job.dataset, job.seq_len)
     comparison.seq_len = job.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
+    comparison.predict_process(job.held_bytes, compiles=_loads_compiler(recipe))
     if comparison.forecast is not None:
         tell(f"predicted: {comparison.forecast.in_words}")
     job.advise = lambda: _asked(lambda: forecaster.advise(job.recipe_now, hardware, size), tell)
     job.tell = tell
+
+
+def _loads_compiler(recipe: Recipe) -> bool:
+    optimizer = recipe.optimizer
+    updates = optimizer.name == "adamw8bit" and installed_library(optimizer) == "torchao"
+    return recipe.efficiency.compile is True or updates
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
