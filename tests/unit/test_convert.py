@@ -28,8 +28,9 @@ from firstlight.errors import (
     ModelError,
     TokenizerError,
 )
-from firstlight.huggingface import tokenizer_of
+from firstlight.huggingface import load_model, tokenizer_of
 from firstlight.models import FAMILIES, empty_model
+from firstlight.models.accounting import count_parameters
 from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import weights_to_save
@@ -359,6 +360,7 @@ def test_files_of_other_programs_become_models(
     # From here on it is a model folder like any other.
     again = convert(tmp_path / "out", tmp_path / "again")
     assert again.largest_difference == 0.0
+    written.pop("qkv_bias", None)  # its zeros were written out
     assert config_json(tmp_path / "again") == written
 
 
@@ -874,3 +876,31 @@ def test_without_the_package_gguf_the_install_command_is_told(
         convert(source, tmp_path / "out", to="gguf")
     assert_nothing_written(tmp_path)
     convert(source, tmp_path / "out")
+
+
+def test_a_gpt2_without_qkv_biases_is_read_trained_and_written_without(tmp_path: Path) -> None:
+    """A book's file as it is; its export has zeros, which transformers and llama.cpp ask for."""
+    weights = book_gpt()
+    source = save(tmp_path / "model.pth", weights)
+    read = convert(source, tmp_path / "read")
+    assert any("have no biases" in note for note in read.notes)
+    folder = tmp_path / "read"
+    assert json.loads((folder / "config.json").read_text())["qkv_bias"] is False
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    model = load_model(folder).model
+    for names in (tensors, model.state_dict(), dict(model.named_parameters())):
+        assert not any("c_attn.bias" in name for name in names)
+    assert count_parameters(model).total == read.parameters
+    ids = torch.arange(4)[None]
+    model.train()(ids, ids).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        expected = model.eval()(ids)
+    for to in ("hf", "gguf"):
+        result = convert(folder, tmp_path / to, to=to)
+        assert any("zeros were written for them" in note for note in result.notes)
+        assert result.parameters == read.parameters + 2 * 3 * model.config.hidden_size
+    exported = load_model(tmp_path / "hf").model
+    assert exported.config == model.config.model_copy(update={"qkv_bias": True})
+    with torch.no_grad():
+        torch.testing.assert_close(exported(ids), expected)

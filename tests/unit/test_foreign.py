@@ -159,10 +159,16 @@ def test_the_books_queries_keys_and_values_become_one(saved: Save) -> None:
     assert torch.equal(tensors["lm_head.weight"], weights["out_head.weight"])
 
 
-def test_the_books_missing_qkv_biases_are_zeros(saved: Save) -> None:
-    foreign = read_foreign(saved(book_gpt()))
-    assert not foreign.tensors["transformer.h.0.attn.c_attn.bias"].any()
-    assert foreign.notes[-1].startswith("It has no biases for attn.c_attn: zeros")
+def test_the_books_missing_qkv_biases_stay_missing(saved: Save) -> None:
+    path = saved(book_gpt())
+    foreign = read_foreign(path)
+    assert foreign.config["qkv_bias"] is False
+    assert not any(name.endswith("c_attn.bias") for name in foreign.tensors)
+    assert "transformer.h.0.attn.c_proj.bias" in foreign.tensors
+    assert foreign.notes[-1].startswith("Its queries, keys and values have no biases")
+    with pytest.raises(ModelError, match="has qkv_bias False, and the config given says True"):
+        read_foreign(path, config={"qkv_bias": True})
+    assert "qkv_bias" not in read_foreign(saved(book_gpt(qkv_bias=True))).config
 
 
 def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:

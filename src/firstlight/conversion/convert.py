@@ -25,9 +25,9 @@ from firstlight.conversion.check import (
 )
 from firstlight.conversion.gguf_file import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.source import Source, read_folder, read_source
+from firstlight.conversion.source import Source, read_folder, read_source, with_qkv_biases
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
-from firstlight.files import new_folder, require_free
+from firstlight.files import new_folder, read_json, require_free
 from firstlight.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -145,6 +145,8 @@ def convert(
     out = Path(out).expanduser()
     _require_place(out, source)
     model = read_source(source, tokenizer, config, best=best)
+    if to == "gguf":
+        model = with_qkv_biases(model)
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
     kinds = {tensor.dtype for tensor in model.tensors.values()}
@@ -249,7 +251,8 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
         special = json.dumps(generation_config(model.tokenizer), indent=2) + "\n"
         for name, text in {**model.tokenizer.files(), GENERATION_CONFIG_NAME: special}.items():
             (folder / name).write_text(text, encoding="utf-8")
-    if model.folder is None or dtype is not None:
+    is_changed = model.folder is None or read_json(model.folder / CONFIG_NAME) != model.config
+    if is_changed or dtype is not None:
         config = {**model.config, **_dtype_entries(model.tensors, dtype)}
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_weights(_rounded(model.tensors, dtype), folder)

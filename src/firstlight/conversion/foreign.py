@@ -21,12 +21,20 @@ from firstlight.conversion.foreign_forward import (
     book_llama_logits,
     nanogpt_logits,
 )
-from firstlight.conversion.foreign_names import LAYOUTS, NANOGPT, TRANSPOSED, Layout
+from firstlight.conversion.foreign_names import (
+    LAYOUTS,
+    NANOGPT,
+    QKV_BIAS,
+    TRANSPOSED,
+    Layout,
+)
 from firstlight.conversion.pickled import is_whole, read_pickle
 from firstlight.errors import ModelError
 
 #: Prefixes that torch.compile and DistributedDataParallel put before all names.
 _WRAPPERS = ("_orig_mod.", "module.")
+
+_QKV_BIAS_OF_FIRST = "transformer.h.0.attn.c_attn.bias"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -78,7 +86,8 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     _check_shapes(path, weights, sources, layout, sizes)
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     tied = _same(weights[embedding], weights[head])
-    shape = Shape(sizes, layers, tied)
+    qkv_bias = layout.optional != QKV_BIAS or _QKV_BIAS_OF_FIRST in sources
+    shape = Shape(sizes, layers, tied, qkv_bias)
     given = given_config(path, config or {}, layout.model_type)
     if layout.model_type == "llama":
         sines = everything.get("trf_blocks.0.att.sin")
@@ -94,6 +103,12 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     tensors, filled = _convert(weights, sources, layout, sizes, tied)
     if filled:
         notes.append(f"It has no biases for {', '.join(filled)}: zeros stand in for them.")
+    if not qkv_bias:
+        notes.append(
+            "Its queries, keys and values have no biases, and neither have those of the result "
+            "(qkv_bias: false in config.json): transformers takes zeros for them; for other "
+            "programs convert the result once more, which writes the zeros out."
+        )
     logits = _logits(everything, layout, full_config)
     return ForeignModel(full_config, tensors, layout.program, tuple(notes), logits)
 
@@ -161,7 +176,8 @@ def _sources(
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
     """How many layers there are, and the tensors that each Hugging Face tensor is made of.
 
-    Those that are made of none are biases that the model does without.
+    Those that are made of none are biases that the model does without, but GPT-2 has; those of
+    queries, keys and values alone are left out.
     """
     number = re.compile(re.escape(layout.blocks) + r"(\d+)\.")
     layers = len({match[1] for name in weights if (match := number.match(name))})
@@ -173,6 +189,8 @@ def _sources(
     optional = {n.format(i) for n in layout.optional for i in range(layers)}
     if not any(theirs in weights for name in optional for theirs in sources[name]):
         sources.update(dict.fromkeys(optional, ()))
+        if layout.optional == QKV_BIAS:
+            sources = {name: parts for name, parts in sources.items() if name not in optional}
     expected = dict.fromkeys(theirs for names in sources.values() for theirs in names)
     unknown = [name for name in weights if name not in expected]
     _refuse(path, f"has tensors that {layout.program}'s model doesn't have", unknown)

@@ -31,7 +31,14 @@ _GPT2_ALIASES = {
 }
 _GPT2_KEYS = {
     *_GPT2_ALIASES.values(),
-    *("n_ctx", "vocab_size", "tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
+    *(
+        "n_ctx",
+        "vocab_size",
+        "tie_word_embeddings",
+        "qkv_bias",
+        "activation_function",
+        "layer_norm_epsilon",
+    ),
     *("embd_pdrop", "attn_pdrop", "resid_pdrop", "scale_attn_weights", "initializer_range"),
     *("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "task_specific_params"),
 }
@@ -58,11 +65,13 @@ class Shape:
         sizes: by the letters of foreign_names.
         layers: how many there are.
         tied: whether head and embedding are the same.
+        qkv_bias: whether a GPT's queries, keys and values have biases.
     """
 
     sizes: Mapping[str, int]
     layers: int
     tied: bool
+    qkv_bias: bool = True
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -127,6 +136,7 @@ def gpt2_config(
         "n_inner": 4 * sizes["C"],
         "n_layer": shape.layers,
         "tie_word_embeddings": shape.tied,
+        "qkv_bias": shape.qkv_bias,
     }
     for theirs in ("vocab_size", "block_size", "n_embd", "n_layer"):
         ours = found["n_positions" if theirs == "block_size" else theirs]
@@ -151,7 +161,9 @@ def gpt2_config(
         )
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
-    return {**config, **_checked(path, GPT2Config.from_hf, config).to_hf()}, notes
+    checked = _checked(path, GPT2Config.from_hf, config)
+    del config["qkv_bias"]  # which stands in config.json only where there are none
+    return {**config, **checked.to_hf()}, notes
 
 
 def _guess_heads(path: Path, width: int) -> int:

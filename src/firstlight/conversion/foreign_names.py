@@ -119,7 +119,8 @@ _BOOK_GPT_SIZES = {
     "C": ("tok_emb.weight", 1),
     "P": ("pos_emb.weight", 0),
 }
-_QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
+#: Which a GPT may do without (`qkv_bias`), as LLMs-from-scratch's does by default.
+QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
 
 NANOGPT = Layout(
     program="nanoGPT",
@@ -153,7 +154,7 @@ BOOK_GPT_FAST = Layout(
     ),
     shapes=GPT2_SHAPES,
     sizes=_BOOK_GPT_SIZES,
-    optional=_QKV_BIAS,
+    optional=QKV_BIAS,
     buffers=_BOOK_BUFFERS,
 )
 
@@ -166,7 +167,7 @@ BOOK_GPT = Layout(
     names=_gpt2_names(_BOOK_GPT_MODULES, {"weight": "scale", "bias": "shift"}),
     shapes=GPT2_SHAPES,
     sizes=_BOOK_GPT_SIZES,
-    optional=_QKV_BIAS,
+    optional=QKV_BIAS,
     buffers=_BOOK_BUFFERS,
 )
 

@@ -99,7 +99,7 @@ def read_source(
     if is_adapter(folder):
         return _read_adapter(folder, _name_of(source), given)
     content, tensors = read_folder(folder)
-    return Source(
+    model = Source(
         program="Hugging Face",
         name=_name_of(source),
         config=content if given is None else {**content, **_special_tokens(given)},
@@ -108,6 +108,24 @@ def read_source(
         folder=folder if given is None else None,
         logits=lambda ids, dtype: logits_of(content, tensors, ids, dtype),
     )
+    return with_qkv_biases(model)
+
+
+def with_qkv_biases(model: Source) -> Source:
+    """A GPT-2 without biases on queries, keys and values with zeros for them, as other programs'
+    GPT-2 has them; any other model as it is."""
+    if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
+        return model
+    tensors = dict(model.tensors)
+    for name, weight in model.tensors.items():
+        if name.endswith(".attn.c_attn.weight"):
+            tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[1])
+    note = (
+        "queries, keys and values have no biases here (qkv_bias: false), and in other programs' "
+        "GPT-2 they have: zeros were written for them, which are trained where the result is"
+    )
+    config = {key: value for key, value in model.config.items() if key != "qkv_bias"}
+    return dataclasses.replace(model, config=config, tensors=tensors, notes=(*model.notes, note))
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
@@ -121,7 +139,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
     merged = {**content, "tie_word_embeddings": False} if is_untied else content
     own = given or tokenizer_of(folder)
     tensors = weights_to_save(loaded.model)
-    return Source(
+    model = Source(
         program="adapter (PEFT)",
         name=name,
         config=merged if own is None else {**merged, **_special_tokens(own)},
@@ -131,6 +149,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         logits=lambda ids, dtype: logits_of(merged, tensors, ids, dtype),
         notes=(f"the adapter was merged into its base, {base}",),
     )
+    return with_qkv_biases(model)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

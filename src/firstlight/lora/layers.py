@@ -223,7 +223,9 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
         if is_conv1d:
-            layer: LinearLayer = Conv1D(weight.shape[1], weight.shape[0])
+            layer: LinearLayer = Conv1D(
+                weight.shape[1], weight.shape[0], bias=base.bias is not None
+            )
         else:
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias=base.bias is not None)
     layer.weight = nn.Parameter((weight.T if is_conv1d else weight).to(dtype).contiguous())

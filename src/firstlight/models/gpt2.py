@@ -60,6 +60,7 @@ class GPT2Config(BaseModel):
     num_attention_heads: heads, which share hidden_size.
     max_position_embeddings: the context limit in tokens.
     activation_function: "gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's).
+    qkv_bias: queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none.
     layer_norm_epsilon: added under the norms' root.
     embd_pdrop: dropout after the embeddings.
     attn_pdrop: dropout of attention weights.
@@ -78,6 +79,7 @@ class GPT2Config(BaseModel):
     num_attention_heads: int = Field(12, gt=0)
     max_position_embeddings: int = Field(1024, gt=0)
     activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
+    qkv_bias: bool = True
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
     attn_pdrop: float = Field(0.0, ge=0, lt=1)
@@ -128,10 +130,15 @@ class GPT2Config(BaseModel):
         }
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
+        known["qkv_bias"] = config.get("qkv_bias", True)
         return cls(**{**defaults, **known})
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """The Hugging Face `config.json` of this model.
+
+        `qkv_bias`, which transformers doesn't know, stands there only where there are none:
+        transformers takes zeros for what the file lacks.
+        """
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -139,6 +146,7 @@ class GPT2Config(BaseModel):
             "n_ctx": self.max_position_embeddings,
             "activation_function": self.activation_function,
             "scale_attn_weights": True,
+            **({} if self.qkv_bias else {"qkv_bias": False}),
         }
 
     @property
@@ -155,12 +163,14 @@ class GPT2Config(BaseModel):
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored [in, out], as in OpenAI's release."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.zeros(out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
         flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
         return flat.view(*x.shape[:-1], -1)
 
@@ -178,7 +188,7 @@ class Attention(nn.Module):
         super().__init__()
         C = config.hidden_size
         self.layer, self.heads, self.dropout = layer, config.num_attention_heads, config.attn_pdrop
-        self.c_attn = Conv1D(C, 3 * C)
+        self.c_attn = Conv1D(C, 3 * C, bias=config.qkv_bias)
         self.c_proj = Conv1D(C, C)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.attend = attention
