@@ -122,22 +122,29 @@ def plan_command(
                 show(block)
             else:
                 show_table(block)
-        if write is not None and search and plan.chosen is None:
-            say(f"{write} is not written: nothing fits")
-            write = None
-        elif write is not None:
-            write_recipe(write, plan.chosen or plan.recipe)
-            show(f"written: {write}")
-        found = plan.suggested or (None if write is None else plan.best) or plan.as_it_stands
+        written = _written(plan, write, search)
+        found = plan.suggested or (None if written is None else plan.best) or plan.as_it_stands
         if not found.fits:
             click.get_current_context().meta[_EXIT_CODE] = DOES_NOT_FIT_EXIT_CODE
         device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
         where = [str(word) for option in device.items() if option[1] for word in option]
-        command = next_command(plan, path, overrides, init_from, where, write)
+        command = next_command(plan, path, overrides, init_from, where, written)
         if (first := _preparation(plan.recipe)) is not None:
             show(f"first: {first}")
         show(f"next: {command}")
         return {**plan.to_json(), "next": command}
+
+
+def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
+    """Write the recipe that was found, if that is asked for; return where it is."""
+    if path is None:
+        return None
+    if searched and plan.chosen is None:
+        say(f"{path} is not written: nothing fits")
+        return None
+    write_recipe(path, plan.chosen or plan.recipe)
+    show(f"written: {path}")
+    return path
 
 
 def next_command(
