@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -53,21 +54,13 @@ def chat_command(
     checkpoint: str,
     best: bool,
     system: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    frequency_penalty: float,
-    presence_penalty: float,
-    seed: int | None,
     device: str,
     dtype: str,
     compiled: bool,
     web: bool,
     host: str | None,
     port: int | None,
+    **sampling: Any,
 ) -> None:
     """Talk with a model, through its chat template. A model without one continues what you write.
 
@@ -81,17 +74,7 @@ def chat_command(
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware import find_hardware
 
-    settings = SamplingConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-    )
+    settings = SamplingConfig(**sampling)
     if web:
         from firstlight.serving.chat_ui import require_web, serve_chat
 
