@@ -108,6 +108,8 @@ class Checkpoint:
         optimizer: tensors of optimizer.safetensors.
         trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
             if there is one.
+        is_copy: whether the tensors are copies that nothing changes any more; otherwise they may be
+            those of a run that goes on.
         pieces: the folder of a checkpoint in pieces that was read: its tensors are not among
             these, and are read where they belong.
     """
@@ -116,6 +118,7 @@ class Checkpoint:
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     trainer_state: Mapping[str, Any]
+    is_copy: bool = False
     pieces: Path | None = None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from firstlight.distributed import find_world, process_group
-from firstlight.distributed.pieces import is_in_pieces
+from firstlight.distributed.pieces import is_in_pieces, whole_parameters
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.models import LlamaConfig, empty_model
@@ -55,7 +55,17 @@ def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
     found["gradients"] = held(parameter.grad for parameter in model.parameters())
     states = optimizer._states().values()
     found["moments"] = held(t for state in states for key, t in state.items() if key != "step")
+    # At a save, processes other than the main one keep nothing of what is gathered.
+    assert optimizer.state_tensors(keep=False) == {}
+    with whole_parameters(model, keep=False):
+        assert held(model.parameters()) == found["weights"]
+    with whole_parameters(model):
+        assert held(model.parameters()) == 4 * engine_parameters(config)
     return found
+
+
+def engine_parameters(config: LlamaConfig) -> int:
+    return sum(parameter.numel() for parameter in empty_model(config).parameters())
 
 
 def main(request: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -128,6 +129,20 @@ def test_a_save_while_one_is_being_written_waits_for_it(
         saves.save(2, later)
         assert waited.is_set()
     assert [weights(tmp_path, step)["a"].tolist() for step in (1, 2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_what_is_a_copy_already_is_not_copied(tmp_path: Path) -> None:
+    state = {"events": [1]}
+    copy = dataclasses.replace(checkpoint({"a": torch.ones(3)}, state), is_copy=True)
+    with closing(saver(tmp_path)) as saves:
+        snapshot = saves._snapshot(copy)
+        assert snapshot.model["a"] is copy.model["a"]
+        state["events"].append(2)
+        assert snapshot.trainer_state == {"events": [1]}
+        saves.save(1, lambda: copy)
+        saves.wait()
+        assert saves._copies._buffers == {}
+    assert weights(tmp_path, 1)["a"].tolist() == [1.0] * 3
 
 
 def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:

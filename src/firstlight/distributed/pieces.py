@@ -50,7 +50,9 @@ def piece_like(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[None]:
+def whole_parameters(
+    model: nn.Module, *, changed: bool = False, keep: bool = True
+) -> Iterator[None]:
     """Inside, parameters that are in pieces are whole, on the CPU of every rank, for reading and
     for writing, not for computing.
 
@@ -58,7 +60,10 @@ def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[Non
 
     Args:
         changed: what was written inside is cut and put back.
+        keep: False only takes part in gathering, one parameter after the other: this rank's
+            parameters stay in pieces.
     """
+    assert keep or not changed
     places = [
         (module, name, parameter)
         for module in model.modules()
@@ -66,13 +71,16 @@ def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[Non
         if is_in_pieces(parameter)
     ]
     # A tied weight is one parameter in two places, and has to stay one.
-    wholes: dict[int, nn.Parameter] = {}
+    wholes: dict[int, nn.Parameter | None] = {}
     try:
         for module, name, parameter in places:
             if id(parameter) not in wholes:
-                gathered = whole(parameter.detach()).cpu()
-                wholes[id(parameter)] = nn.Parameter(gathered, parameter.requires_grad)
-            module._parameters[name] = wholes[id(parameter)]
+                gathered = whole(parameter.detach())
+                wholes[id(parameter)] = (
+                    nn.Parameter(gathered.cpu(), parameter.requires_grad) if keep else None
+                )
+            if keep:
+                module._parameters[name] = wholes[id(parameter)]
         yield
     finally:
         for module, name, parameter in places:
@@ -80,7 +88,9 @@ def whole_parameters(model: nn.Module, *, changed: bool = False) -> Iterator[Non
     if changed:
         with torch.no_grad():
             for _, _, parameter in places:
-                piece = piece_like(wholes[id(parameter)].detach(), parameter)
+                written = wholes[id(parameter)]
+                assert written is not None
+                piece = piece_like(written.detach(), parameter)
                 assert is_in_pieces(piece)
                 parameter.to_local().copy_(piece.to_local())
 

@@ -117,7 +117,7 @@ class ZeroOptimizer(Optimizer):
         they are `changed` in it."""
         return self.zero.whole_parameters(changed=changed)
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """See `Optimizer.state_tensors`; all processes have to call it."""
         if not self._has_state:
             return {}
@@ -133,7 +133,10 @@ class ZeroOptimizer(Optimizer):
                 else:
                     value = safe_get_full_optimizer_state(parameter, key)
                     assert value is not None
-                found[f"{name}.{key}"] = value.detach().cpu().reshape(shape).to(dtype).contiguous()
+                if keep:
+                    found[f"{name}.{key}"] = (
+                        value.detach().cpu().reshape(shape).to(dtype).contiguous()
+                    )
         return found
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

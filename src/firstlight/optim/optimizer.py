@@ -191,15 +191,21 @@ class Optimizer:
         """
         return self._masters.in_model()
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`.
 
         The same with and without `in_backward`, and however parameters are cut into pieces: then
         all ranks have to call it. Master weights are not part of it: see `master_weights`.
+
+        Args:
+            keep: False only takes part in gathering, one tensor after the other, and returns {}.
         """
-        return {
-            name: whole(piece).cpu().contiguous() for name, piece in self.state_pieces().items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, piece in self.state_pieces().items():
+            tensor = whole(piece)
+            if keep:
+                found[name] = tensor.cpu().contiguous()
+        return found
 
     def state_pieces(self) -> dict[str, Tensor]:
         """`state_tensors` as they lie: on their devices, in pieces where parameters are, sharing

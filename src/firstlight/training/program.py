@@ -60,7 +60,7 @@ class TrainingProgram:
         self.engine = engine or Engine(alone, World(0, 1, 0, 1), hardware.device)
         cut = self.engine.config
         require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
-        keep_memory(hardware)
+        keep_memory(hardware, in_pieces=self.engine.cuts)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
         # One that is cut may not fit whole.

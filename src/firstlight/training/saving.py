@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,12 +111,19 @@ class CheckpointSaver:
 
     def _is_asynchronous(self, checkpoint: Checkpoint) -> bool:
         if self._asynchronous is None:
+            if checkpoint.is_copy:
+                return True
             needed = sum(tensor.nbytes for _, tensor in _tensors(checkpoint))
             self._asynchronous = needed <= _SHARE * free_memory_bytes(torch.device("cpu"))
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
         """A checkpoint that does not change with the run."""
+        if checkpoint.is_copy:
+            state = copy.deepcopy(checkpoint.trainer_state)
+            return dataclasses.replace(
+                checkpoint, files=dict(checkpoint.files), trainer_state=state
+            )
         copies = self._copies.take(dict(_tensors(checkpoint)))
         return Checkpoint(
             dict(checkpoint.files),

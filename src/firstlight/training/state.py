@@ -17,7 +17,7 @@ from firstlight.checkpoint import Checkpoint
 from firstlight.data.mixing import MixedDataset
 from firstlight.data.shards import TokenDataset
 from firstlight.distributed import gather_objects
-from firstlight.distributed.pieces import whole_parameters
+from firstlight.distributed.pieces import is_in_pieces, whole_parameters
 from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.huggingface import model_files
@@ -80,20 +80,27 @@ def capture(
     program.engine.settle()
     files = model_files(model.config, tokenizer)
     words, rest = _python_random_states()
+    is_copy = False
     if program.recipe.checkpoint.sharded:
         weights, moments = pieces_to_save(program)
         randoms = _states_to_write(program.engine, words)
     else:
-        moments = program.engine.gathered(program.optimizer.state_tensors())
+        # Stages give the main process what they have; others need nothing of what is gathered.
+        keep = program.engine.is_main or program.recipe.distributed.pipeline > 1
+        moments = program.engine.gathered(program.optimizer.state_tensors(keep=keep))
         randoms = {**_states_of_ranks(program.engine), **words}
         if base is None:
-            with program.optimizer.master_weights(), whole_parameters(model):
-                weights = program.engine.gathered(weights_to_save(model))
+            with program.optimizer.master_weights(), whole_parameters(model, keep=keep):
+                weights = program.engine.gathered(weights_to_save(model) if keep else {})
         else:
             assert program.recipe.lora is not None
             files |= adapter_files(model, program.recipe.lora, base.name)
-            with whole_parameters(model):
-                weights = adapter_tensors(model)
+            with whole_parameters(model, keep=keep):
+                weights = adapter_tensors(model) if keep else {}
+        if program.engine.cuts:
+            # What was gathered is new: only what was whole before needs copying.
+            is_copy, own = True, _storages(program)
+            weights, moments = _apart(weights, own), _apart(moments, own)
     return Checkpoint(
         files=files,
         model=weights,
@@ -106,7 +113,25 @@ def capture(
             "lora_base": None if base is None else asdict(base),
             **origin,
         },
+        is_copy=is_copy,
     )
+
+
+def _storages(program: TrainingProgram) -> set[int]:
+    """The addresses of the memory that parameters and optimizer state of this process lie in."""
+    live = [*program.model.parameters(), *program.optimizer.state_pieces().values()]
+    return {
+        (t.to_local() if is_in_pieces(t) else t).untyped_storage().data_ptr()
+        for t in (tensor.detach() for tensor in live)
+    }
+
+
+def _apart(tensors: Mapping[str, Tensor], own: Container[int]) -> dict[str, Tensor]:
+    """The tensors, with copies of those that lie in memory of `own`."""
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def data_identity(
