@@ -121,6 +121,18 @@ class Trial:
             self.gradients.pop()
         return result.skipped
 
+    def overflowing_step(self) -> bool:
+        """With fp16, make a step whose gradients overflow; return whether it was skipped."""
+        scaler = self.program.scaler
+        if scaler is None:
+            return True
+        before = scaler.state_dict()
+        scaler.scale = 2.0**120
+        skipped = self.step(accepted=False)
+        halved = scaler.scale == 2.0**119
+        scaler.load_state_dict(before)
+        return skipped and halved
+
 
 def far(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
@@ -143,6 +155,7 @@ def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
         one.step()
     all_.step()
     before = weights_of(all_.program), state_of(all_.program)
+    overflows = all_.overflowing_step()
     refused = all_.step(accepted=False)
     after = weights_of(all_.program), state_of(all_.program)
     for _ in range(2):
@@ -163,7 +176,10 @@ def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
         "norms": far(one.norms, all_.norms[:3]),
         "weights": difference(expected, found),
         "state": difference(*state),
-        "refused": refused and same(before[0], after[0]) and same(before[1], after[1]),
+        "refused": refused
+        and overflows
+        and same(before[0], after[0])
+        and same(before[1], after[1]),
         "restored": same(kept[0], found) and same(kept[1], state[1]),
         "goes_on": again and same(*ends),
         "bytes_in_files": bytes_in_files(case),

@@ -98,13 +98,27 @@ def test_one_process_offloads_too() -> None:
     _require_equal([_case(stage, distributed={"offload": "cpu"}) for stage in (2, 3)], 1)
 
 
+def test_fp16_of_one_process_scales_its_loss() -> None:
+    """It makes the steps of fp16 without DeepSpeed, and skips one whose gradients overflow."""
+    fp16 = {"precision": "fp16"}
+    cases = [_case(2, efficiency=fp16), _case(3, efficiency=fp16, distributed={"offload": "cpu"})]
+    (lines,) = _lines(cases, 1)
+    for line in lines:
+        assert line["gradients"] < 1e-2, line
+        assert line["norms"] < 1e-3, line
+        assert line["losses"] < 1e-3, line
+        assert line["refused"]
+        assert line["restored"]
+
+
 @pytest.mark.slow
-def test_bf16_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_less_than_fp32_is_that_of_one_process(precision: str) -> None:
     """Products in bf16 differ by their rounding, and no more than that from one process'."""
-    bf16 = {"precision": "bf16"}
-    cases = [_case(stage, efficiency=bf16, masks="unequal") for stage in (2, 3)]
+    less = {"precision": precision}
+    cases = [_case(stage, efficiency=less, masks="unequal") for stage in (2, 3)]
     for line in _lines(cases, 2)[0]:
-        assert 1e-6 < line["gradients"] < 3e-2, line
+        assert 1e-7 < line["gradients"] < 3e-2, line
         assert line["losses"] < 1e-3, line
         assert line["refused"]
         assert line["restored"]
@@ -167,7 +181,7 @@ def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], prob
 @pytest.mark.parametrize(
     ("section", "values", "problem"),
     [
-        ("efficiency", {"precision": "fp16"}, "precision fp16"),
+        ("efficiency", {"precision": "fp8"}, "precision fp8"),
         ("efficiency", {"precision": "bf16_params"}, "precision bf16_params"),
         ("efficiency", {"compile": True}, "efficiency.compile does not see through"),
         ("efficiency", {"activation_offload": True}, "efficiency.activation_offload"),

@@ -16,7 +16,7 @@ import shutil
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +26,18 @@ from torch import Tensor, nn
 
 from firstlight.console import say
 from firstlight.distributed import World, barrier, broadcast_object
+from firstlight.distributed.group import is_exchange_error
+from firstlight.efficiency.deepspeed_file import read_deepspeed_file
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, MissingDependencyError
+from firstlight.hardware import is_out_of_memory
 from firstlight.models import Model
 
 #: Numbers that are sent at a time, as DeepSpeed's own default; a buffer of so many is kept.
 _BUCKET = 500_000_000
+
+#: Precisions with fp32 parameters and products in less.
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
@@ -120,7 +126,8 @@ class ZeroModel:
         optimizer: of torch, for all of its parameters: one that treats each number alike.
         config: the recipe's `distributed` section.
         device: of this process.
-        precision: the recipe's; with "bf16", products are in bf16 and all that is sent is fp32.
+        precision: the recipe's; with "bf16" and "fp16", products are in it and all that is sent is
+            fp32.
         max_grad_norm: to which gradients are scaled down; 0 is not.
         local_rank: of this process on its machine.
 
@@ -151,33 +158,30 @@ class ZeroModel:
         if config.offload == "nvme":
             require_asynchronous_io(local_rank)
             folder = _new_swap_folder(config)
-        if precision == "bf16":
-            _cast_inside(model, device)
+        if precision in _CAST:
+            _cast_inside(model, device, _CAST[precision])
         largest = max(p.numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
-        with _quiet():
-            self.engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                config={
-                    # How many rows and passes there are is the loop's business; of more than one
-                    # pass, gradients are added up, however many come (see `set_last`).
-                    "train_micro_batch_size_per_gpu": 1,
-                    "gradient_accumulation_steps": 2,
-                    "gradient_clipping": max_grad_norm,
-                    "steps_per_print": None,
-                    "zero_allow_untested_optimizer": True,
-                    # torch's optimizer updates on the CPU as well.
-                    "zero_force_ds_cpu_optimizer": False,
-                    "zero_optimization": {
-                        "stage": self.stage,
-                        "reduce_bucket_size": max(largest, min(total, _BUCKET)),
-                        "overlap_comm": device.type == "cuda",
-                        **_offloading(config, folder, device),
-                    },
-                },
-                dist_init_required=False,
-            )
+        settings: dict[str, Any] = {
+            # How many rows and passes there are is the loop's business; of more than one
+            # pass, gradients are added up, however many come (see `set_last`).
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": max_grad_norm,
+            "steps_per_print": None,
+            "zero_allow_untested_optimizer": True,
+            # torch's optimizer updates on the CPU as well.
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": max(largest, min(total, _BUCKET)),
+                "overlap_comm": device.type == "cuda",
+                **_offloading(config, folder, device),
+            },
+        }
+        if config.deepspeed_config is not None:
+            _update(settings, read_deepspeed_file(config.deepspeed_config).handed_on)
+        self.engine = _initialized(deepspeed, model, optimizer, settings)
         if folder is not None:
             weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
 
@@ -240,6 +244,42 @@ class ZeroModel:
             set_piece(parameter, value)
 
 
+def _initialized(
+    deepspeed: ModuleType,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+) -> Any:
+    """DeepSpeed's engine around a model.
+
+    Raises:
+        ConfigError: DeepSpeed refuses something, in its own words.
+    """
+    try:
+        with _quiet():
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=settings, dist_init_required=False
+            )
+    except Exception as error:
+        if is_out_of_memory(error) or is_exchange_error(error):
+            raise
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} refuses to set this run up ({said}): change what "
+            "it names, or set distributed.engine to ddp or fsdp"
+        ) from error
+    return engine
+
+
+def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put nested values into nested values; sections that are not there are left out."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            _update(settings.get(key, {}), value)
+        else:
+            settings[key] = value
+
+
 def set_piece(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
     """Give this process' piece of what ZeRO-3 keeps in fp32 of a parameter its part of a whole.
 
@@ -285,13 +325,13 @@ def _forget_closed_group() -> None:
         comm.cdb = None
 
 
-def _cast_inside(model: Model, device: torch.device) -> None:
-    """Have the model compute in bf16 by itself: autocast around it is not let in."""
+def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    """Have the model compute in less than fp32 by itself: autocast around it is not let in."""
     plain: Callable[..., Tensor] = model.forward
 
     @functools.wraps(plain)
     def forward(*inputs: Any, **options: Any) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
             return plain(*inputs, **options)
 
     model.forward = forward  # type: ignore[method-assign]

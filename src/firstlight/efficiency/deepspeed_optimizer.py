@@ -48,7 +48,7 @@ class ZeroOptimizer(Optimizer):
         super().__init__(model, config)
         self._expected = self._layouts()
         (rule,) = self._rules
-        self._rule, self._has_state = rule, False
+        self._rule, self._has_state, self._grad_scale = rule, False, 1.0
         self.zero = ZeroModel(
             model,
             rule.optimizer,
@@ -72,8 +72,8 @@ class ZeroOptimizer(Optimizer):
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The gradients' L2 norm; `step` scales them down."""
-        assert grad_scale == 1
+        """The gradients' L2 norm, divided by `grad_scale`; `step` divides and scales them down."""
+        self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         inner = self._inner
@@ -82,11 +82,16 @@ class ZeroOptimizer(Optimizer):
         else:
             norm = inner.scaled_global_norm()
         assert isinstance(norm, Tensor)
-        return norm.detach().float()
+        # DeepSpeed's norm of what is not finite is -1.
+        norm = norm.detach().float()
+        return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
     def step(self) -> None:
         """Update the parameters from their gradients, scaled down to `max_grad_norm`."""
+        # The backward pass had a scaled loss already, and DeepSpeed none to scale it by.
+        self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
+        self._inner.loss_scale = 1.0
         self._has_state = True
 
     def zero_grad(self) -> None:

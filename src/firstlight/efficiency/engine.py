@@ -315,6 +315,7 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
         "shard": (config.shard is not None, ("fsdp",)),
         "offload": (config.offload != "none", ("deepspeed",) if nvme else ("fsdp", "deepspeed")),
         "zero_stage": (stage is not None, ("deepspeed",)),
+        "deepspeed_config": (config.deepspeed_config is not None, ("deepspeed",)),
         "nvme_path": (config.nvme_path is not None, ("deepspeed",)),
     }
     for key, (is_set, engines) in own.items():

@@ -23,6 +23,9 @@ class DistributedConfig(BaseModel):
         optimizer state in files instead.
     zero_stage: with deepspeed, what is cut into pieces: 1 optimizer state, 2 (null) gradients too,
         3 parameters too.
+    deepspeed_config: a DeepSpeed configuration file (JSON) of one's own, which makes "auto" the
+        engine deepspeed. What it sets and the recipe leaves open is taken; the two must not
+        contradict each other.
     nvme_path: with offload nvme, a folder on a fast disk, on each machine.
     reshard_after_forward: with fsdp, forget a layer after its forward pass and put it together
         again for the backward pass; false saves that, and keeps all layers until then.
@@ -44,6 +47,7 @@ class DistributedConfig(BaseModel):
     offload: Literal["none", "cpu", "nvme"] = "none"
     zero_stage: Literal[1, 2, 3] | None = None
     nvme_path: str | None = None
+    deepspeed_config: str | None = None
     reshard_after_forward: bool = True
     tensor_parallel: int = Field(1, ge=1)
     pipeline: int = Field(1, ge=1)

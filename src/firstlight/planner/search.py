@@ -299,8 +299,6 @@ def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str,
             # What it doesn't go with.
             "efficiency.compile": False,
         }
-        if recipe.efficiency.precision == "fp16":
-            offload["efficiency.precision"] = "fp32"
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine
         several = dataclasses.replace(machine, count=max(machine.count, 2))
         yield (

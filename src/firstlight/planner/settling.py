@@ -23,6 +23,7 @@ from firstlight.planner.machine import Machine
 from firstlight.planner.parts import copies_of
 from firstlight.training.automatic import usual_rows
 from firstlight.training.config import Recipe, parse_recipe
+from firstlight.training.deepspeed_recipe import with_deepspeed_file
 from firstlight.training.preference import PreferenceConfig
 
 #: A vocabulary from which the logits are worth cutting up.
@@ -58,7 +59,7 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         ConfigError: there is no model, or its vocabulary isn't known.
         ModelError: `init_from` is no model's folder.
     """
-    recipe = _with_model(recipe, init_from)
+    recipe = _with_model(with_deepspeed_file(recipe, machine.count), init_from)
     if recipe.data.kind == "preference" and recipe.preference is None:
         recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
     assert recipe.model is not None

@@ -158,10 +158,10 @@ def _conflicts_of_pairs(
 
 def _conflicts_with_deepspeed(recipe: Recipe) -> Iterator[str]:
     config = recipe.efficiency
-    if config.precision in ("fp16", "bf16_params", "fp8"):
+    if config.precision in ("bf16_params", "fp8"):
         yield (
             f"efficiency.precision {config.precision} is not for distributed.engine deepspeed: use "
-            "bf16, with fp32 parameters"
+            "bf16 or fp16, with fp32 parameters"
         )
     if config.compile is True:
         yield (

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint import checkpoint_folder
 from firstlight.console import say
+from firstlight.distributed import find_world
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.eight_bit import installed_library
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.datasets import learned_share
+from firstlight.training.deepspeed_recipe import with_deepspeed_file
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
@@ -112,6 +114,8 @@ def train(
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    if recipe.distributed.deepspeed_config is not None:
+        recipe = with_deepspeed_file(recipe, find_world().size)
     last: dict[str, Any] = {}
     stopped: str | None = None
     with (
