@@ -189,6 +189,9 @@ def _state_bounds(schema: dict[str, Any], bounds: Bounds) -> None:
         fields["response_format"] = {
             "anyOf": [{**text, "additionalProperties": False}, {"type": "null"}]
         }
+    for one in fields["response_format"]["anyOf"]:
+        # Two types have one schema, which programs that read the document take for an error.
+        one.pop("discriminator", None)
     (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
     bias["propertyNames"] = {"pattern": up_to_pattern(bounds.vocab_size - 1)}
     rules = [_either("stream_options", {"stream": {"const": True}})]
