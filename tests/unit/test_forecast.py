@@ -86,8 +86,8 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert "memory of the process: predicted " in said
     found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["peak_bytes"] == 3 * 2**30
-    # What is resident and what is to come, each byte of it with a quarter that is kept.
-    assert found["predicted"]["process_bytes"] > 1.25 * 3 * 2**30
+    # What is resident and what is to come, each byte of it with three tenths that are kept.
+    assert found["predicted"]["process_bytes"] > 1.3 * 3 * 2**30
     assert found["measured"]["peak_bytes"] is None
     assert found["measured"]["process_bytes"] > 2**26
     assert found["measured"]["tokens_per_second"] > 0
