@@ -14,6 +14,11 @@ import pytest
 import yaml
 from spawned import free_port
 
+from firstlight.planner import search
+from firstlight.planner.machine import find_machine
+from firstlight.planner.settling import settle
+from firstlight.training.config import load_recipe
+
 pytest.importorskip("deepspeed")
 
 _DRIVER = Path(__file__).with_name("starts_driver.py")
@@ -92,18 +97,33 @@ def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int
     finally:
         for process in processes:
             process.kill()
-    for out, err in said:
+    # Results go to stdout as well.
+    found = [
+        [json.loads(line) for line in out.splitlines() if line.startswith('{"code"')]
+        for out, _ in said
+    ]
+    for lines, (_, err) in zip(found, said, strict=True):
         assert "Traceback" not in err, err
-        assert len(out.splitlines()) == len(starts), err
-        assert all(json.loads(line)["left"] == [] for line in out.splitlines())
-    codes = [[json.loads(line)["code"] for line in out.splitlines()] for out, _ in said]
+        assert len(lines) == len(starts), err
+        assert all(line["left"] == [] for line in lines)
+    codes = [[line["code"] for line in lines] for lines in found]
     errors = [line for line in said[0][1].splitlines() if line.startswith("firstlight: error")]
     return [(list(one), errors.pop(0) if one[0] else "") for one in zip(*codes, strict=True)]
 
 
+def _offered(recipe_file: Path) -> tuple[str, ...]:
+    """The options of what `plan` offers for a GPU where nothing fits."""
+    machine = find_machine("V100 16GB")
+    recipe = settle(load_recipe(recipe_file, [("model.vocab_size", "320")]), machine)
+    ways = {name: changes for name, changes, _ in search._ways_out(recipe, machine)}
+    changes = search._LEAST | ways["offloading moments to the CPU (DeepSpeed)"]
+    return tuple(part for key, x in changes.items() for part in (f"--{key}", str(x).lower()))
+
+
 def test_one_process_starts_however_it_is_started(recipe_file: Path) -> None:
     ways = [(way, options, "zero") for way, options in _ONE]
-    ways += [("plain", (), "zero, offloaded"), ("plain", (), "auto"), ("Slurm", (), "auto")]
+    ways += [("plain", _offered(recipe_file), "auto"), ("plain", (), "zero, offloaded")]
+    ways += [("plain", (), "auto"), ("Slurm", (), "auto")]
     for way, (codes, said) in zip(ways, _start(recipe_file, ways, 1), strict=True):
         assert codes == [0], (way, said)
 

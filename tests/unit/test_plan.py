@@ -18,6 +18,7 @@ from firstlight.cli.plan import parse_count, parse_time
 from firstlight.data.examples import rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
+from firstlight.hardware import find_hardware
 from firstlight.optim.schedule import Schedule
 from firstlight.planner import outcome, pace, search
 from firstlight.planner.machine import find_machine, parse_bytes
@@ -36,6 +37,7 @@ from firstlight.planner.plan_text import (
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import planned_run, settle, with_changes
+from firstlight.training.combinations import require_combination
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 
 _MODEL: dict[str, Any] = {
@@ -460,7 +462,8 @@ def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     ways = {name: changes for name, changes, _ in search._ways_out(plain, machine)}
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
-    assert changed.efficiency.precision == "fp32"
+    assert changed.efficiency.precision == "fp16"
+    require_combination(changed, find_hardware("cpu"), "deepspeed")
 
 
 def test_times_and_counts_are_said_in_units_of_their_size() -> None:
