@@ -88,7 +88,7 @@ def test_the_command_and_the_module_are_the_same_program() -> None:
 
 def test_the_training_help_lists_every_key_of_a_recipe() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "firstlight", "train", "--help"],
+        [sys.executable, "-m", "firstlight", "train", "--help-all"],
         capture_output=True,
         text=True,
         check=True,
