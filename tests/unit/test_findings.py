@@ -193,7 +193,8 @@ def test_reports_say_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a forecast, which takes longer than these runs."""
+    """Without a forecast and its process, which take longer than these runs."""
+    monkeypatch.setattr(RunForecaster, "start", lambda _: None)
     monkeypatch.setattr(RunForecaster, "forecast", lambda *_: None)
 
 
