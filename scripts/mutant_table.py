@@ -450,8 +450,8 @@ MUTANTS = [
     Mutant(
         "best is worst",
         "firstlight/retention.py",
-        "[:keep_best]}",
-        "[-keep_best:]}",
+        "best_first(past)[:keep_best]",
+        "best_first(past)[-keep_best:]",
         (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),
     ),
     Mutant(
@@ -577,7 +577,7 @@ MUTANTS = [
     ),
     Mutant(
         "half a character is streamed",
-        "firstlight/tokenizer/tokenizer.py",
+        "firstlight/tokenizer/text_stream.py",
         '        if text.endswith("\\ufffd"):\n            return ""\n',
         "",
         (_TEXT + "a_character_of_several_tokens_is_streamed_in_halves",),
@@ -620,7 +620,7 @@ MUTANTS = [
     # What is opened
     Mutant(
         "pickles run",
-        "firstlight/conversion/foreign.py",
+        "firstlight/conversion/pickled.py",
         'torch.load(path, map_location="cpu", weights_only=True',
         'torch.load(path, map_location="cpu", weights_only=False',
         (_TEXT + "a_pickle_runs_code_though_only_weights_were_asked_for",),

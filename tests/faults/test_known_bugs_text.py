@@ -189,6 +189,10 @@ def test_a_pickle_runs_code_though_only_weights_were_asked_for(tmp_path: Path) -
         )
         with pytest.raises(FirstlightError, match="holds more than weights"):
             read_foreign(tmp_path / name)
+    # Protocol 4 names what it calls in other opcodes, which only torch's unpickler refuses.
+    torch.save({"bomb": Bomb(mark)}, tmp_path / "four.pt", pickle_protocol=4)
+    with pytest.raises(FirstlightError, match="weights"):
+        read_foreign(tmp_path / "four.pt")
     assert not mark.exists()
 
 

@@ -313,6 +313,7 @@ def _model(recipe: Recipe) -> Model:
 def kernels_of(
     target: Target, kernel: str | None = None
 ) -> contextlib.AbstractContextManager[object]:
+    """`CudaKernels` for a CUDA device; no change for a CPU."""
     return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
 
 

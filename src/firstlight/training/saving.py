@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,18 +118,13 @@ class CheckpointSaver:
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
         """A checkpoint that does not change with the run."""
-        if checkpoint.is_copy:
-            state = copy.deepcopy(checkpoint.trainer_state)
-            return dataclasses.replace(
-                checkpoint, files=dict(checkpoint.files), trainer_state=state
-            )
-        copies = self._copies.take(dict(_tensors(checkpoint)))
-        return Checkpoint(
-            dict(checkpoint.files),
-            {name: copies[f"model {name}"] for name in checkpoint.model},
-            {name: copies[f"optimizer {name}"] for name in checkpoint.optimizer},
-            copy.deepcopy(checkpoint.trainer_state),
-        )
+        model, optimizer = checkpoint.model, checkpoint.optimizer
+        if not checkpoint.is_copy:
+            copies = self._copies.take(dict(_tensors(checkpoint)))
+            model = {name: copies[f"model {name}"] for name in model}
+            optimizer = {name: copies[f"optimizer {name}"] for name in optimizer}
+        state = copy.deepcopy(checkpoint.trainer_state)
+        return Checkpoint(dict(checkpoint.files), model, optimizer, state)
 
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self.saved_step if self.saved_step >= 0 else None
