@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.console import say
-from firstlight.distributed import World, barrier, broadcast_object
+from firstlight.distributed import barrier, broadcast_object
 from firstlight.distributed.group import is_exchange_error
 from firstlight.efficiency.deepspeed_file import read_deepspeed_file
 from firstlight.efficiency.engine_config import DistributedConfig
@@ -38,8 +38,6 @@ _BUCKET = 500_000_000
 
 #: Precisions with fp32 parameters and products in less.
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -75,38 +73,6 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     # gloo adds up too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def deepspeed_session(world: World, device: torch.device) -> Iterator[None]:
-    """A context in which DeepSpeed works; what it changes for the whole process is undone after it.
-
-    Inside, LOCAL_RANK is the index of this process's device, which DeepSpeed reads from there. Only
-    torchrun's kind of launcher sets LOCAL_RANK; and where a launcher shows each process one GPU
-    alone, its local rank is not that GPU's index. DeepSpeed refuses a LOCAL_RANK that differs from
-    Open MPI's variable, so that one is set, too.
-
-    Args:
-        world: this process among the others.
-        device: the device of this process.
-    """
-    index = (device.index or 0) if device.type == "cuda" else world.local_rank
-    names = ["LOCAL_RANK"]
-    if _OPEN_MPI_LOCAL_RANK in os.environ:
-        names.append(_OPEN_MPI_LOCAL_RANK)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(index)))
-    # Stage 3 puts a function of its own in place of this one, which other models can't use.
-    linear = torch.nn.functional.linear
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = linear
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -21,12 +22,13 @@ from firstlight.distributed import (
     own_device,
     process_group,
 )
-from firstlight.efficiency.deepspeed_engine import deepspeed_session
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.training.config import Recipe
 
 T = TypeVar("T")
+
+_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 @contextlib.contextmanager
@@ -85,6 +87,38 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def deepspeed_session(world: World, device: torch.device) -> Iterator[None]:
+    """A context in which DeepSpeed works; what it changes for the whole process is undone after it.
+
+    Inside, LOCAL_RANK is the index of this process's device, which DeepSpeed reads from there. Only
+    torchrun's kind of launcher sets LOCAL_RANK; and where a launcher shows each process one GPU
+    alone, its local rank is not that GPU's index. DeepSpeed refuses a LOCAL_RANK that differs from
+    Open MPI's variable, so that one is set, too.
+
+    Args:
+        world: this process among the others.
+        device: the device of this process.
+    """
+    index = (device.index or 0) if device.type == "cuda" else world.local_rank
+    names = ["LOCAL_RANK"]
+    if _OPEN_MPI_LOCAL_RANK in os.environ:
+        names.append(_OPEN_MPI_LOCAL_RANK)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(index)))
+    # Stage 3 puts a function of its own in place of this one, which other models can't use.
+    linear = torch.nn.functional.linear
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
