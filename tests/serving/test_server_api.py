@@ -11,6 +11,7 @@ import pytest
 from live import Direct, events, new_direct, request_for, sample
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
+from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
 from firstlight.huggingface import LoadedModel
 from firstlight.serving.guarding import Access
@@ -285,6 +286,31 @@ def test_what_nobody_expects_is_a_500_too(direct: Direct, monkeypatch: pytest.Mo
     with pytest.raises(KeyError):  # for the log
         direct.ask("/metrics")
     assert sample(direct.service, "firstlight_requests_total", route="/metrics", status="500") == 1
+
+
+def test_weights_that_changed_are_a_500_and_one_line_in_the_log(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def changed(self: object) -> None:
+        raise ModelError("/a/folder has changed since it was loaded")
+
+    monkeypatch.setattr(LoadedModel, "require_unchanged", changed)
+    answer = direct.ask(POSTS[0], body_for(POSTS[0]))
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    said = f"firstlight: {answer.headers['x-request-id']}: /a/folder has changed since"
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True, "max_tokens": 0, "stream": True}])
+def test_token_ids_that_cannot_be_decoded_are_refused(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    def fail(self: object, ids: list[int]) -> str:
+        raise TokenizerError("the tokenizer can't decode its tokens")
+
+    monkeypatch.setattr(Tokenizer, "decode", fail)
+    message = refused(direct, POSTS[0], body_for(POSTS[0], prompt=[5, 6], **fields), "prompt", None)
+    assert message == "prompt: the tokenizer can't decode its tokens"
 
 
 def test_an_answer_that_takes_too_long_is_ended() -> None:

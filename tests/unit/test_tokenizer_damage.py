@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import (
@@ -25,6 +27,7 @@ from tokenizer_files import (
     tiny,
     write_gpt2_files,
 )
+from tokenizers import models
 
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer import (
@@ -60,6 +63,15 @@ def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(TokenizerError, match=rf"thing\.model {message}"):
         load_bytes(tmp_path, content, "thing.model")
+
+
+@pytest.mark.parametrize("kind", [models.WordPiece, models.WordLevel])
+def test_a_vocabulary_without_its_unknown_token_says_what_to_do(kind: Any) -> None:
+    tokenizer = Tokenizer(tokenizers.Tokenizer(kind({"a": 0}, unk_token="[UNK]")))
+    advice = r"\(add the token that its unk_token names to the vocabulary in tokenizer\.json\)$"
+    for call in (lambda: tokenizer.encode("b"), lambda: tokenizer.extended(["b"])):
+        with pytest.raises(TokenizerError, match=advice):
+            call()
 
 
 @pytest.mark.parametrize("kind", KINDS)

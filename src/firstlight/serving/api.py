@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from firstlight.console import say
+from firstlight.errors import FirstlightError
 from firstlight.serving.documentation import (
     answers,
     error_responses,
@@ -100,6 +102,12 @@ def _add_handlers(app: FastAPI) -> None:
         message = words.get(error.status_code, str(error.detail))
         content = error_body(error.status_code, message)
         return json_response(content, error.status_code, error.headers)
+
+    @app.exception_handler(FirstlightError)
+    async def unable(request: Request, error: FirstlightError) -> Response:
+        # The log gets one line for it, and the traceback of any other error.
+        say(f"firstlight: {request.scope['state']['request_id']}: {error}")
+        return json_response(error_body(500, FAILED), 500)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

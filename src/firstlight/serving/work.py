@@ -204,8 +204,8 @@ class Workshop:
         """The choices of each prompt.
 
         Raises:
-            RequestError: there are too many, a prompt is empty or too long, or a bias is for a
-                token that the model doesn't have.
+            RequestError: there are too many, a prompt is empty, too long or can't be decoded, or a
+                bias is for a token that the model doesn't have.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
@@ -229,18 +229,21 @@ class Workshop:
             require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
         except ConfigError as error:
             raise RequestError(400, str(error), param="logit_bias") from None
-        return [
-            Continuation(
-                prompt_ids,
-                sampling,
-                context=self.context,
-                eos_token_ids=end_ids,
-                tokenizer=self._tokenizer,
-                constraint=constraint(),
-            )
-            for prompt_ids in prompts
-            for sampling in samplings
-        ]
+        try:
+            return [
+                Continuation(
+                    prompt_ids,
+                    sampling,
+                    context=self.context,
+                    eos_token_ids=end_ids,
+                    tokenizer=self._tokenizer,
+                    constraint=constraint(),
+                )
+                for prompt_ids in prompts
+                for sampling in samplings
+            ]
+        except TokenizerError as error:  # the prompt's ids make no text
+            raise RequestError(400, f"{param}: {error}", param=param) from None
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
         """What makes the constraint of each choice.
@@ -299,7 +302,8 @@ def fingerprint_of(model: Model) -> str:
             row = tensor
             while row.ndim > 1:
                 row = row[end]
-            found.update(row.reshape(-1)[:16].double().cpu().numpy().tobytes())
+            # To the CPU first: Apple's GPUs have no fp64.
+            found.update(row.reshape(-1)[:16].cpu().double().numpy().tobytes())
     return f"fp_{found.hexdigest()[:12]}"
 
 

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer.formats import TokenizerParts, require_unicode
+from firstlight.tokenizer.trial import library_errors, may_panic
 
 __all__ = ["extended_backend", "trained_parts"]
 
@@ -86,8 +87,10 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
     # A word may stand in the vocabulary under other letters: Ġthe, ▁the.
-    ids = backend.encode(token, add_special_tokens=False).ids
-    if backend.token_to_id(token) is not None or (len(ids) == 1 and backend.decode(ids) == token):
+    with library_errors(f"the tokenizer can't encode '{token}'", muted=may_panic(backend)):
+        ids = backend.encode(token, add_special_tokens=False).ids
+        is_word = len(ids) == 1 and backend.decode(ids) == token
+    if is_word or backend.token_to_id(token) is not None:
         raise TokenizerError(
             f"'{token}' is an ordinary word of the vocabulary already: "
             "choose one that texts don't hold, such as <|name|>"

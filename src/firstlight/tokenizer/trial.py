@@ -170,7 +170,15 @@ def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not is_of_library or isinstance(error, FirstlightError | MemoryError):
             raise
-        raise TokenizerError(f"{problem}: {' '.join(str(error).split())[:300]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise TokenizerError(f"{problem}: {reason} ({_remedy(reason)})") from error
+
+
+def _remedy(reason: str) -> str:
+    """What helps against an error of the library."""
+    if re.search(r"[Mm]issing .* token from the vocabulary", reason):
+        return "add the token that its unk_token names to the vocabulary in tokenizer.json"
+    return "mend its tokenizer.json, or take another tokenizer"
 
 
 _MUTED = threading.Lock()
