@@ -191,15 +191,17 @@ def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("kind, bias", [("Linear", False), ("Linear", True), ("Conv1D", True)])
+@pytest.mark.parametrize(
+    "kind, bias", [("Linear", False), ("Linear", True), ("Conv1D", False), ("Conv1D", True)]
+)
 def test_an_adapted_layer_computes_what_the_papers_say(kind: str, bias: bool, dora: bool) -> None:
-    base = nn.Linear(5, 7, bias=bias) if kind == "Linear" else Conv1D(5, 7)
+    base = nn.Linear(5, 7, bias=bias) if kind == "Linear" else Conv1D(5, 7, bias=bias)
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator(1)))
     base = base.double()
     W = base.weight.detach().T if kind == "Conv1D" else base.weight.detach()
-    b = base.bias.detach() if bias else torch.zeros(7, dtype=torch.float64)
+    b = torch.zeros(7, dtype=torch.float64) if base.bias is None else base.bias.detach()
     layer = LoraLinear(base, 2, 1.5, 0.0, dora)
     with torch.no_grad():
         for parameter in (layer.lora_A, layer.lora_B):

@@ -131,6 +131,7 @@ def test_a_layer_in_4_bits_multiplies_with_what_they_stand_for(dtype: torch.dtyp
 def test_a_layer_of_gpt2_is_the_transposed_one() -> None:
     plain = linear(96, 80)
     theirs = Conv1D(80, 96)
+    assert theirs.bias is not None
     with torch.no_grad():
         theirs.weight.copy_(plain.weight.T)
         theirs.bias.copy_(plain.bias)
