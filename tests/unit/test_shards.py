@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import resource
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,33 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) ->
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.fixture
+def few_files() -> Iterator[Callable[[int], None]]:
+    """A function that sets the soft limit of open files to so many more than are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit(more: int) -> None:
+        taken = set(map(int, os.listdir("/proc/self/fd")))
+        free = [number for number in range(len(taken) + more + 1) if number not in taken]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_corpus_may_have_more_shards_than_the_soft_limit_of_open_files(
+    tmp_path: Path, few_files: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path, [[number] for number in range(40)], shard_tokens=1)
+    few_files(20)
+    assert TokenDataset(tmp_path, "train")[0:40].tolist() == list(range(40))
+    few_files(20)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    with pytest.raises(DataError, match=r"Too many open files at .*`ulimit -n`"):
+        TokenDataset(tmp_path, "train")
 
 
 @pytest.mark.parametrize("dtype, letter, itemsize", [("<u2", "H", 2), ("<u4", "I", 4)])

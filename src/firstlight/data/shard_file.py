@@ -8,8 +8,10 @@ read, if the file was not verified).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import resource
 import struct
 import weakref
 import zlib
@@ -54,9 +56,12 @@ class BlockFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = _opened(path)
         except OSError as error:
-            raise DataError(describe_os_error(error)) from error
+            advice = ""
+            if error.errno == errno.EMFILE:
+                advice = ": raise the limit with `ulimit -n`, or prepare fewer, larger shards"
+            raise DataError(f"{describe_os_error(error)}{advice}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
         # CRC-32 of each block; -1 where a block has not been read yet.
@@ -107,6 +112,19 @@ class BlockFile:
             f"{self.path} was {problem} while it was in use: restore it or prepare the corpus "
             "again, then go on with --resume"
         )
+
+
+def _opened(path: Path) -> int:
+    """The descriptor of a file. A corpus may have more shards than the soft limit of open files,
+    often 1,024: then that is raised to the hard limit."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Shard:
