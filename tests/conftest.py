@@ -41,6 +41,31 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
 
 
+class NoForecast:
+    """A run's forecaster that forecasts nothing; see `planner.forecasting.RunForecaster`."""
+
+    def __enter__(self) -> NoForecast:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self) -> None:
+        """Starts no process."""
+
+    def forecast(self, *_: object) -> None:
+        """No forecast."""
+
+    def advise(self, *_: object) -> None:
+        """No advice."""
+
+
+@pytest.fixture(autouse=True)
+def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line forecasts runs in the tests of forecasts alone: the process that predicts
+    takes longer than most runs here."""
+    monkeypatch.setattr("firstlight.planner.forecasting.RunForecaster", NoForecast)
+
+
 def make_texts(count: int, seed: int = 0) -> list[str]:
     """Deterministic documents of a few hundred characters, several scripts, many lines."""
     generator = random.Random(seed)

@@ -266,7 +266,7 @@ def test_a_run_is_planned_tried_and_set_beside_its_forecast(trained: Path, tmp_p
     found = json.loads((tmp_path / "run" / "forecast.json").read_text())
     parts = found["predicted"]["parts"]
     assert parts["optimizer_states"] > 2**25
-    assert found["measured"]["peak_bytes"] > parts["weights"] + parts["optimizer_states"]
+    assert found["measured"]["process_bytes"] > parts["weights"] + parts["optimizer_states"]
 
 
 # --- generate --------------------------------------------------------------------------------

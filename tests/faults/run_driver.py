@@ -45,6 +45,7 @@ import firstlight.training.loop
 import firstlight.training.scaling
 from firstlight.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.cli.main import main
+from firstlight.planner.forecasting import RunForecaster
 from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
@@ -209,6 +210,8 @@ def draw_nothing(run: Path) -> None:
 if __name__ == "__main__":
     setattr(firstlight.training.loop, "draw_report", draw_nothing)  # noqa: B010 - mypy
     setattr(firstlight.training.job, "peak_flops", lambda *_: 1e12)  # noqa: B010
+    for name in ("start", "forecast"):  # a process that takes longer than these runs
+        setattr(RunForecaster, name, lambda *_: None)
     importlib.import_module("torch._dynamo")  # else each child's first optimizer does it
     torch.set_num_threads(1)
     json.dump(chains(json.load(sys.stdin)), sys.stdout)

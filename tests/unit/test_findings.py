@@ -19,7 +19,6 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.evaluation.perplexity import load_for_evaluation
 from firstlight.history import saved_checkpoints
-from firstlight.planner.forecasting import RunForecaster
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import datasets, job
 from firstlight.training.findings import findings_of
@@ -192,13 +191,6 @@ def test_reports_say_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a forecast and its process, which take longer than these runs."""
-    monkeypatch.setattr(RunForecaster, "start", lambda _: None)
-    monkeypatch.setattr(RunForecaster, "forecast", lambda *_: None)
-
-
-@pytest.fixture
 def scripted(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A recipe whose validation loss is 5, 4, 4.5, 4.6 after steps 3, 6, 9 and 12."""
     real = datasets.evaluate_dataset
@@ -298,7 +290,7 @@ def run_main(recipe: dict[str, Any], *options: str) -> int:
 
 
 def test_overfitting_is_said_and_is_no_failure(
-    scripted: dict[str, Any], capfdbinary: pytest.CaptureFixture[bytes], quick: None
+    scripted: dict[str, Any], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert run_main(scripted) == 0
     out, err = capfdbinary.readouterr()
@@ -312,7 +304,6 @@ def test_overfitting_is_said_and_is_no_failure(
 def test_a_run_that_diverged_has_its_own_exit_code(
     recipe: dict[str, Any],
     capfdbinary: pytest.CaptureFixture[bytes],
-    quick: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = job.Job._update
@@ -334,7 +325,6 @@ def test_a_run_that_diverged_has_its_own_exit_code(
 def test_a_run_that_the_guard_ended_has_it_too(
     recipe: dict[str, Any],
     capfdbinary: pytest.CaptureFixture[bytes],
-    quick: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = job.Job._update
