@@ -35,6 +35,7 @@ _VALUES: dict[str, Any] = {
     "efficiency.compile_regional": True,
     "lora.rank": 4,
     "lora.dora": True,
+    "optimizer.embeddings_in_32_bits": True,
     "data.document_masking": True,
     "data.workers": 2,
     "data.prefetch": 3,
@@ -57,6 +58,7 @@ _BESIDE: dict[str, dict[str, Any]] = {
         for n in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     },
     "optimizer.eight_bit_library: auto": {"optimizer.name": "adamw8bit"},
+    "optimizer.embeddings_in_32_bits": {"optimizer.name": "adamw8bit"},
     "optimizer.eight_bit_library: bitsandbytes": {"optimizer.name": "adamw8bit"},
     "optimizer.eight_bit_library: torchao": {"optimizer.name": "adamw8bit"},
     "lora.dora": {"lora.rank": 4},
@@ -72,8 +74,10 @@ _REFUSED = {
     "optimizer.name: paged_adamw8bit",
     "data.pin_memory",
 }
-#: What a C++ compiler or several processes take many seconds for.
+#: What a C++ compiler, several processes or fp16 on a CPU take many seconds for.
 _SLOW = (
+    "aot_eager",
+    "precision: fp16",
     "torchao",
     "inductor",
     "budget",

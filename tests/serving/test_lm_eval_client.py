@@ -83,11 +83,12 @@ def test_log_likelihoods_are_the_built_in_ones(options: dict[str, Any], tmp_path
     assert {one.is_greedy for one in expected} == {True, False}
 
 
-def test_100_items_of_hellaswag_score_as_the_built_in_scorer_does(shared: Path) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_items_of_hellaswag_score_as_the_built_in_scorer_does(shared: Path, count: int) -> None:
     folder = shared / "models" / "stories260K"
     loaded: LoadedModel = load_model(folder, dtype=torch.float32)
     assert loaded.tokenizer is not None
-    items = read_hellaswag(shared / "data" / "hellaswag-val-2k.jsonl", 100)
+    items = read_hellaswag(shared / "data" / "hellaswag-val-2k.jsonl", count)
     context = loaded.model.config.max_position_embeddings
     pairs = encode_items(items, loaded.tokenizer, context, "")
     expected = answer_items(loaded.model, items, pairs, batch_size=32)
@@ -101,7 +102,7 @@ def test_100_items_of_hellaswag_score_as_the_built_in_scorer_does(shared: Path) 
         scored = [p for p, _ in lm.loglikelihood(asked, disable_tqdm=True)]
     found = [scored[n : n + 4] for n in range(0, len(scored), 4)]
     best = [row.index(max(row)) == item.gold for row, item in zip(found, items, strict=True)]
-    assert sum(best) / 100 == accuracies(expected)["acc"].value
+    assert sum(best) / count == accuracies(expected)["acc"].value
     assert best == [answer.acc for answer in expected]
     for row, answer in zip(found, expected, strict=True):
         assert row == pytest.approx(answer.logprobs, abs=1e-4)

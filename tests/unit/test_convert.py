@@ -779,7 +779,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path, folder: Folder) -> None:
 @pytest.mark.parametrize(
     "source, error, problem",
     [
-        ("sourc", ModelError, r"does not exist \(did you mean 'source'\?\)"),
+        ("sourc", ModelError, r"does not exist \(did you mean '.*/source'\?\)"),
         ("ckp.pt", InputError, r"checkpoint .*ckp.pt does not exist \(did you mean 'ckpt.pt'\?\)"),
         ("nowhere/ckpt.pt", InputError, "checkpoint .* does not exist$"),
         ("source/model.safetensors", InputError, "one file of a model: name its folder, .*source$"),
