@@ -6,10 +6,10 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -26,6 +26,8 @@ from firstlight.files import (
 )
 from firstlight.hub import repository_of
 from firstlight.tensor_file import write_tensors
+
+_AnyTensor = TypeVar("_AnyTensor")
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -192,21 +194,36 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / WEIGHTS_NAME)
     if not (folder / INDEX_NAME).is_file():
         raise _no_weights(folder)
-    weight_map = read_index(folder)
-    tensors: dict[str, StoredTensor] = {}
+    return indexed_tensors(folder, INDEX_NAME, read_header)
+
+
+def indexed_tensors(
+    folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
+) -> dict[str, _AnyTensor]:
+    """The tensors of all files that an index names.
+
+    Args:
+        folder: of the index and the files.
+        index_name: of the index.
+        read: reads a file's tensors.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the index is not that of the files.
+    """
+    weight_map = _read_index(folder, index_name)
+    tensors: dict[str, _AnyTensor] = {}
     for file_name in sorted(set(weight_map.values())):
-        if not (folder / file_name).is_file():
-            raise ModelError(f"{folder / file_name} is missing, though the index names it")
-        for name, tensor in read_header(folder / file_name).items():
+        path = folder / file_name
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though the index names it")
+        for name, tensor in read(path).items():
             if weight_map.get(name) != file_name:
                 where = weight_map.get(name, "nowhere")
-                raise ModelError(
-                    f"{folder / file_name} has tensor {name}, which {INDEX_NAME} puts {where}"
-                )
+                raise ModelError(f"{path} has tensor {name}, which {index_name} puts {where}")
             tensors[name] = tensor
     lost = sorted(weight_map.keys() - tensors.keys())
     if lost:
-        raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {INDEX_NAME}")
+        raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
     return tensors
 
 
@@ -278,7 +295,7 @@ def _no_weights(folder: Path) -> ModelError:
     )
 
 
-def read_index(folder: Path, index_name: str = INDEX_NAME) -> dict[str, str]:
+def _read_index(folder: Path, index_name: str) -> dict[str, str]:
     """Which file of the folder each tensor is in.
 
     Raises:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError, describe_os_error
 from firstlight.huggingface import read_config, unloaded_model
-from firstlight.stored import FLOAT_FORMATS, PICKLED_INDEX_NAME, PICKLED_NAME, read_index
+from firstlight.stored import FLOAT_FORMATS, PICKLED_INDEX_NAME, PICKLED_NAME, indexed_tensors
 from firstlight.weights import count_tensors, one_by_one, require_fit
 
 #: How files of `torch.save` begin: a zip archive, or before PyTorch 1.6 a pickled magic number.
@@ -149,25 +149,7 @@ def pickled_tensors(folder: Path) -> dict[str, Tensor]:
 def _all_tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / PICKLED_NAME).is_file():
         return _tensors_of(folder / PICKLED_NAME)
-    weight_map = read_index(folder, PICKLED_INDEX_NAME)
-    tensors: dict[str, Tensor] = {}
-    for file_name in sorted(set(weight_map.values())):
-        path = folder / file_name
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, though the index names it")
-        for name, tensor in _tensors_of(path).items():
-            if weight_map.get(name) != file_name:
-                where = weight_map.get(name, "nowhere")
-                raise ModelError(
-                    f"{path} has tensor {name}, which {PICKLED_INDEX_NAME} puts {where}"
-                )
-            tensors[name] = tensor
-    lost = sorted(weight_map.keys() - tensors.keys())
-    if lost:
-        raise ModelError(
-            f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {PICKLED_INDEX_NAME}"
-        )
-    return tensors
+    return indexed_tensors(folder, PICKLED_INDEX_NAME, _tensors_of)
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
