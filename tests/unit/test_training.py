@@ -615,6 +615,12 @@ def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
     refused(other, ConfigError, "at step 12 .* and schedule.max_steps is 12", init_from=base)
     longer = changed(other, schedule={"max_steps": 20})
     refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
+    eight_bits = changed(longer, optimizer={"name": "adamw8bit"})
+    short = {"resume": False, "max_steps": 1}
+    in_8_bits = train(changed(eight_bits, run={"dir": str(tmp_path / "8")}, schedule=short))
+    mixed = changed(eight_bits, optimizer={"embeddings_in_32_bits": True})
+    message = "has the state of optimizer.embeddings_in_32_bits False"
+    refused(mixed, CheckpointError, message, init_from=in_8_bits.checkpoint)
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     for name in ("optimizer.safetensors", "manifest.json", "trainer_state.json"):

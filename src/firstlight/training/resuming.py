@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from firstlight.checkpoint import (
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.training.job import Job
 from firstlight.training.state import TrainState, restore
+
+#: Keys of the optimizer with whose values the tensors of its state change.
+_STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
+
+#: Values of keys that a checkpoint of an older version lacks.
+_BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
 
 def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
@@ -77,19 +83,14 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
             "or one of its checkpoints, or leave schedule.resume out"
         )
     checkpoint = load_checkpoint(folder, verify=False)  # finding it did
-    saved, config = checkpoint.trainer_state.get("recipe", {}).get("optimizer", {}), job.recipe
-    before = saved.get("name")
-    if before != config.optimizer.name:
+    keys = _STATE_KEYS
+    if job.recipe.optimizer.name == "adafactor":
+        keys = (*keys, "adafactor_variant")
+    saved = checkpoint.trainer_state.get("recipe", {})
+    for key, before, now in _changed_of_optimizer(saved, job, keys):
         raise CheckpointError(
-            f"{folder} has the state of optimizer.name {before}, and schedule.resume goes on with "
-            f"it: set that instead of {config.optimizer.name}, or leave schedule.resume out"
-        )
-    variant = saved.get("adafactor_variant", "torch")  # all had torch's before there was the key
-    if before == "adafactor" and variant != config.optimizer.adafactor_variant:
-        raise CheckpointError(
-            f"{folder} was trained with optimizer.adafactor_variant {variant}, and schedule.resume "
-            f"goes on with it: set that instead of {config.optimizer.adafactor_variant}, or leave "
-            "schedule.resume out"
+            f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on with "
+            f"it: set that instead of {now}, or leave schedule.resume out"
         )
     found = restore(checkpoint, job.program)
     if found.step >= job.max_steps:
@@ -104,16 +105,20 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
 
 
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
-    before, now = saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
-    # A checkpoint of an older version had no such embeddings.
-    before = {"embeddings_in_32_bits": False, **before}
-    for key in ("name", "eight_bit_library", "embeddings_in_32_bits"):
-        if key in before and before[key] != now[key]:
-            raise CheckpointError(
-                f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
-                f"{before[key]}, not {now[key]}: set it back, or start a new run in another "
-                f"run.dir with --init-from {folder}"
-            )
+    for key, before, now in _changed_of_optimizer(saved, job, _STATE_KEYS):
+        raise CheckpointError(
+            f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
+            f"{before}, not {now}: set it back, or start a new run in another "
+            f"run.dir with --init-from {folder}"
+        )
+
+
+def _changed_of_optimizer(
+    saved: Mapping[str, Any], job: Job, keys: Sequence[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
+    before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
+    return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
 
 
 def _require_same_seed(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
