@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from firstlight.cli.chat_terminal import Terminal, shown
+from firstlight.cli.generate import sampling_options
 from firstlight.cli.output import best_option
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -18,25 +19,7 @@ from firstlight.errors import ConfigError
 @best_option
 @click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
 @click.option("--max-new-tokens", type=int, default=512, show_default=True, help="Of an answer.")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
-@click.option(
-    "--frequency-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="-2 to 2, for each time that a token was chosen; 0 is off.",
-)
-@click.option(
-    "--presence-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="-2 to 2, for a token that was chosen before; 0 is off.",
-)
+@sampling_options
 @click.option("--seed", type=int, help="The same seed gives the same answers.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights; see generate.")

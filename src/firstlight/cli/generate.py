@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -12,31 +13,47 @@ from firstlight.cli.output import best_option, with_json, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: How tokens are chosen: of generate and chat.
+_SAMPLING = (
+    click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, show_default=True, help="0 is off."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off."),
+    click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off."),
+    click.option(
+        "--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="-2 to 2, for each time that a token was chosen; 0 is off.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="-2 to 2, for a token that was chosen before; 0 is off.",
+    ),
+)
+
+
+def sampling_options(verb: F) -> F:
+    """Add the options that say how tokens are chosen to a verb."""
+    for option in reversed(_SAMPLING):
+        verb = option(verb)
+    return verb
+
 
 @click.command("generate")
 @click.argument("checkpoint")
 @best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True)
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off.")
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off.")
-@click.option(
-    "--frequency-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="-2 to 2, for each time that a token was chosen; 0 is off.",
-)
-@click.option(
-    "--presence-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="-2 to 2, for a token that was chosen before; 0 is off.",
-)
+@sampling_options
 @click.option(
     "--logit-bias",
     multiple=True,
