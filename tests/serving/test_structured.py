@@ -272,6 +272,18 @@ def test_the_processes_end_with_the_service() -> None:
     assert not any(child.is_running() for child in begun)
 
 
+def test_a_process_ends_when_the_one_that_asks_it_was_killed(grammars: Grammars) -> None:
+    """The kernel closes the pipe then."""
+    grammars.constraint(PERSON)
+    process = grammars._following._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == 0
+    with pytest.raises(SchemaError):
+        grammars._following.ask({"text": 0, "tokens": []}, 1.0)
+
+
 def test_a_context_that_is_full_is_said(direct: Direct) -> None:
     schema = {"type": "string", "minLength": 2 * CONTEXT}
     content = body_for(POSTS[0], max_tokens=None, response_format=asked_format(schema))
