@@ -169,6 +169,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 FOLLOWED = ("deep", "a million items")
 
 
+@pytest.mark.parametrize("direct", ["end token"], indirect=True)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_schemas_of_strangers_take_little_and_are_answered(direct: Direct, name: str) -> None:
     """In processor time of the processes that follow schemas, the clock being others', too."""
