@@ -9,7 +9,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from firstlight.cli.launch import LAUNCH_OPTIONS, launch_if_asked, launch_option
 from firstlight.cli.output import say_findings, show_rows, with_json
 from firstlight.console import say
 from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+
+if TYPE_CHECKING:
+    from firstlight.training.loop import TrainResult
 
 #: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
 STOPPED_EXIT_CODE = 75
@@ -154,8 +157,6 @@ def train_command(
         from firstlight.distributed import find_world, is_main
         from firstlight.training.config import load_recipe
         from firstlight.training.loop import train
-        from firstlight.training.report import REPORT_NAME
-        from firstlight.training.starts import last_start
 
         recipe = load_recipe(path, overrides)
         if best:
@@ -170,6 +171,20 @@ def train_command(
             progress=True,
             forecaster=forecaster,
         )
+    if is_main(find_world()):
+        _show(result)
+    if result.stopped_by is not None:
+        say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
+        click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
+    elif result.diverged:
+        click.get_current_context().meta[_EXIT_CODE] = DIVERGED_EXIT_CODE
+    return _as_json(result)
+
+
+def _show(result: TrainResult) -> None:
+    """Print a run's result for people."""
+    from firstlight.training.report import REPORT_NAME
+
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
         ("report", result.run_folder / REPORT_NAME),
@@ -180,14 +195,14 @@ def train_command(
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
     if result.best_checkpoint not in (None, result.checkpoint):
         rows.append(("best checkpoint", result.best_checkpoint))
-    if is_main(find_world()):
-        show_rows(rows)
-        say_findings(result.findings)
-    if result.stopped_by is not None:
-        say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
-        click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
-    elif result.diverged:
-        click.get_current_context().meta[_EXIT_CODE] = DIVERGED_EXIT_CODE
+    show_rows(rows)
+    say_findings(result.findings)
+
+
+def _as_json(result: TrainResult) -> dict[str, Any]:
+    """A run's result as JSON values."""
+    from firstlight.training.starts import last_start
+
     best_folder = result.best_checkpoint
     return {
         "run_folder": str(result.run_folder),

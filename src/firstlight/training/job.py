@@ -408,24 +408,12 @@ class Job:
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
         config = self.recipe.evaluation
         if self.validation is not None:
-            found, by_corpus = evaluate_dataset(
-                self.program,
-                self.validation,
-                self.seq_len,
-                check,
-                key="val/loss",
-                max_rows=config.max_rows,
-            )
+            found, by_corpus = self._loss_on(self.validation, "val/loss", config.max_rows, check)
             preferred = self.program.preference_metrics("val")
             pending |= self._take_validation(found, by_corpus, preferred, bar)
         if config.train_rows:
-            found, by_corpus = evaluate_dataset(
-                self.program,
-                self.dataset,
-                self.seq_len,
-                check,
-                key="train_eval/loss",
-                max_rows=config.train_rows,
+            found, by_corpus = self._loss_on(
+                self.dataset, "train_eval/loss", config.train_rows, check
             )
             pending |= {
                 "train_eval/loss": found.loss,
@@ -436,6 +424,13 @@ class Job:
                 f"step {step}: train_eval/loss {found.loss:.4f} "
                 f"({found.rows} of {found.total_rows} rows)"
             )
+
+    def _loss_on(
+        self, dataset: Dataset, key: str, max_rows: int, check: Callable[[], None]
+    ) -> tuple[Evaluation, dict[str, Evaluation]]:
+        return evaluate_dataset(
+            self.program, dataset, self.seq_len, check, key=key, max_rows=max_rows
+        )
 
     def _take_validation(
         self,
