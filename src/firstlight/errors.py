@@ -100,7 +100,10 @@ def _shown(text: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""`."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    names = list(known)
+    # "every" is meant as "every_steps", though "keep_every" has fewer other letters.
+    begun = [name for name in names if name.startswith(f"{word}_")]
+    match = difflib.get_close_matches(word, begun or names, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 

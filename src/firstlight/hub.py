@@ -77,7 +77,7 @@ def find_model_folder(
         if not path.exists() and "/" not in text:
             hint = f"{hint}; a model of the hub is OWNER/NAME, as openai-community/gpt2"
         elif not path.exists() and looks_like_hub_id:
-            hint = f"{hint}; the hub's model of that name is {text}@main"
+            hint = f"{hint}: train it first, or write {text}@main for the hub's model of that name"
         raise ModelError(f"model folder {text} {problem}{hint}")
     from huggingface_hub import snapshot_download
 

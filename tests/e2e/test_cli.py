@@ -497,7 +497,7 @@ _ERRORS = {
     "eval run --split test": "'test' is not one of",
     "eval run --device abacus": "'abacus' is unknown",
     "generate nowhere --prompt x": "model folder nowhere does not exist",
-    "generate run": "Missing option '--prompt'",
+    "generate run": "Missing option '--prompt': see firstlight generate --help",
     "generate run --prompt x --temperature -1": "temperature must be 0 or above, not -1",
     "generate run --prompt x --temperature nan": "temperature must be",
     "generate run --prompt x --top-p 0": "top_p must be above 0",

@@ -290,14 +290,19 @@ def test_a_model_that_may_not_be_read_says_what_to_do(
     [
         (
             "mine/rum",
-            " (did you mean 'mine/run'?); the hub's model of that name is mine/rum@main",
+            " (did you mean 'mine/run'?): train it first, or write mine/rum@main for "
+            "the hub's model of that name",
         ),
         (
             "mien/run",
-            " (did you mean 'mine/run'?); the hub's model of that name is mien/run@main",
+            " (did you mean 'mine/run'?): train it first, or write mien/run@main for "
+            "the hub's model of that name",
         ),
-        ("mine/else", "; the hub's model of that name is mine/else@main"),
-        ("runs/first", "; the hub's model of that name is runs/first@main"),
+        ("mine/else", ": train it first, or write mine/else@main for the hub's model of that name"),
+        (
+            "runs/first",
+            ": train it first, or write runs/first@main for the hub's model of that name",
+        ),
         ("a name/with blanks", ""),
     ],
 )

@@ -204,6 +204,7 @@ def test_no_setting_is_infinite_or_no_number(value: float) -> None:
             "model.block_size (did you mean 'max_position_embeddings'?)",
         ),
         ({"batch": {"batch_size": 8}}, "batch.batch_size (did you mean 'micro_batch_size'?)"),
+        ({"checkpoint": {"every": 8}}, "checkpoint.every (did you mean 'every_steps'?)"),
         ({"optimiser": {}}, "optimiser (did you mean 'optimizer'?)"),
         (
             {"data": {"dir": "d", "max_steps": 1}},

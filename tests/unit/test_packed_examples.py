@@ -416,6 +416,12 @@ def test_the_command_prepares_conversations(
     assert "train: 9 conversations" in captured.err
     assert "1 of 11 documents rejected: nothing said" in captured.err
     assert json.loads(captured.out)["documents"]["rejected"] == {"empty": 1}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text to learn " * 20)
+    (tmp_path / "text" / "blank.txt").write_text(" ")
+    text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
+    assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
+    assert "1 of 2 documents rejected: nothing but white space" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

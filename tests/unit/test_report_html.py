@@ -74,7 +74,7 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
         "02 January 2026, 03:04 UTC",
         "validation loss4.0000 nats",
         "best 4.0000 at step 20",
-        "2.000gzip -9: 1.750 on the same text",
+        "2.000gzip -9: 1.750 on all validation text",
         "; medians",
         "back to step 5: no number",
         "micro-batches of 4 rows from here on (before: 8)",

@@ -355,6 +355,12 @@ def test_a_run_says_its_schedule_and_what_weight_decay_is_for(
         r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 steps to 0\.001"
     )
     assert re.search(schedule + r", then down to 0\.0001 at step 2 ", told)
+    longer = changed(
+        recipe, schedule={"max_steps": 1, "warmup_steps": 2}, run={"dir": str(tmp_path / "l")}
+    )
+    train(longer, progress=True)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "warm-up of 2 steps to 0.001, so long that the learning rate never falls" in told
     # Embedding, head, and 7 matrices of 2 layers; 5 norms.
     assert re.search(
         r"weight decay 0\.1: [\d,]+ parameters in 1[56] matrices; none for 160 in 5 n", told

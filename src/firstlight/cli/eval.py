@@ -167,7 +167,8 @@ def _show_loss(found: Evaluation) -> None:
         ("bits per byte", with_error(found.bits_per_byte, found.bits_per_byte_stderr)),
     ]
     if found.gzip_bits_per_byte is not None:
-        shown.append(("gzip -9", f"{found.gzip_bits_per_byte:.4f} bits per byte on the same text"))
+        text = "the same text" if found.rows == found.total_rows else "all of the split's text"
+        shown.append(("gzip -9", f"{found.gzip_bits_per_byte:.4f} bits per byte on {text}"))
     shown.append(("tokens", f"{found.tokens:,}"))
     show_rows(shown)
 

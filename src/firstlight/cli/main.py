@@ -85,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
+    except click.MissingParameter as error:
+        command = error.ctx.command_path if error.ctx is not None else "firstlight"
+        what = error.format_message().rstrip(".")
+        return _fail(f"{what}: see {command} --help", "UsageError", 2, as_json)
     except click.ClickException as error:
         return _fail(error.format_message(), "UsageError", 2, as_json)
     except click.exceptions.Exit as error:

@@ -163,8 +163,9 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, sources
     from firstlight.data.prepare import REJECTED_NAME
 
-    reasons = sources.REASONS | conversations.REASONS
     documents, chat = manifest["documents"], manifest.get("chat")
+    # Both tables have "empty", in different words.
+    reasons = sources.REASONS if chat is None else sources.REASONS | conversations.REASONS
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"
         if chat is not None:

@@ -34,7 +34,8 @@ class Evaluation:
         loss: mean cross-entropy, nats a token; of preference pairs, their mean loss.
         perplexity: exp(loss); NaN of preference pairs.
         bits_per_byte: of the split's UTF-8 text; comparable across tokenizers; NaN of pairs.
-        gzip_bits_per_byte: what gzip -9 needs for the same text; None where not recorded.
+        gzip_bits_per_byte: bits per byte of gzip -9 on all text of the split, also where
+            a sample of its rows is evaluated; None where not recorded.
         tokens: predicted tokens.
         rows: evaluated rows, of `total_rows`.
         total_rows: rows of the whole split.

@@ -160,7 +160,7 @@ def _cards(numbers: Mapping[str, Any]) -> list[Card]:
         cards.append(Card("training loss", loss_text(numbers["train/loss"]), "nats"))
     if numbers["bits_per_byte"] is not None:
         gzip = numbers["gzip_bits_per_byte"]
-        note = "" if gzip is None else f"gzip -9: {gzip:.3f} on the same text"
+        note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
         cards.append(Card("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
     if numbers["tokens_seen"] is not None:
         epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"

@@ -80,10 +80,14 @@ def describe_start(job: Job) -> Iterator[str]:
     schedule, optimizer, rows = job.schedule, job.recipe.optimizer, job.rows_a_step
     epochs = schedule.max_steps * rows / rows_per_epoch(job.dataset, job.seq_len)
     peak = optimizer.learning_rate
+    then = (
+        "so long that the learning rate never falls: set schedule.warmup_steps lower"
+        if schedule.warmup_steps >= schedule.max_steps
+        else f"then down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
+    )
     yield (
         f"schedule: {schedule.max_steps:,} steps of {rows} x {job.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, then down "
-        f"to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, {then}"
     )
     counts = decay_counts(_trained(job))
     yield (
