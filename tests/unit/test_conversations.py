@@ -309,3 +309,14 @@ def test_shared_instructions_are_read(shared: Path, tmp_path: Path, chatml: Toke
     manifest = prepare_chat([shared / "data" / "instruction-data.json"], chatml, tmp_path / "out")
     assert manifest["documents"] == {"read": 1100, "written": 1100, "rejected": {}}
     assert manifest["splits"]["val"]["documents"] == 110
+
+
+def test_damaged_utf16_is_rejected_under_its_own_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    # A line, and half of a surrogate pair.
+    path.write_bytes('{"messages": []}\n'.encode("utf-16") + b"\x00\xd8a\x00")
+    good, bad = read_records(find_records([path]))
+    assert (good.line, good.value, good.error) == (1, {"messages": []}, None)
+    assert bad.error is not None
+    assert (bad.line, bad.error.reason) == (2, "bad_utf16")
+    assert bad.error.reason in REASONS

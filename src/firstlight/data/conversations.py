@@ -30,6 +30,7 @@ MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
+    "bad_utf16": "not valid UTF-16",
     "broken_json": "not valid JSON",
     "too_long": "more text than any model reads at once",
     "unknown_form": "of no known form",

@@ -111,7 +111,7 @@ def _read_lines(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             elif line.strip():
                 yield _parsed(line, path, origin, number)
     except EncodingProblem as bad:
-        yield Record(origin, number + 1, None, BadRecordError("bad_utf8", str(bad)))
+        yield Record(origin, number + 1, None, BadRecordError(bad.reason, str(bad)))
 
 
 def _parsed(line: bytes, path: Path, origin: str, number: int) -> Record:
