@@ -161,6 +161,19 @@ def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path
     assert all(entry["detail"] for entry in log)
 
 
+def test_files_of_other_kinds_are_counted_and_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "pictures").mkdir(parents=True)
+    (folder / "a.txt").write_text("some text", encoding="utf-8")
+    others = [folder / "b.PDF", folder / "c.pdf", folder / "pictures" / "d"]
+    for file in others:
+        file.touch()
+    manifest = prepare([folder], TOKENIZER, tmp_path / "out", val_fraction=0)
+    assert manifest["unread_files"] == {".pdf": 2, "": 1}
+    listed = (tmp_path / "out" / "unread.txt").read_text(encoding="utf-8")
+    assert listed.splitlines() == [str(file) for file in others]
+
+
 def test_the_list_of_rejected_documents_is_there_only_if_there_are_some(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["x", "y"])
     prepare([source], TOKENIZER, tmp_path / "out")

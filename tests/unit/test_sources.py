@@ -23,6 +23,7 @@ from firstlight.data.sources import (
     Document,
     Rejected,
     Source,
+    by_ending,
     find_sources,
     listed,
     read_documents,
@@ -81,7 +82,7 @@ def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
     make_tree(tmp_path, "a/data.pdf", "notes", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
     make_tree(tmp_path, "node_modules/m/readme.md", "x.txt.bak", "x.parquet.gz")
     assert names(tmp_path) == [str(tmp_path / name) for name in wanted]
-    assert unread_files([tmp_path]) == {"": 1, ".bak": 1, ".parquet.gz": 1, ".pdf": 1}
+    assert by_ending(unread_files([tmp_path])) == {"": 1, ".bak": 1, ".parquet.gz": 1, ".pdf": 1}
 
 
 def test_files_of_other_kinds_are_counted_by_ending_each_once(
@@ -91,9 +92,11 @@ def test_files_of_other_kinds_are_counted_by_ending_each_once(
     make_tree(tmp_path, ".x.png", "d/.git/y.png")
     monkeypatch.chdir(tmp_path)
     counts = {".pdf": 2, "": 1, ".png": 1, ".tar.gz": 1}
-    assert list(unread_files([".", "*", tmp_path / "d", "stdlib"]).items()) == list(counts.items())
-    assert unread_files(["*.p*"]) == {".pdf": 1}
-    assert unread_files(["a.txt"]) == {}
+    assert list(by_ending(unread_files([".", "*", tmp_path / "d", "stdlib"])).items()) == list(
+        counts.items()
+    )
+    assert by_ending(unread_files(["*.p*"])) == {".pdf": 1}
+    assert unread_files(["a.txt"]) == []
     way = "(text of them: pdftotext FILE.pdf)"
     assert listed(counts) == f"2 .pdf, 1 without an ending, 1 .png, 1 .tar.gz {way}"
 

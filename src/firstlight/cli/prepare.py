@@ -161,7 +161,7 @@ def _require_of_text(
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, sources
-    from firstlight.data.prepare import REJECTED_NAME
+    from firstlight.data.prepare import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
     # Both tables have "empty", in different words.
@@ -193,7 +193,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
         count = sum(manifest["unread_files"].values())
         say(
             f"{counted(count, 'file')} of the inputs not read, since prepare reads no such kind: "
-            f"{sources.listed(manifest['unread_files'])}"
+            f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )
     if chat is not None and chat.get("warning"):
         say(f"warning: {chat['warning']}")

@@ -28,7 +28,12 @@ from firstlight.data.conversations import (
 )
 from firstlight.data.examples import PLACES_NAME
 from firstlight.data.pairs import to_pair
-from firstlight.data.prepare import REJECTED_NAME, require_replaceable, write_tokenizer_and_manifest
+from firstlight.data.prepare import (
+    REJECTED_NAME,
+    require_replaceable,
+    write_tokenizer_and_manifest,
+    write_unread,
+)
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.shard_file import LABELLED_VERSION
 from firstlight.data.shards import MANIFEST_FORMAT, ShardWriter, token_dtype
@@ -121,7 +126,8 @@ def prepare_chat(
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
         manifest = preparation.manifest()
-        manifest["unread_files"] = unread_files([*inputs, *val_inputs], RECORD_SUFFIXES)
+        unread = unread_files([*inputs, *val_inputs], RECORD_SUFFIXES)
+        write_unread(folder, manifest, unread)
         write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
 

@@ -37,6 +37,7 @@ from firstlight.data.sources import (
     TEXT_SUFFIXES,
     Document,
     Rejected,
+    by_ending,
     find_sources,
     read_documents,
     unread_files,
@@ -47,6 +48,7 @@ from firstlight.files import new_folder, remove_file, require_free, write_file, 
 from firstlight.tokenizer import Tokenizer
 
 REJECTED_NAME = "rejected.jsonl"
+UNREAD_NAME = "unread.txt"
 
 Engine = Literal["local", "ray"]
 
@@ -127,9 +129,16 @@ def prepare(
         manifest = _Preparation(tokenizer, folder, val_fraction, shard_tokens, bar, task).run(
             entries, encode
         )
-        manifest["unread_files"] = unread_files(inputs)
+        write_unread(folder, manifest, unread_files(inputs))
         write_tokenizer_and_manifest(folder, tokenizer, manifest)
     return manifest
+
+
+def write_unread(folder: Path, manifest: dict[str, Any], files: Sequence[Path]) -> None:
+    """Count files that were not read in the manifest, and list them in a file, one a line."""
+    manifest["unread_files"] = by_ending(files)
+    if files:
+        write_file(folder / UNREAD_NAME, "".join(f"{file}\n" for file in files))
 
 
 def _require_known_engine(engine: str, workers: int | None, ray_address: str | None) -> None:

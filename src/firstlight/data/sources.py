@@ -139,7 +139,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
             _files_under(path, suffixes), key=lambda file: file.relative_to(path).as_posix()
         )
         if not found:
-            others = listed(unread_files([path], suffixes))
+            others = listed(by_ending(unread_files([path], suffixes)))
             there = f"; it has {others}" if others else ""
             raise InputError(f"folder {item} holds no {_kinds(suffixes)}{there}")
         return [Source(name=str(file), path=file) for file in found]
@@ -175,11 +175,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
     return f"{what} ({', '.join(_main_suffixes(suffixes))})"
 
 
-def unread_files(
-    inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES
-) -> dict[str, int]:
-    """The number of files in the folders and globs among INPUTs that are of no known kind, by
-    their endings (lower case, "" for none), the most frequent first. Hidden files are not counted.
+def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """The files of no known kind in the folders and globs among INPUTs, hidden ones left out.
 
     Raises:
         InputError: a folder can't be read.
@@ -192,7 +189,12 @@ def unread_files(
             names = glob.glob(str(path), recursive=True)
             found.update(Path(name) for name in names if os.path.isfile(name))
     others = {file.resolve(): file for file in found if not file.name.lower().endswith(suffixes)}
-    counts = Counter(_ending(file.name.lower()) for file in others.values())
+    return sorted(others.values())
+
+
+def by_ending(files: Sequence[Path]) -> dict[str, int]:
+    """The number of files by ending (lower case, "" for none), the most frequent first."""
+    counts = Counter(_ending(file.name.lower()) for file in files)
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
@@ -218,7 +220,7 @@ _CONVERTERS = {
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """`unread_files` for people: "7 .pdf, 2 without an ending"; and how such become text."""
+    """`by_ending` for people: "7 .pdf, 2 without an ending"; and how such become text."""
     shown = ", ".join(f"{count:,} {end or 'without an ending'}" for end, count in unread.items())
     ways = [_CONVERTERS[end] for end in unread if end in _CONVERTERS]
     return f"{shown} (text of them: {'; '.join(ways)})" if ways else shown

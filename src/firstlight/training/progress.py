@@ -11,6 +11,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, say
 from firstlight.training.metrics import MOSTLY_LEARNED
+from firstlight.training.report_axes import rounded
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -79,4 +80,4 @@ def _rates(record: Mapping[str, Any]) -> str:
     text = f"{tokens:,.0f} tokens/s"
     if learned is not None and learned < MOSTLY_LEARNED * tokens:
         text += f" ({learned:,.0f} learned)"
-    return text if samples is None else f"{text}  {samples:,.3g} samples/s"
+    return text if samples is None else f"{text}  {rounded(samples)} samples/s"

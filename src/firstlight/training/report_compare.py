@@ -255,7 +255,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("parameters", "parameters", rounded, None),
     ("tokens_per_second", "tokens/s, median", "{:,.0f}".format, True),
     ("learned_tokens_per_second", "learned tokens/s, median", "{:,.0f}".format, True),
-    ("samples_per_second", "samples/s, median", "{:,.3g}".format, True),
+    ("samples_per_second", "samples/s, median", rounded, True),
     ("mfu", "MFU, median", "{:.1%}".format, True),
     ("memory_bytes", "peak memory", _memory, False),
     ("hours", "training time", lambda hours: " ".join(duration(hours)), None),

@@ -182,7 +182,7 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
     if learned is not None and learned < MOSTLY_LEARNED * numbers["tokens_per_second"]:
         found.append(f"{rounded(learned)} learned tokens/s")
     if numbers["samples_per_second"] is not None:
-        found.append(f"{numbers['samples_per_second']:,.3g} samples/s")
+        found.append(f"{rounded(numbers['samples_per_second'])} samples/s")
     if numbers["mfu"] is not None:
         found.append(f"MFU {numbers['mfu']:.1%}")
     return f"{', '.join(found)}; medians" if found else ""
