@@ -395,8 +395,8 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
     """
     path = Path(path)
     if not path.exists():
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"recipe {path} does not exist{nearest(path.name, siblings)}")
+        siblings = [str(p) for p in path.parent.glob("*.y*ml")]
+        raise ConfigError(f"recipe {path} does not exist{nearest(str(path), siblings)}")
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
     except InputError as error:
