@@ -36,12 +36,12 @@ def train(recipe: Recipe) -> list[float]:
     torch.manual_seed(recipe.run.seed + rank)  # dropout
     losses = []
     with parts.loader(rank, processes) as loader:
-        for step in range(parts.max_steps):
+        for step in range(parts.schedule.max_steps):
             batches = [loader.next_batch().to(accelerator.device) for _ in range(accumulation)]
             valid = torch.tensor(sum(batch.num_valid for batch in batches))
             tokens = accelerator.reduce(valid.to(accelerator.device), "sum")
             for group in optimizer.param_groups:
-                group["lr"] = recipe.optimizer.learning_rate * parts.share_of_peak(step)
+                group["lr"] = recipe.optimizer.learning_rate * parts.schedule.lr_scale(step)
             total = torch.zeros((), device=accelerator.device)
             for number, batch in enumerate(batches, start=1):
                 is_last = number == accumulation

@@ -17,7 +17,7 @@ from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
 from firstlight.optim.rules import decay_groups
-from firstlight.optim.schedule import warmup_cosine
+from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.training.config import Recipe, load_recipe
 
 
@@ -32,7 +32,7 @@ class Parts:
         optimizer: AdamW over the model's parameters; weight decay for matrices only.
         dataset: the training split.
         seq_len: tokens a row.
-        max_steps: optimizer steps.
+        schedule: the learning rate by step, and the number of steps.
     """
 
     recipe: Recipe
@@ -40,13 +40,7 @@ class Parts:
     optimizer: torch.optim.AdamW
     dataset: TokenDataset
     seq_len: int
-    max_steps: int
-
-    def share_of_peak(self, step: int) -> float:
-        """The learning rate at a step, 0 for the first, as a share of the peak."""
-        schedule, max_steps = self.recipe.schedule, self.max_steps
-        warmup = max_steps // 20 if schedule.warmup_steps is None else schedule.warmup_steps
-        return warmup_cosine(step, max_steps, warmup, schedule.min_lr_ratio)
+    schedule: Schedule
 
     def loader(self, rank: int = 0, processes: int = 1) -> TokenLoader:
         """The batches of one process, the same as in `firstlight train`."""
@@ -56,7 +50,7 @@ class Parts:
 
 def recipe_of_arguments() -> Recipe:
     """The recipe that the command line names: RECIPE.yaml [--section.key VALUE]..."""
-    return load_recipe(*split_arguments(sys.argv[1:]))
+    return load_recipe(*split_arguments(sys.argv[1:], "train"))
 
 
 def parts_of(recipe: Recipe) -> Parts:
@@ -68,6 +62,8 @@ def parts_of(recipe: Recipe) -> Parts:
     """
     if recipe.model is None or recipe.data.dir is None or recipe.schedule.max_steps is None:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
+    if recipe.schedule.warmup_tokens is not None:
+        raise ConfigError("the examples know no schedule.warmup_tokens: give warmup_steps")
     if type(recipe.batch.micro_batch_size) is not int:
         raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
     if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
@@ -85,4 +81,6 @@ def parts_of(recipe: Recipe) -> Parts:
         fused=True,
     )
     seq_len = recipe.data.seq_len or config.max_position_embeddings
-    return Parts(recipe, model, optimizer, dataset, seq_len, recipe.schedule.max_steps)
+    # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
+    schedule = resolve_schedule(recipe.schedule, wanted.learning_rate, 1, 1, seq_len)
+    return Parts(recipe, model, optimizer, dataset, seq_len, schedule)

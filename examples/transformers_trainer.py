@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> list[float]:
         output_dir=recipe.run.dir,
         use_cpu=recipe.run.device == "cpu",
         seed=recipe.run.seed % 2**32,
-        max_steps=parts.max_steps,
+        max_steps=parts.schedule.max_steps,
         per_device_train_batch_size=recipe.batch.rows,
         gradient_accumulation_steps=recipe.batch.accumulation(parts.seq_len),
         max_grad_norm=recipe.optimizer.max_grad_norm,
@@ -80,7 +80,7 @@ def train(recipe: Recipe) -> list[float]:
         train_dataset=Rows(parts),
         optimizers=(
             parts.optimizer,
-            torch.optim.lr_scheduler.LambdaLR(parts.optimizer, parts.share_of_peak),
+            torch.optim.lr_scheduler.LambdaLR(parts.optimizer, parts.schedule.lr_scale),
         ),
     )
     trainer.remove_callback(PrinterCallback)

@@ -117,7 +117,7 @@ Arguments = Callable[[Path], list[str | Path]]
 @pytest.mark.parametrize(
     "arguments, exit_code, kind, message",
     [
-        (lambda f: [f / "modle"], 1, "ModelError", "does not exist (did you mean 'model'?)"),
+        (lambda f: [f / "modle"], 1, "ModelError", "/model'?)"),
         (lambda f: [f / "ckpt.pt"], 1, "InputError", "ckpt.pt does not exist"),
         (lambda f: [f / "notes.pth"], 1, "ModelError", "is not a PyTorch checkpoint"),
         (lambda f: [f / "model" / "model.safetensors"], 1, "InputError", "name its folder"),
