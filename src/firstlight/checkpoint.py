@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from firstlight.files import forget_cached, read_json, sha256_of
 from firstlight.history import (
     CHECKPOINTS,
     MANIFEST_NAME,
+    Saved,
     best_saved,
     own_past,
     read_manifest,
@@ -257,20 +258,26 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     past = own_past(saved)
     dead = [one for one in saved if one.sequence and one not in past]
     unreadable = [one for one in saved if not one.sequence]
+    folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
+    if folder is None and problems:
+        raise CheckpointError(
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
+            "anew in another run.dir; --init-from takes weights of another run)"
+        )
+    return folder, problems
+
+
+def _first_sound(candidates: Iterable[Saved]) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that verifies, None if there is none, and the errors of those before."""
     problems: list[str] = []
-    for one in [*reversed(unreadable), *reversed(past), *reversed(dead)]:
+    for one in candidates:
         try:
             verify_checkpoint(one.folder)
         except CheckpointError as error:
             problems.append(str(error))
             continue
         return one.folder, problems
-    if problems:
-        raise CheckpointError(
-            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
-            "anew in another run.dir; --init-from takes weights of another run)"
-        )
-    return None, []
+    return None, problems
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -280,14 +287,9 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
     """
-    problems: list[str] = []
-    for one in best_saved(run_folder):
-        try:
-            verify_checkpoint(one.folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return one.folder, problems
+    folder, problems = _first_sound(best_saved(run_folder))
+    if folder is not None:
+        return folder, problems
     why = "; ".join(problems) or "the validation loss was measured at none of them"
     raise CheckpointError(
         f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
@@ -374,7 +376,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
     downloaded where there are no others.
 
     Args:
-        best: of a run folder, take the checkpoint with the lowest validation loss instead.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: `best` of something that is no run folder.

@@ -131,7 +131,7 @@ def convert(
             doesn't say.
         tolerance: the greatest difference of two logits that passes, as a share of the largest;
             None is right for the format's rounding.
-        best: of a run folder, its checkpoint with the lowest validation loss, not the newest.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: an option can't be meant.

@@ -274,7 +274,7 @@ def load_for_evaluation(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: of a run folder, its checkpoint with the lowest validation loss, not the newest.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: there is no such device, or `best` is not of a run folder.

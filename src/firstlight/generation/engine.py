@@ -53,7 +53,7 @@ def load(
             place while the model lives; "sequential" reads each tensor straight into its place;
             "straight" takes twice the memory; "auto" maps on the CPU where nothing is converted,
             else reads.
-        best: of a run folder, its checkpoint with the lowest validation loss instead.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: `dtype` or `way` is unknown, or `best` is not of a run folder.
