@@ -22,8 +22,8 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.optim.rules import decay_counts
 from firstlight.optim.stacked_muon import StackedMuon, orthogonalised
+from firstlight.optim.table import decay_counts
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 

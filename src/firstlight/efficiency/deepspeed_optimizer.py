@@ -13,7 +13,7 @@ from firstlight.efficiency.deepspeed_engine import ZeroModel, set_piece
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.models import Model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig, require_fitting_state
-from firstlight.optim.rule import Layout
+from firstlight.optim.spec import Layout
 
 
 class ZeroOptimizer(Optimizer):
@@ -21,8 +21,8 @@ class ZeroOptimizer(Optimizer):
 
     Args:
         model: see `ZeroModel`.
-        config: the recipe's `optimizer` section; its optimizer is one of torch's that treat each
-            number alike (adamw, sgd).
+        config: the recipe's `optimizer` section; its optimizer is one of torch's that are
+            elementwise.
         sharing: the recipe's `distributed` section.
         device: of this process.
         precision, local_rank: see `ZeroModel`.
@@ -47,11 +47,11 @@ class ZeroOptimizer(Optimizer):
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
         self._expected = self._layouts()
-        (rule,) = self._rules
-        self._rule, self._has_state, self._grad_scale = rule, False, 1.0
+        ((self._spec, self._torch),) = self._parts
+        self._has_state, self._grad_scale = False, 1.0
         self.zero = ZeroModel(
             model,
-            rule.optimizer,
+            self._torch,
             sharing,
             device,
             precision=precision,
@@ -171,7 +171,7 @@ class ZeroOptimizer(Optimizer):
 
     def _steps(self) -> Tensor:
         """The counter of steps, which is the same for all parameters."""
-        states = self._rule.optimizer.state.values()
+        states = self._torch.state.values()
         steps: Tensor = next(state["step"] for state in states if "step" in state)
         return steps
 
@@ -192,7 +192,7 @@ class ZeroOptimizer(Optimizer):
                     assert steps is not None
                     state["step"] = steps
                 parameter = flat if isinstance(flat, nn.Parameter) else nn.Parameter(flat)
-                self._rule.optimizer.state[flat] = self._rule.rebuild(parameter, state)
+                self._torch.state[flat] = self._spec.rebuild(self._torch, parameter, state)
         self._link_state()
 
     def _link_state(self) -> None:

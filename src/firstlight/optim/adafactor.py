@@ -83,7 +83,7 @@ class Adafactor(torch.optim.Optimizer):
         """The parameter's state, with this step counted."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # Python reads it: see `rules._torch_rule`.
+            # Python reads it: see `spec.rebuild_tensors`.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if parameter.dim() < 2:
                 state["variance"] = torch.zeros_like(parameter)

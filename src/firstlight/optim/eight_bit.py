@@ -16,40 +16,42 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.optim.config import OptimizerConfig
-from firstlight.optim.rule import Layout, Rule
+from firstlight.optim.spec import Layout
 
 #: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
 _BLOCK = 256
 _SMALLEST = 4096
 
 
-def eight_bit_rule(groups: list[dict[str, Any]], config: OptimizerConfig) -> Rule:
-    """An 8-bit AdamW of the library that the config asks for.
+def make_eight_bit(
+    groups: list[dict[str, Any]], settings: dict[str, Any], library: str, *, paged: bool
+) -> torch.optim.Optimizer:
+    """An 8-bit AdamW of a library.
 
     Args:
         groups: torch's parameter groups; the parameters are fp32.
+        settings: "lr", "betas" and "eps".
+        library: "bitsandbytes" or "torchao".
+        paged: whether CUDA may move the state to the CPU's memory; bitsandbytes only.
 
     Raises:
         MissingDependencyError: no such library is installed.
         ConfigError: the library can't do it on the parameters' device.
     """
     device = groups[0]["params"][0].device
-    settings: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.betas[0], config.betas[1]),
-        "eps": config.eps,
-    }
-    if config.name == "paged_adamw8bit":
-        if device.type != "cuda":
-            raise ConfigError(
-                f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
-                f"and the device is {device.type}: set it to adamw8bit"
-            )
-        return _bitsandbytes_rule("PagedAdamW8bit", groups, settings)
-    if installed_library(config) == "bitsandbytes":
-        return _bitsandbytes_rule("AdamW8bit", groups, settings)
-    return _torchao_rule(groups, settings, device)
+    if paged and device.type != "cuda":
+        raise ConfigError(
+            f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
+            f"and the device is {device.type}: set it to adamw8bit"
+        )
+    if library == "torchao":
+        return _torchao(groups, settings, device)
+    return _bitsandbytes("PagedAdamW8bit" if paged else "AdamW8bit", groups, settings)
+
+
+def eight_bit_layout(parameter: Tensor, library: str) -> Layout:
+    """The state of a parameter in a library."""
+    return _torchao_layout(parameter) if library == "torchao" else _bitsandbytes_layout(parameter)
 
 
 @contextlib.contextmanager
@@ -66,10 +68,10 @@ def quiet_import() -> Iterator[None]:
         logging.disable(before)
 
 
-def installed_library(config: OptimizerConfig) -> str:
+def installed_library(wanted: str) -> str:
     """The library that `eight_bit_library` names; of "auto", the first that is installed."""
-    if config.eight_bit_library != "auto":
-        return config.eight_bit_library
+    if wanted != "auto":
+        return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
     return installed[0] if installed else "bitsandbytes"
 
@@ -86,27 +88,55 @@ def _is_small(parameter: Tensor) -> bool:
     return parameter.numel() < _SMALLEST
 
 
+def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One parameter's state in either library as plain tensors."""
+    flat: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if hasattr(value, "codes"):
+            flat |= {f"{key}.{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
+        elif not isinstance(value, Tensor):
+            flat[key] = torch.tensor(value, dtype=torch.int64)
+        else:
+            # bitsandbytes has one table for all parameters, and a file can't hold the same memory
+            # twice.
+            flat[key] = value.clone() if key.startswith("qmap") else value
+    return flat
+
+
+def rebuild_eight_bit(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """One parameter's state from the tensors of `flatten_eight_bit`."""
+    if "state1" in tensors:
+        return _rebuild_bitsandbytes(optimizer, parameter, tensors)
+    return _rebuild_torchao(parameter, tensors)
+
+
 # bitsandbytes
 
 
-def _bitsandbytes_rule(kind: str, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Rule:
-    optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
+def _bitsandbytes(
+    kind: str, groups: list[dict[str, Any]], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
+    return optimizer
 
-    def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        # The library takes the memory itself, since it may be paged.
-        optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
-        state: dict[str, Any] = optimizer.state[parameter]
-        for key, tensor in tensors.items():
-            if key == "step":
-                state[key] = int(tensor)
-            elif key.startswith("qmap"):
-                state[key] = tensor.to(parameter.device, copy=True)
-            else:
-                state[key].copy_(tensor)
-        return state
 
-    return Rule(optimizer, _bitsandbytes_layout, _flatten_bitsandbytes, rebuild)
+def _rebuild_bitsandbytes(
+    optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    # The library takes the memory itself, since it may be paged.
+    optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
+    state: dict[str, Any] = optimizer.state[parameter]
+    for key, tensor in tensors.items():
+        if key == "step":
+            state[key] = int(tensor)
+        elif key.startswith("qmap"):
+            state[key] = tensor.to(parameter.device, copy=True)
+        else:
+            state[key].copy_(tensor)
+    return state
 
 
 def _try_bitsandbytes(kind: str, device: torch.device) -> None:
@@ -136,21 +166,12 @@ def _bitsandbytes_layout(parameter: Tensor) -> Layout:
     return layout
 
 
-def _flatten_bitsandbytes(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    flat = {
-        key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
-        for key, value in state.items()
-    }
-    # All parameters have the same tables, and a file can't hold the same memory twice.
-    return {key: value.clone() if key.startswith("qmap") else value for key, value in flat.items()}
-
-
 # torchao
 
 
-def _torchao_rule(
+def _torchao(
     groups: list[dict[str, Any]], settings: dict[str, Any], device: torch.device
-) -> Rule:
+) -> torch.optim.Optimizer:
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ConfigError(
             "torchao's 8-bit AdamW needs a C++ compiler on a CPU: install g++ or clang, "
@@ -162,24 +183,24 @@ def _torchao_rule(
         importlib.import_module("torch._inductor.compile_fx")
     # Said once, in the first step: that torch can't keep the compiled update for the next run.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
-    optimizer = library.AdamW8bit(groups, **settings)
+    optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
+    return optimizer
 
-    def rebuild(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": tensors["step"].clone()}
-        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            parts = [
-                tensors[f"{key}.{part}"].to(parameter.device, copy=True)
-                for part in ("codes", "scale", "qmap")
-                if f"{key}.{part}" in tensors
-            ]
-            if parts:
-                module = importlib.import_module("torchao.optim.subclass_8bit")
-                state[key] = module.OptimState8bit(*parts, signed, dtype=parameter.dtype)
-            else:
-                state[key] = tensors[key].to(parameter.device, copy=True)
-        return state
 
-    return Rule(optimizer, _torchao_layout, _flatten_torchao, rebuild)
+def _rebuild_torchao(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": tensors["step"].clone()}
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        parts = [
+            tensors[f"{key}.{part}"].to(parameter.device, copy=True)
+            for part in ("codes", "scale", "qmap")
+            if f"{key}.{part}" in tensors
+        ]
+        if parts:
+            module = importlib.import_module("torchao.optim.subclass_8bit")
+            state[key] = module.OptimState8bit(*parts, signed, dtype=parameter.dtype)
+        else:
+            state[key] = tensors[key].to(parameter.device, copy=True)
+    return state
 
 
 def _torchao_layout(parameter: Tensor) -> Layout:
@@ -193,13 +214,3 @@ def _torchao_layout(parameter: Tensor) -> Layout:
             layout[f"{key}.scale"] = ((parameter.numel() // _BLOCK,), torch.float32)
             layout[f"{key}.qmap"] = ((256,), torch.float32)
     return layout
-
-
-def _flatten_torchao(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    flat: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if hasattr(value, "codes"):
-            flat |= {f"{key}.{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
-        else:
-            flat[key] = value
-    return flat

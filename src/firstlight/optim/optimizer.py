@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from firstlight.distributed.pieces import piece_like, whole
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.master import MasterWeights
-from firstlight.optim.rule import Layout, Rule
-from firstlight.optim.rules import make_rules
+from firstlight.optim.spec import Layout
+from firstlight.optim.table import OptimizerConfig, make_optimizers
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
@@ -65,12 +64,13 @@ class Optimizer:
         parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         embeddings = {name for name, p in self.parameters.items() if id(p) in tables}
-        self._rules = [rule for part in parts for rule in make_rules(part, config, embeddings)]
+        self._parts = [one for part in parts for one in make_optimizers(part, config, embeddings)]
         self._peaks = [
-            [float(group["lr"]) for group in rule.optimizer.param_groups] for rule in self._rules
+            [float(group["lr"]) for group in optimizer.param_groups]
+            for optimizer in self._torch_optimizers
         ]
-        owners = {id(p): rule for rule in self._rules for p in _parameters_of(rule)}
-        self._rule_of = {name: owners[id(p)] for name, p in updated.items()}
+        owners = {id(p): part for part in self._parts for p in _parameters_of(part[1])}
+        self._part_of = {name: owners[id(p)] for name, p in updated.items()}
         self._norms: dict[str, Tensor] = {}
         if in_backward:
             for name, parameter in self.parameters.items():
@@ -78,7 +78,7 @@ class Optimizer:
 
     @property
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [rule.optimizer for rule in self._rules]
+        return [optimizer for _, optimizer in self._parts]
 
     @property
     def state_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Optimizer:
             self._masters.updated[name].grad = None
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
-        master, optimizer = self._masters.updated[name], self._rule_of[name].optimizer
+        master, (_, optimizer) = self._masters.updated[name], self._part_of[name]
 
         def update(_: Tensor) -> None:
             if name in self._norms:
@@ -223,7 +223,7 @@ class Optimizer:
             fill: writes into its `state_pieces`.
         """
         for name, layout in self._layouts().items():
-            rule, parameter = self._rule_of[name], self._masters.updated[name]
+            (spec, optimizer), parameter = self._part_of[name], self._masters.updated[name]
             if layout:
                 zeros = {
                     key: torch.zeros_like(parameter, dtype=dtype)
@@ -231,7 +231,7 @@ class Optimizer:
                     else torch.zeros(shape, dtype=dtype)
                     for key, (shape, dtype) in layout.items()
                 }
-                rule.optimizer.state[parameter] = rule.rebuild(parameter, zeros)
+                optimizer.state[parameter] = spec.rebuild(optimizer, parameter, zeros)
         fill(self.state_pieces())
 
     @property
@@ -249,31 +249,31 @@ class Optimizer:
         layouts = self._layouts()
         require_fitting_state(layouts, tensors)
         for name, layout in layouts.items():
-            rule, parameter = self._rule_of[name], self._masters.updated[name]
+            (spec, optimizer), parameter = self._part_of[name], self._masters.updated[name]
             if layout:
                 own = {key: tensors[f"{name}.{key}"] for key in layout}
-                state = rule.rebuild(parameter, own)
-                rule.optimizer.state[parameter] = {
+                state = spec.rebuild(optimizer, parameter, own)
+                optimizer.state[parameter] = {
                     key: piece_like(value, parameter) if isinstance(value, Tensor) else value
                     for key, value in state.items()
                 }
 
     def _layouts(self) -> dict[str, Layout]:
         return {
-            name: self._rule_of[name].layout(parameter)
+            name: self._part_of[name][0].layout(parameter, self.config)
             for name, parameter in self._masters.updated.items()
         }
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._masters.updated.items():
-            rule = self._rule_of[name]
-            found[name] = rule.flatten(rule.optimizer.state.get(parameter, {}))
+            spec, optimizer = self._part_of[name]
+            found[name] = spec.flatten(optimizer.state.get(parameter, {}))
         return found
 
 
-def _parameters_of(rule: Rule) -> list[nn.Parameter]:
-    return [p for group in rule.optimizer.param_groups for p in group["params"]]
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:

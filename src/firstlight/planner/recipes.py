@@ -13,7 +13,7 @@ from firstlight.data.loader import Batch
 from firstlight.efficiency import autocast, same_bits
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, build_model
-from firstlight.optim.eight_bit import installed_library
+from firstlight.optim.table import compiles_update
 from firstlight.planner.compiling import (
     graphs_kept,
     replaced,
@@ -220,9 +220,7 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 def _compiled_without_kernels(recipe: Recipe) -> contextlib.AbstractContextManager[object]:
     """For what a step compiles: the model, or the update, which torchao's optimizer compiles
     itself. A real kernel would read addresses that fake tensors do not have, and crash."""
-    optimizer = recipe.optimizer
-    updates = optimizer.name == "adamw8bit" and installed_library(optimizer) == "torchao"
-    compiles = recipe.efficiency.compile is True or updates
+    compiles = recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 

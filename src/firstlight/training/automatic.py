@@ -16,8 +16,8 @@ from firstlight.efficiency import (
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware, peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
+from firstlight.optim.table import OptimizerConfig
 from firstlight.training.config import DEFAULT_ROWS, Recipe
 from firstlight.training.fit import largest_micro_batch
 
@@ -119,7 +119,7 @@ def _decided_optimizer(
     chosen: dict[str, Any] = {}
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = saved.get("eight_bit_library", "auto")
-        chosen["eight_bit_library"] = installed_library(config) if library == "auto" else library
+        chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
         # Before there was this key, all runs had torch's.
         variant = saved.get("adafactor_variant", "torch") if saved else "paper"

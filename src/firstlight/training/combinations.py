@@ -10,6 +10,7 @@ from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, ModelConfig, MoEConfig
+from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
 from firstlight.training.config import Recipe
 
 
@@ -115,10 +116,11 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
             f"efficiency.precision {recipe.efficiency.precision} is not for distributed.engine "
             "fsdp: use bf16, which keeps the pieces in fp32 and puts layers together in bf16"
         )
-    if recipe.optimizer.name not in ("adamw", "sgd"):
+    if not OPTIMIZERS[recipe.optimizer.name].elementwise:
         yield (
             f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
-            "distributed.engine fsdp cuts them: use adamw or sgd, or distributed.engine ddp"
+            "distributed.engine fsdp cuts them: use "
+            f"{elementwise_optimizers()}, or distributed.engine ddp"
         )
     if recipe.efficiency.activation_offload:
         yield (
@@ -173,11 +175,11 @@ def _conflicts_with_deepspeed(recipe: Recipe) -> Iterator[str]:
             "efficiency.activation_offload is not for distributed.engine deepspeed: use "
             "activation_checkpointing full"
         )
-    if recipe.optimizer.name not in ("adamw", "sgd"):
+    if not OPTIMIZERS[recipe.optimizer.name].elementwise:
         yield (
             f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
-            "distributed.engine deepspeed cuts its state: use adamw or sgd, or distributed.engine "
-            "ddp"
+            "distributed.engine deepspeed cuts its state: use "
+            f"{elementwise_optimizers()}, or distributed.engine ddp"
         )
     if recipe.lora is not None:
         yield "lora is not for distributed.engine deepspeed: set it to ddp or fsdp"
@@ -205,8 +207,11 @@ def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield f"efficiency.precision {config.precision} is not for {key}: use bf16"
-    if recipe.optimizer.name not in ("adamw", "sgd"):
-        yield f"optimizer.name {recipe.optimizer.name} is not for {key}: use adamw or sgd"
+    if not OPTIMIZERS[recipe.optimizer.name].elementwise:
+        yield (
+            f"optimizer.name {recipe.optimizer.name} is not for {key}: use "
+            f"{elementwise_optimizers()}"
+        )
     if config.optimizer_in_backward:
         yield (
             f"efficiency.optimizer_in_backward is not for {key}: switch it off (distributed.engine "

@@ -15,7 +15,7 @@ from firstlight.console import say
 from firstlight.distributed import find_world
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
-from firstlight.optim.eight_bit import installed_library
+from firstlight.optim.table import compiles_update
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
 from firstlight.training.datasets import learned_share
 from firstlight.training.deepspeed_recipe import with_deepspeed_file
@@ -206,9 +206,7 @@ def _predict(
 
 
 def _loads_compiler(recipe: Recipe) -> bool:
-    optimizer = recipe.optimizer
-    updates = optimizer.name == "adamw8bit" and installed_library(optimizer) == "torchao"
-    return recipe.efficiency.compile is True or updates
+    return recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:

@@ -18,7 +18,7 @@ from firstlight.data.mixing import rows_per_epoch
 from firstlight.files import write_file
 from firstlight.hardware import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.optim.rules import decay_counts
+from firstlight.optim.table import decay_counts
 from firstlight.training.datasets import record_of_examples
 from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME

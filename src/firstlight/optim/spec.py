@@ -1,0 +1,78 @@
+"""The description of one optimizer. The table of all of them is `optim/table.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Shape and dtype of each tensor of a parameter's state, by the tensor's name.
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+#: Parameters by name.
+Parameters = Mapping[str, nn.Parameter]
+
+
+def is_decayed(parameter: Tensor) -> bool:
+    """Whether weight decay is for a parameter: a matrix or a stack of them, no norm and no bias."""
+    return parameter.dim() >= 2
+
+
+def decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+    """torch's parameter groups: weight decay for what has two or more dimensions only."""
+    matrices = [p for p in parameters.values() if is_decayed(p)]
+    vectors = [p for p in parameters.values() if not is_decayed(p)]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def takes_all(name: str, parameter: Tensor) -> bool:
+    """True for every parameter."""
+    return True
+
+
+def rebuild_tensors(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Copies of the tensors where torch's own optimizers have them."""
+    fused = bool(optimizer.defaults.get("fused"))
+    # A fused step counter lives where its parameter does, others are read by Python.
+    return {
+        key: tensor.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
+        for key, tensor in tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One optimizer: how it is made, the layout of its state, and its limits.
+
+    Functions get the recipe's section, an `OptimizerConfig`, which stands above this module.
+
+    Attributes:
+        make: torch optimizers that together update the given parameters (at least one).
+        layout: state of a parameter after a step, of any shape. Needs no optimizer, so that
+            memory and disk space are known before there is one.
+        elementwise: whether each number is updated from its own gradient and state alone; a
+            process can then update its shard of a parameter without the others.
+        implementations: possible values of `optimizer.implementation`.
+        takes: whether a parameter of this name is updated by it; AdamW updates the rest.
+        flatten: a parameter's state as plain tensors, which may share its memory.
+        rebuild: a parameter's state from such tensors, which are copied.
+    """
+
+    make: Callable[[Parameters, Any], Sequence[torch.optim.Optimizer]]
+    layout: Callable[[Tensor, Any], Layout]
+    elementwise: bool
+    implementations: tuple[str, ...] = ("auto", "for-loop", "foreach", "fused")
+    takes: Callable[[str, Tensor], bool] = takes_all
+    flatten: Callable[[Mapping[str, Any]], dict[str, Tensor]] = dict
+    rebuild: Callable[
+        [torch.optim.Optimizer, nn.Parameter, Mapping[str, Tensor]], dict[str, Any]
+    ] = rebuild_tensors

@@ -1,0 +1,331 @@
+"""The `optimizer` section of a recipe, and the table of optimizers that it chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from firstlight.distributed.pieces import is_in_pieces
+from firstlight.errors import ConfigError
+from firstlight.optim.adafactor import Adafactor
+from firstlight.optim.eight_bit import (
+    eight_bit_layout,
+    flatten_eight_bit,
+    installed_library,
+    make_eight_bit,
+    rebuild_eight_bit,
+)
+from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups, is_decayed
+from firstlight.optim.stacked_muon import StackedMuon
+
+Implementation = Literal["auto", "for-loop", "foreach", "fused"]
+EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
+AdafactorVariant = Literal["auto", "paper", "torch"]
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def make_optimizers(
+    parameters: Parameters, config: OptimizerConfig, embeddings: Collection[str] = ()
+) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
+    """The torch optimizers that together update the parameters, each exactly once.
+
+    Args:
+        parameters: by name.
+        config: the recipe's section.
+        embeddings: names of those that are embeddings.
+
+    Raises:
+        ConfigError: the config can't work on the parameters' device.
+        MissingDependencyError: an 8-bit library is needed and not installed.
+    """
+    spec, wide = OPTIMIZERS[config.name], embeddings if config.embeddings_in_32_bits else ()
+    own = {n: p for n, p in parameters.items() if n not in wide and spec.takes(n, p)}
+    rest = {n: p for n, p in parameters.items() if n not in own}
+    return [
+        (one, optimizer)
+        for one, some in ((spec, own), (OPTIMIZERS["adamw"], rest))
+        if some
+        for optimizer in one.make(some, config)
+    ]
+
+
+def elementwise_optimizers() -> str:
+    """The optimizers that can update shards of parameters: "adamw or sgd"."""
+    *others, last = sorted(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
+    return f"{', '.join(others)} or {last}"
+
+
+def decay_counts(parameters: Iterable[Tensor]) -> dict[str, int]:
+    """Parameters with and without weight decay, and the tensors that they are in."""
+    counts = dict.fromkeys(
+        ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
+    )
+    for parameter in parameters:
+        kind = "decayed" if is_decayed(parameter) else "undecayed"
+        counts[f"{kind}_parameters"] += parameter.numel()
+        counts[f"{kind}_tensors"] += 1
+    return counts
+
+
+def _adamw(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.AdamW(
+            decay_groups(parameters, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            **_switches(parameters, config),
+        )
+    ]
+
+
+def _adamw_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
+    moment = (tuple(parameter.shape), parameter.dtype)
+    return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+
+
+def _sgd(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(
+            decay_groups(parameters, config.weight_decay),
+            lr=config.learning_rate,
+            momentum=config.sgd_momentum,
+            **_switches(parameters, config),
+        )
+    ]
+
+
+def _sgd_layout(parameter: Tensor, config: OptimizerConfig) -> Layout:
+    return _momentum_layout(parameter, config) if config.sgd_momentum else {}
+
+
+def _momentum_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
+    return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
+
+
+def _adafactor(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    groups = decay_groups(parameters, config.weight_decay)
+    rate, decay = config.learning_rate, config.adafactor_beta2_decay
+    threshold, foreach = config.adafactor_threshold, config.implementation == "foreach"
+    if config.adafactor_variant == "torch":
+        return [
+            torch.optim.Adafactor(groups, rate, beta2_decay=decay, d=threshold, foreach=foreach)
+        ]
+    return [Adafactor(groups, rate, decay, threshold, foreach=foreach)]
+
+
+def _adafactor_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    if len(shape) < 2:
+        return {"step": ((), torch.float32), "variance": (shape, dtype)}
+    return {
+        "step": ((), torch.float32),
+        "row_var": ((*shape[:-1], 1), dtype),
+        "col_var": ((*shape[:-2], 1, shape[-1]), dtype),
+    }
+
+
+def _muon(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    # torch's Muon knows matrices only, not stacks of them.
+    matrices = [p for p in parameters.values() if p.dim() == 2]
+    stacks = [p for p in parameters.values() if p.dim() == 3]
+    rate = config.muon_learning_rate or config.learning_rate
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(
+            torch.optim.Muon(
+                matrices,
+                lr=rate,
+                momentum=config.muon_momentum,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if stacks:
+        found.append(StackedMuon(stacks, rate, config.muon_momentum, config.weight_decay))
+    return found
+
+
+def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of them, of a numbered layer
+    (`model.layers.3...`, `h.3...`)."""
+    return parameter.dim() in (2, 3) and any(part.isdigit() for part in name.split("."))
+
+
+def _eight_bit(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    groups = decay_groups(parameters, config.weight_decay)
+    settings = {
+        "lr": config.learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+    }
+    return [make_eight_bit(groups, settings, _library(config), paged=_is_paged(config))]
+
+
+def _eight_bit_layout(parameter: Tensor, config: OptimizerConfig) -> Layout:
+    return eight_bit_layout(parameter, _library(config))
+
+
+def _is_paged(config: OptimizerConfig) -> bool:
+    return config.name == "paged_adamw8bit"
+
+
+def _library(config: OptimizerConfig) -> str:
+    return "bitsandbytes" if _is_paged(config) else installed_library(config.eight_bit_library)
+
+
+def compiles_update(config: OptimizerConfig) -> bool:
+    """Whether the optimizer's update is compiled by torch.compile: that of torchao is."""
+    return config.name == "adamw8bit" and _library(config) == "torchao"
+
+
+def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool]:
+    """torch's `fused` and `foreach` for the implementation that the config asks for."""
+    device = next(iter(parameters.values())).device.type
+    wanted = config.implementation
+    if wanted == "fused" and device not in _FUSED_DEVICES:
+        raise ConfigError(
+            f"torch has no fused {config.name} for {device}: set optimizer.implementation "
+            "to foreach"
+        )
+    # Of what is in pieces (FSDP2), torch's fused SGD knows nothing.
+    unknown = config.name == "sgd" and any(is_in_pieces(p) for p in parameters.values())
+    if wanted == "fused" and unknown:
+        raise ConfigError(
+            "torch has no fused sgd for distributed.engine fsdp: set optimizer.implementation "
+            "to foreach"
+        )
+    if wanted == "auto":
+        wanted = "fused" if device in _FUSED_DEVICES and not unknown else "foreach"
+    return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
+
+
+_EIGHT_BIT = OptimizerSpec(
+    _eight_bit,
+    _eight_bit_layout,
+    elementwise=False,
+    implementations=("auto",),
+    flatten=flatten_eight_bit,
+    rebuild=rebuild_eight_bit,
+)
+
+#: `optimizer.name` of a recipe -> optimizer.
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(_adamw, _adamw_layout, elementwise=True),
+    "adamw8bit": _EIGHT_BIT,
+    "paged_adamw8bit": _EIGHT_BIT,
+    "adafactor": OptimizerSpec(
+        _adafactor,
+        _adafactor_layout,
+        elementwise=False,
+        implementations=("foreach", "for-loop", "auto"),
+    ),
+    "muon": OptimizerSpec(_muon, _momentum_layout, elementwise=False, takes=_is_matrix_of_a_layer),
+    "sgd": OptimizerSpec(_sgd, _sgd_layout, elementwise=True),
+}
+
+if TYPE_CHECKING:
+    # A type checker can not see which names the table has.
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+class OptimizerConfig(BaseModel):
+    """The `optimizer` section of a recipe.
+
+    Bytes of state a parameter are beside the fp32 parameter itself (4) and its gradient (4).
+
+    name: "adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter;
+        the default. "adamw8bit": both moments in 8 bits with a scale for every 256 values
+        (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
+        moments, which on a CPU takes ten times AdamW's update and more. "paged_adamw8bit": the
+        same, in memory that CUDA moves to the CPU's when the GPU's is full, at the price of the
+        moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): the second moment
+        as one row and one column a matrix and no first one, nearly 0 bytes; steps of a size
+        relative to the parameter's root mean square, so it needs a learning_rate of its own, about
+        1e-2. "muon": Muon for the matrices and stacked experts inside the layers (Jordan et al.
+        2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update costs 15 matrix
+        products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0 with
+        sgd_momentum 0; the cheapest update, and slow to learn a Transformer.
+    implementation: how torch runs AdamW (Muon's too) and SGD: "fused", one kernel that reads and
+        writes each value once (an update is bound by memory, not arithmetic); "foreach", one
+        kernel an operation over all parameters, with temporary copies as large as the
+        parameters; "for-loop", parameter by parameter, the least memory without fused kernels
+        and the slowest on GPUs. "auto" is fused where the device has it, else foreach; for
+        Adafactor, which has no fused kernel, for-loop, since foreach costs the memory that it
+        saves. All give the same numbers to rounding.
+    eight_bit_library: whose 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at
+        once; "torchao" compiles its update, which takes tens of seconds on a CPU at the first
+        step. "auto" takes bitsandbytes if it is installed, else torchao. Tensors under 4096
+        values stay in 32 bits. Embeddings are in 8 bits too (but see embeddings_in_32_bits):
+        blocks of 256 values lie within a token's row where hidden_size is a multiple of 256, so
+        rare tokens' large gradients don't blur the others'. The state of one library does not fit
+        the other.
+    embeddings_in_32_bits: with an 8-bit optimizer, update token and position embeddings (and a head
+        that is tied to them) by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as
+        Dettmers et al. 2022 advise for training from scratch; paged_adamw8bit does not page these.
+    learning_rate: the peak, of all but Muon's part.
+    muon_learning_rate: Muon's peak; null takes `learning_rate`. Its updates are scaled by
+        0.2 sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both.
+    betas, eps: AdamW's, of every kind.
+    muon_momentum: Muon's.
+    sgd_momentum: SGD's; 0 needs no state.
+    adafactor_threshold: Adafactor's updates are scaled down to this root mean square (its d).
+    adafactor_beta2_decay: Adafactor's second moment forgets with 1 - step ** this; at most 0.
+    adafactor_variant: the form of Adafactor. "paper": weight decay is relative to the parameter's
+        root mean square, as steps are, and the rate is the schedule's (transformers' Adafactor with
+        relative_step off). "torch": torch.optim.Adafactor, whose weight decay is learning_rate
+        times weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at
+        most 1/sqrt(step). "auto" is paper; a run that an older version began goes on with torch.
+    weight_decay: applied to matrices only, never to norms and biases. Decoupled, but for SGD,
+        where it is added to the gradient; with Adafactor, relative to the parameter's size (see
+        adafactor_variant).
+    max_grad_norm: gradients are scaled down to this global L2 norm; 0 switches it off. Costs one
+        reading of all gradients, and when it scales, one writing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    name: OptimizerName = "adamw"
+    implementation: Implementation = "auto"
+    eight_bit_library: EightBitLibrary = "auto"
+    embeddings_in_32_bits: bool = False
+    learning_rate: float = Field(1e-3, gt=0)
+    muon_learning_rate: float | None = Field(None, gt=0)
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    sgd_momentum: float = Field(0.9, ge=0, lt=1)
+    adafactor_threshold: float = Field(1.0, ge=1)
+    adafactor_beta2_decay: float = Field(-0.8, le=0)
+    adafactor_variant: AdafactorVariant = "auto"
+    weight_decay: float = Field(0.1, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {self.betas} must each be at least 0 and below 1")
+        has = OPTIMIZERS[self.name].implementations
+        if self.implementation not in has:
+            raise ValueError(
+                f"{self.name} has no implementation '{self.implementation}': set implementation to "
+                f"{' or '.join(has)}, or name to adamw"
+            )
+        if self.embeddings_in_32_bits and not self.name.endswith("adamw8bit"):
+            raise ValueError(
+                f"embeddings_in_32_bits is for 8-bit optimizers, and {self.name} has no 8-bit "
+                "state: leave it out, or set name to adamw8bit"
+            )
+        if self.eight_bit_library == "torchao" and self.name == "paged_adamw8bit":
+            raise ValueError(
+                "torchao has no paged optimizer: set eight_bit_library to bitsandbytes, "
+                "or name to adamw8bit"
+            )
+        return self
