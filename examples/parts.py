@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from firstlight.optim.rules import decay_groups
 
 from firstlight.cli.train import split_arguments
 from firstlight.data.loader import TokenLoader
@@ -18,6 +17,7 @@ from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
 from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.optim.spec import decay_groups
 from firstlight.training.config import Recipe, load_recipe
 
 
