@@ -207,9 +207,9 @@ MUTANTS = [
     # Data: order and position
     Mutant(
         "every epoch in the first's order",
-        _LOADER,
-        "shuffled_index(position, rows, self.seed, epoch)",
-        "shuffled_index(position, rows, self.seed, 0)",
+        _SHARDS,
+        "shuffled_index(place, rows, seed, epoch)",
+        "shuffled_index(place, rows, seed, 0)",
         (_DATA + "the_order_of_an_epoch_is_reset_on_resume",),
     ),
     Mutant(

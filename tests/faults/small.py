@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.data.loader import IGNORE_INDEX, Batch
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import LossFunction
 from firstlight.files import write_json
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model

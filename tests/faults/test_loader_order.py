@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from scale import cases
 
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import TokenDataset
 from firstlight.files import write_json
 
 #: Splits of documents and shards of drawn sizes, made when they are first drawn.

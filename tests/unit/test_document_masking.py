@@ -21,7 +21,8 @@ from torch import Tensor
 from firstlight.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import num_rows
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate, evaluate_split
 from firstlight.files import write_json

@@ -14,17 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.data.loader import TokenLoader, require_row
+from firstlight.data.loader import TokenLoader
 from firstlight.data.mixing import (
     MAX_PERIOD,
-    Corpus,
     MixedDataset,
     Turns,
-    rows_per_epoch,
     whole_weights,
 )
 from firstlight.data.packing import num_rows, shuffled_index
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
 from firstlight.files import write_json
 
@@ -64,7 +63,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[TokenDataset]:
 
 def mixed(datasets: list[TokenDataset], *parts: int) -> MixedDataset:
     return MixedDataset(
-        [Corpus(f"c{i}", d, p) for i, (d, p) in enumerate(zip(datasets, parts, strict=True))]
+        [CorpusPart(f"c{i}", d, p) for i, (d, p) in enumerate(zip(datasets, parts, strict=True))]
     )
 
 
@@ -248,12 +247,12 @@ def test_the_last_short_row_of_a_corpus_is_filled_up(datasets: list[TokenDataset
 
 def test_an_epoch_is_as_many_rows_as_there_are(datasets: list[TokenDataset]) -> None:
     dataset = mixed(datasets, 5, 13, 8)
-    assert rows_per_epoch(dataset, SEQ_LEN) == 26
+    assert dataset.num_rows(SEQ_LEN) == 26
     with TokenLoader(dataset, SEQ_LEN, 1, 7) as loader:
         assert loader.rows_per_epoch == 26
     # Weights in the ratio of the sizes: each row once.
     assert Counter(map(tuple, rows_of(dataset, 26))).most_common(1)[0][1] == 1
-    assert dataset.rows_by_corpus(26) == {"c0": 5, "c1": 13, "c2": 8}
+    assert dataset.turns.counts(26) == [5, 13, 8]
     assert dataset.epochs_by_corpus(13, SEQ_LEN)["c1"] == pytest.approx(0.5, abs=0.08)
     assert dataset.epochs_by_corpus(52, SEQ_LEN) == {"c0": 2.0, "c1": 2.0, "c2": 2.0}
 
@@ -284,10 +283,10 @@ def test_a_corpus_that_is_named_twice_is_refused(
 
 def test_every_corpus_has_to_hold_a_row(datasets: list[TokenDataset]) -> None:
     dataset = mixed(datasets, 1, 1, 1)
-    require_row(dataset, 20)
+    dataset.require_row(20)
     message = rf"of {datasets[0].folder} has 21 tokens, .*seq_len 21 needs \(22\)"
     with pytest.raises(DataError, match=message):
-        require_row(dataset, 21)
+        dataset.require_row(21)
     with pytest.raises(DataError, match=message):
         TokenLoader(dataset, 21, 1, 1)
 
@@ -296,4 +295,4 @@ def test_the_manifest_of_a_mix_tells_corpora_and_weights(datasets: list[TokenDat
     manifests = [mixed(datasets, *parts).manifest for parts in ((1, 1, 1), (2, 1, 1), (2, 2, 2))]
     manifests.append(mixed([datasets[1], datasets[0], datasets[2]], 1, 1, 1).manifest)
     assert len({str(manifest) for manifest in manifests}) == 4
-    assert mixed(datasets, 7, 3, 5).ratio == "7:3:5"
+    assert mixed(datasets, 7, 3, 5).identity() == {"mix": "7:3:5"}

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from firstlight.cli.main import main
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.chat_cache import cached_chat
-from firstlight.data.examples import ExampleDataset, open_split, rows_in
+from firstlight.data.examples import ExampleDataset, open_split
 from firstlight.data.loader import IGNORE_INDEX, TokenLoader, rows_to_batch
-from firstlight.data.mixing import Corpus, MixedDataset
+from firstlight.data.mixing import MixedDataset
 from firstlight.data.packing import pack_best_fit
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import DataError, InputError
 from firstlight.files import write_json
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
@@ -178,7 +179,7 @@ def test_an_epoch_has_every_example_once_in_another_order_and_the_state_is_one_n
     tmp_path: Path,
 ) -> None:
     dataset = make_examples(tmp_path, [2 + i % 13 for i in range(50)])
-    rows = rows_in(dataset, 16)
+    rows = dataset.num_rows(16)
     with TokenLoader(dataset, 16, 1, seed=3, document_masking=True) as loader:
         assert loader.rows_per_epoch == rows
         batches = [loader.next_batch() for _ in range(2 * rows)]
@@ -294,7 +295,7 @@ def test_conversations_with_different_templates_are_not_mixed(tmp_path: Path) ->
     write_json(tmp_path / "b" / "manifest.json", manifest)
     other = ExampleDataset(tmp_path / "b", "train")
     with pytest.raises(DataError, match="different chat templates"):
-        MixedDataset([Corpus("a", one, 1), Corpus("b", other, 1)])
+        MixedDataset([CorpusPart("a", one, 1), CorpusPart("b", other, 1)])
 
 
 # Preparation

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.data.loader import Batch, TokenLoader, require_row, rows_to_batch
+from firstlight.data.loader import Batch, TokenLoader, rows_to_batch
 from firstlight.data.packing import num_rows, row_span, shuffled_index
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import ShardWriter
+from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 from firstlight.files import write_json
 
@@ -401,11 +402,11 @@ def test_a_split_shorter_than_one_row_is_refused(
 ) -> None:
     dataset = make_dataset(tmp_path, num_tokens)
     if not refused:
-        require_row(dataset, 8)
+        dataset.require_row(8)
         assert take(dataset, 1, micro_batch_size=1)[0].num_valid == 8
         return
     message = rf"'train' split of .* has {num_tokens} tokens, .*seq_len 8 needs \(9\)"
     with pytest.raises(DataError, match=message):
-        require_row(dataset, 8)
+        dataset.require_row(8)
     with pytest.raises(DataError, match=message):
         TokenLoader(dataset, 8, 1, 1)

@@ -15,7 +15,6 @@ import pytest
 
 from firstlight.cli.main import main
 from firstlight.cli.plan import parse_count, parse_time
-from firstlight.data.examples import rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware import find_hardware
@@ -690,7 +689,7 @@ def test_the_runs_length_is_that_of_training(data: Path) -> None:
         "batch": {"micro_batch_size": 4},
     }
     given = recipe(**values, schedule={"epochs": 3, "warmup_ratio": 0.1})
-    rows = rows_in(TokenDataset(data, "train"), 32)
+    rows = TokenDataset(data, "train").num_rows(32)
     run = planned_run(settle(given, machine), machine)
     assert run is not None
     steps = math.ceil(3 * rows / 8)

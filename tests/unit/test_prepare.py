@@ -28,9 +28,10 @@ from tokenizers import Regex, models, pre_tokenizers
 from firstlight import disk as seam
 from firstlight.data import encoding, pieces
 from firstlight.data import prepare as module
+from firstlight.data.corpus import CorpusWriter
 from firstlight.data.prepare import prepare
-from firstlight.data.shard_file import Shard
-from firstlight.data.shards import ShardWriter, TokenDataset
+from firstlight.data.shard_file import Shard, ShardWriter
+from firstlight.data.shards import TokenDataset
 from firstlight.data.sources import Document, read_documents
 from firstlight.errors import (
     ConfigError,
@@ -507,7 +508,8 @@ def _preparation(fraction: Fraction) -> Any:
 
     bar = progress_bar(shown=False)
     task = bar.add_task("")
-    return module._Preparation(TOKENIZER, Path(), float(fraction), 1000, bar, task)
+    writer = CorpusWriter(Path(), TOKENIZER, 1000)
+    return module._Preparation(writer, float(fraction), bar, task)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.data.shard_file import Shard
-from firstlight.data.shards import ShardWriter, TokenDataset, read_manifest, token_dtype
+from firstlight.data.shard_file import Shard, ShardWriter
+from firstlight.data.shards import TokenDataset, read_manifest, token_dtype
 from firstlight.errors import DataError
 from firstlight.files import sha256_of, write_json
 from firstlight.tokenizer import Tokenizer

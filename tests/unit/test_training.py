@@ -15,7 +15,6 @@ import torch
 import yaml
 
 from firstlight.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
-from firstlight.data.examples import rows_in
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import (
@@ -337,7 +336,7 @@ def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
     }
     stop_after(values, 5)
     train(values, resume=True)
-    rows = rows_in(TokenDataset(data, "train"), 32)
+    rows = TokenDataset(data, "train").num_rows(32)
     rates = [record["learning_rate"] for record in metrics(values)]
     assert len(rates) == math.ceil(1.5 * rows / 32)
     assert rates == [8e-4 * warmup_cosine(step, 9, 3, 0.25) for step in range(len(rates))]

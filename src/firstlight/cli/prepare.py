@@ -161,7 +161,7 @@ def _require_of_text(
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, sources
-    from firstlight.data.prepare import REJECTED_NAME, UNREAD_NAME
+    from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
     # Both tables have "empty", in different words.

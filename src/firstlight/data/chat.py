@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -26,17 +25,11 @@ from firstlight.data.conversations import (
     Conversation,
     to_conversation,
 )
+from firstlight.data.corpus import CorpusWriter
 from firstlight.data.examples import PLACES_NAME
 from firstlight.data.pairs import to_pair
-from firstlight.data.prepare import (
-    REJECTED_NAME,
-    require_replaceable,
-    write_tokenizer_and_manifest,
-    write_unread,
-)
+from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
-from firstlight.data.shard_file import LABELLED_VERSION
-from firstlight.data.shards import MANIFEST_FORMAT, ShardWriter, token_dtype
 from firstlight.data.sources import Source, unread_files
 from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
@@ -122,31 +115,23 @@ def prepare_chat(
         progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
     ):
         task = bar.add_task("rendering", total=None, done="")
-        preparation = _Preparation(tokenizer, options, folder, own_val=bool(val_inputs))
+        preparation = _ChatPreparation(tokenizer, options, folder, own_val=bool(val_inputs))
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
-        manifest = preparation.manifest()
-        unread = unread_files([*inputs, *val_inputs], RECORD_SUFFIXES)
-        write_unread(folder, manifest, unread)
-        write_tokenizer_and_manifest(folder, tokenizer, manifest)
-    return manifest
+        return preparation.manifest(unread_files([*inputs, *val_inputs], RECORD_SUFFIXES))
 
 
-class _Preparation:
+class _ChatPreparation:
     """The state of one run of `prepare_chat`."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: ChatOptions, folder: Path, *, own_val: bool
     ) -> None:
-        self._tokenizer, self._options, self._folder = tokenizer, options, folder
+        self._tokenizer, self._options = tokenizer, options
+        self._writer = CorpusWriter(folder, tokenizer, _SHARD_TOKENS, labelled=True)
         self._own_val = own_val
         self._fraction = Fraction(0) if own_val else Fraction(str(options.val_fraction))
         self._encoder = ChatEncoder(tokenizer)
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._writers: dict[str, ShardWriter] = {}
-        self._counts: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
-        self._rejected: Counter[str] = Counter()
-        self._first_rejected = ""
         self._splits_of: dict[bytes, str] = {}
         self._torn = 0
         self._warning: str | None = None
@@ -157,33 +142,34 @@ class _Preparation:
         Raises:
             DataError, InputError: see `prepare_chat`.
         """
-        with ExitStack() as stack:
-            log = stack.enter_context(OutputFile(self._folder / REJECTED_NAME))
-            places = {}
-            for split in self._counts:
-                writer = ShardWriter(self._folder, split, self._dtype, _SHARD_TOKENS, labelled=True)
-                self._writers[split] = stack.enter_context(writer)
-                name = PLACES_NAME.format(split=split)
-                places[split] = stack.enter_context(OutputFile(self._folder / name))
+        places = {
+            split: self._writer.folder / PLACES_NAME.format(split=split)
+            for split in self._writer.counts
+        }
+        with self._writer.open(), ExitStack() as stack:
+            logs = {split: stack.enter_context(OutputFile(path)) for split, path in places.items()}
             for given, found in sources.items():
                 records = stack.enter_context(closing(read_records(found)))
-                for record, chats in self._encoded(records, log):
+                for record, chats in self._encoded(records):
                     split = given if self._own_val else self._split_of(chats)
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
-                        places[split].write(place.encode())
-                    yield self._counts["train"]["documents"] + self._counts["val"]["documents"]
-        if not self._rejected:
-            remove_file(self._folder / REJECTED_NAME)
-        for split, count in self._counts.items():
-            if not count:
-                remove_file(self._folder / PLACES_NAME.format(split=split))
+                        logs[split].write(place.encode())
+                    yield self._written
+        for split, path in places.items():
+            if not self._documents(split):
+                remove_file(path)
         self._require_examples()
 
-    def _encoded(
-        self, records: Iterable[Record], log: OutputFile
-    ) -> Iterator[tuple[Record, list[LabelledChat]]]:
+    def _documents(self, split: str) -> int:
+        return self._writer.counts[split]["documents"]
+
+    @property
+    def _written(self) -> int:
+        return self._documents("train") + self._documents("val")
+
+    def _encoded(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[LabelledChat]]]:
         for record in records:
             try:
                 yield record, self._examples(record)
@@ -192,15 +178,8 @@ class _Preparation:
                     raise DataError(
                         f"{record.place}: {error} (on_bad skip leaves such records out)"
                     ) from error
-                self._rejected[error.reason] += 1
-                self._first_rejected = self._first_rejected or f"{record.place}: {error}"
-                entry = {
-                    "file": record.origin,
-                    "line": record.line,
-                    "reason": error.reason,
-                    "detail": str(error),
-                }
-                log.write((json.dumps(entry) + "\n").encode())
+                place = record.place
+                self._writer.reject(record.origin, record.line, error.reason, str(error), place)
 
     def _examples(self, record: Record) -> list[LabelledChat]:
         if record.error is not None:
@@ -238,69 +217,47 @@ class _Preparation:
             ids = ids[: chats[0].learned.index(True)]
         key = hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).digest()[:16]
         if key not in self._splits_of:
-            held_out = self._counts["val"]["documents"]
-            seen = held_out + self._counts["train"]["documents"]
-            self._splits_of[key] = "val" if held_out < self._fraction * seen else "train"
+            behind = self._documents("val") < self._fraction * self._written
+            self._splits_of[key] = "val" if behind else "train"
         return self._splits_of[key]
 
     def _write(self, split: str, chat: LabelledChat) -> None:
         learned = np.array(chat.learned)
         learned[0] = False  # there is nothing to predict it from
-        self._writers[split].write(np.array(chat.ids, dtype=self._dtype), learned)
+        # A model's bits per byte are of text; an answer's end alone is none.
+        ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
+        self._writer.write(split, ids, learned, text_bytes=text_bytes)
         self._torn += chat.torn
         if self._warning is None:
             self._warning = require_end(chat.ids, chat.learned, self._tokenizer) or ""
-        self._counts[split].update(
-            documents=1,
-            tokens=len(chat.ids),
-            learned=int(learned.sum()),
-            # A model's bits per byte are of text; an answer's end alone is none.
-            text_bytes=max(chat.text_bytes, 1),
-        )
 
     def _require_examples(self) -> None:
-        if not self._counts["train"]["documents"]:
-            reasons = ", ".join(f"{n} {REASONS[r]}" for r, n in self._rejected.items())
+        if not self._documents("train"):
+            writer = self._writer
+            reasons = ", ".join(f"{n} {REASONS[r]}" for r, n in writer.rejected.items())
             raise InputError(
-                f"there is no conversation to train on: {reasons}; first: {self._first_rejected}"
+                f"there is no conversation to train on: {reasons}; first: {writer.first_rejected}"
                 if reasons
                 else "there is no conversation to train on: the inputs hold no records"
             )
-        if self._own_val and not self._counts["val"]["documents"]:
+        if self._own_val and not self._documents("val"):
             raise InputError("there is no conversation to validate on: its inputs hold none")
 
-    def manifest(self) -> dict[str, Any]:
-        """The manifest of what was written."""
+    def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
+        """Complete the folder; return its manifest."""
         template = self._tokenizer.chat_template or ""
-        written = sum(counts["documents"] for counts in self._counts.values())
         pairs = self._options.kind == "preference"
-        if pairs:
-            written //= 2
-        return {
-            "format": MANIFEST_FORMAT,
-            "version": LABELLED_VERSION,
-            "dtype": "uint16" if self._dtype.itemsize == 2 else "uint32",
-            "vocab_size": self._tokenizer.vocab_size,
-            "tokenizer_sha256": self._tokenizer.fingerprint,
-            "bos_token_id": self._tokenizer.bos_token_id,
-            "eos_token_id": self._tokenizer.eos_token_id,
-            "documents": {
-                "read": written + self._rejected.total(),
-                "written": written,
-                "rejected": dict(sorted(self._rejected.items())),
-            },
-            "val_fraction": float(self._fraction),
-            "split_by": "files" if self._own_val else "example" if self._fraction else "none",
-            **({"pairs": True} if pairs else {}),
-            "chat": {
-                "train_on": self._options.train_on,
-                "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
-                "torn_answers": self._torn,
-                **({"warning": self._warning} if self._warning else {}),
-            },
-            "splits": {
-                split: {**self._counts[split], "shards": writer.shards}
-                for split, writer in self._writers.items()
-                if writer.shards
-            },
+        chat = {
+            "train_on": self._options.train_on,
+            "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+            "torn_answers": self._torn,
+            **({"warning": self._warning} if self._warning else {}),
         }
+        return self._writer.finish(
+            self._written // 2 if pairs else self._written,
+            self._fraction,
+            "files" if self._own_val else "example" if self._fraction else "none",
+            unread,
+            **({"pairs": True} if pairs else {}),
+            chat=chat,
+        )

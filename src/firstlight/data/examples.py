@@ -11,6 +11,7 @@ with text (see `loader`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.packing import num_rows, pack_best_fit
+from firstlight.data.conversations import REASONS
+from firstlight.data.packing import pack_best_fit
 from firstlight.data.shard_file import LABELLED_VERSION
-from firstlight.data.shards import TokenDataset, read_manifest
+from firstlight.data.shards import REJECTED_NAME, Kind, TokenDataset, read_manifest
 from firstlight.errors import DataError
 
 LongPolicy = Literal["refuse", "drop", "cut"]
@@ -92,7 +94,11 @@ class ExampleDataset(TokenDataset):
     """
 
     version = LABELLED_VERSION
+    kind: Kind = "chat"
+    has_examples = True
     together = 1
+    #: What an example is called, or a pair.
+    unit = "conversations"
 
     def __init__(
         self,
@@ -196,21 +202,20 @@ class ExampleDataset(TokenDataset):
             "choose data.long drop (leave them out) or cut (learn their beginnings)"
         )
 
+    def num_rows(self, seq_len: int) -> int:
+        return len(self.packing(seq_len))
+
+    def require_row(self, seq_len: int) -> None:
+        self.packing(seq_len)
+
     def fill_row(
         self,
         row: int,
         input_ids: npt.NDArray[np.int64],
         labels: npt.NDArray[np.int64],
-        document_ids: npt.NDArray[np.int32],
+        document_ids: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Write a row.
-
-        Args:
-            row: which.
-            input_ids: of the row [T]; places that are left over stay as they are.
-            labels: likewise; those that are not learned stay as they are.
-            document_ids: likewise; all are written.
-        """
+        assert document_ids is not None
         seq_len, position = len(input_ids), 0
         examples = self.examples_of_row(row, seq_len)
         for number, index in enumerate(examples):
@@ -222,6 +227,58 @@ class ExampleDataset(TokenDataset):
             document_ids[position:end] = number
             position = end
         document_ids[position:] = len(examples)
+
+    def predicts_first(self, first_id: int | None) -> bool:
+        return False
+
+    def num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
+        return self.num_learned
+
+    def learned_share(self, seq_len: int) -> float:
+        packing = self.packing(seq_len)
+        return packing.num_learned / (len(packing) * seq_len)
+
+    def describe(self, seq_len: int) -> Iterator[str]:
+        packing, name = self.packing(seq_len), f"data: {self.split}"
+        yield (
+            f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len}, "
+            f"{packing.filled:.1%} filled; {packing.num_learned:,} tokens to learn"
+        )
+        total = self.num_documents // self.together
+        for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
+            if count:
+                yield f"{name}: {count:,} of {total:,} {self.unit} are too long and {fate}"
+        if self.split != "train":
+            return
+        documents, chat = self.manifest["documents"], self.manifest["chat"]
+        for reason, count in documents["rejected"].items():
+            yield (
+                f"{name}: {count:,} of {documents['read']:,} records left out: {REASONS[reason]}; "
+                f"listed in {self.folder / REJECTED_NAME}"
+            )
+        if chat["torn_answers"]:
+            yield (
+                f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
+                "prompt; that token is not learned"
+            )
+        if chat.get("warning"):
+            yield f"warning: {chat['warning']}"
+
+    def records(self, seq_len: int) -> list[dict[str, Any]]:
+        read = {"records": self.manifest["documents"]} if self.split == "train" else {}
+        return [
+            {
+                "dir": str(self.folder),
+                "split": self.split,
+                "long": self.long,
+                **self.packing(seq_len).record(),
+                **read,
+                **self.manifest["chat"],
+            }
+        ]
+
+    def identity(self) -> dict[str, Any]:
+        return {"long": self.long}
 
 
 class PreferenceDataset(ExampleDataset):
@@ -241,7 +298,9 @@ class PreferenceDataset(ExampleDataset):
         DataError: see `ExampleDataset`; or `long` is "cut".
     """
 
+    kind: Kind = "preference"
     together = 2
+    unit = "preference pairs"
 
     def __init__(
         self,
@@ -263,6 +322,17 @@ class PreferenceDataset(ExampleDataset):
         """The largest number of examples in any row."""
         return 2 * int(np.diff(self.packing(seq_len).starts).max())
 
+    def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64]:
+        result = np.full((len(rows), self.most_in_a_row(seq_len)), np.nan)
+        for i, row in enumerate(rows):
+            examples = self.examples_of_row(row, seq_len)
+            known = 0.0 if self.references is None else self.references[examples]
+            result[i, : len(examples)] = known
+        return result
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "reference": self.reference_model}
+
     def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
         places = (self.lengths - 1).reshape(-1, 2).sum(1)
         longest = int(long[np.argmax(places[long])])
@@ -272,17 +342,6 @@ class PreferenceDataset(ExampleDataset):
             f"takes {places[longest]:,} at {self.place(2 * longest)}: raise data.seq_len, or "
             "choose data.long drop (leave them out)"
         )
-
-
-def rows_in(dataset: TokenDataset, seq_len: int) -> int:
-    """How many rows of `seq_len` predictions a split gives.
-
-    Raises:
-        DataError: of examples, see `ExampleDataset.packing`.
-    """
-    if isinstance(dataset, ExampleDataset):
-        return len(dataset.packing(seq_len))
-    return num_rows(dataset.num_tokens, seq_len)
 
 
 def open_split(

@@ -17,15 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from firstlight.data.examples import ExampleDataset, PreferenceDataset, rows_in
-from firstlight.data.mixing import MixedDataset, Turns, datasets_in
-from firstlight.data.packing import row_span, separate_documents, shuffled_index
+from firstlight.data.corpus import Corpus
 from firstlight.data.shards import TokenDataset
-from firstlight.errors import DataError
 
 IGNORE_INDEX = -100
 
@@ -125,24 +121,11 @@ def _batch_of(
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
-    references = _references(rows, seq_len)
+    # All rows are of one split where there are pairs.
+    references = rows[0][0].references_of([row for _, row in rows], seq_len)
     for i, (dataset, row) in enumerate(rows):
-        if isinstance(dataset, ExampleDataset):
-            assert document_ids is not None
-            dataset.fill_row(row, input_ids[i], labels[i], document_ids[i])
-            continue
-        span = row_span(row, seq_len)
-        tokens = dataset[span]
-        length = len(tokens) - 1
-        input_ids[i, :length] = tokens[:-1]
-        labels[i, :length] = tokens[1:]
-        if document_ids is not None:
-            numbers, left_out = separate_documents(
-                dataset.document_starts(span), length, eos_opens=dataset.eos_separates
-            )
-            document_ids[i, :length] = numbers
-            document_ids[i, length:] = numbers[-1] + 1
-            labels[i, left_out] = IGNORE_INDEX
+        documents = None if document_ids is None else document_ids[i]
+        dataset.fill_row(row, input_ids[i], labels[i], documents)
     return Batch(
         torch.from_numpy(input_ids),
         torch.from_numpy(labels),
@@ -150,21 +133,6 @@ def _batch_of(
         None if document_ids is None else torch.from_numpy(document_ids),
         None if references is None else torch.from_numpy(references),
     )
-
-
-def _references(
-    rows: list[tuple[TokenDataset, int]], seq_len: int
-) -> npt.NDArray[np.float64] | None:
-    """See `Batch.references`; all rows are of one split where there are pairs."""
-    first = rows[0][0]
-    if not isinstance(first, PreferenceDataset):
-        return None
-    result = np.full((len(rows), first.most_in_a_row(seq_len)), np.nan)
-    for i, (_, row) in enumerate(rows):
-        examples = first.examples_of_row(row, seq_len)
-        known = 0.0 if first.references is None else first.references[examples]
-        result[i, : len(examples)] = known
-    return result
 
 
 class TokenLoader:
@@ -196,7 +164,7 @@ class TokenLoader:
 
     def __init__(
         self,
-        dataset: TokenDataset | MixedDataset,
+        dataset: Corpus,
         seq_len: int,
         micro_batch_size: int,
         seed: int,
@@ -213,15 +181,12 @@ class TokenLoader:
         assert rows_seen >= 0
         assert workers >= 0
         assert prefetch > 0
-        require_row(dataset, seq_len)
+        dataset.require_row(seq_len)
         self.dataset, self.seq_len, self.seed = dataset, seq_len, seed
         self.micro_batch_size, self.document_masking = micro_batch_size, document_masking
         self.rank, self.global_rows = rank, micro_batch_size * world_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
-        self._corpora = datasets_in(dataset)
-        self._turns = dataset.turns if isinstance(dataset, MixedDataset) else Turns([1])
-        self._corpus_rows = [rows_in(corpus, seq_len) for corpus in self._corpora]
-        self.rows_per_epoch = sum(self._corpus_rows)
+        self.rows_per_epoch = dataset.num_rows(seq_len)
         self.rows_seen = rows_seen
         self._readers = ThreadPoolExecutor(workers, "loader") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
@@ -261,31 +226,9 @@ class TokenLoader:
     def _read(self, global_first: int) -> Batch:
         """This rank's part of the global batch that begins with the row of this count."""
         first = global_first + self.rank * self.micro_batch_size
-        rows = [self._place(count) for count in range(first, first + self.micro_batch_size)]
+        rows = [
+            self.dataset.row_at(count, self.seq_len, self.seed)
+            for count in range(first, first + self.micro_batch_size)
+        ]
         batch = _batch_of(rows, self.seq_len, 0, document_masking=self.document_masking)
         return batch.pin_memory() if self.pin_memory else batch
-
-    def _place(self, count: int) -> tuple[TokenDataset, int]:
-        """The split and the row in it that come after `count` others."""
-        corpus, given = self._turns.at(count)
-        rows = self._corpus_rows[corpus]
-        epoch, position = divmod(given, rows)
-        return self._corpora[corpus], shuffled_index(position, rows, self.seed, epoch)
-
-
-def require_row(dataset: TokenDataset | MixedDataset, seq_len: int) -> None:
-    """Refuse a split that is shorter than one row, or whose examples don't fit into rows.
-
-    Raises:
-        DataError: it, or one of the mix, has fewer than `seq_len` + 1 tokens; or see
-            `ExampleDataset.packing`.
-    """
-    for corpus in datasets_in(dataset):
-        if isinstance(corpus, ExampleDataset):
-            corpus.packing(seq_len)
-        elif corpus.num_tokens < seq_len + 1:
-            raise DataError(
-                f"the '{corpus.split}' split of {corpus.folder} has {corpus.num_tokens} tokens, "
-                f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "
-                "lower data.seq_len or prepare more text"
-            )

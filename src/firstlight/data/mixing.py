@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.examples import ExampleDataset, rows_in
-from firstlight.data.shards import TokenDataset
+from firstlight.data.shards import CorpusPart, Kind, TokenDataset
 from firstlight.errors import ConfigError, DataError
 
 #: Longer periods are refused: the turns of a period are worked out and held in memory.
@@ -105,93 +103,96 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
     return corpora
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """One corpus of a mix.
-
-    Attributes:
-        name: of its metrics.
-        dataset: the split.
-        part: its weight, as a whole number: see `whole_weights`.
-    """
-
-    name: str
-    dataset: TokenDataset
-    part: int
-
-
 class MixedDataset:
-    """The same split of several corpora, to be drawn from by weight.
+    """The same split of several corpora, to be drawn from by weight; a `corpus.Corpus`.
 
     An epoch of it is as many rows as the corpora have together: with weights in the ratio of
     their sizes each is seen once in it, else those with more weight more than once.
 
+    Args:
+        parts: the corpora.
+
     Attributes:
         turns: which corpus gives which row.
+        has_examples: a corpus is of conversations.
         folder: of the first corpus of conversations, or else of the first, for its tokenizer,
             which is that of all.
         manifest: those of all, with their weights.
-        num_tokens, num_documents, text_bytes: of all together.
-        gzip_bytes: None; gzip compresses each corpus alone.
+        num_tokens: of all together.
 
     Raises:
         DataError: a corpus is in it twice, or tokenizers or chat templates differ.
     """
 
-    gzip_bytes: int | None = None
+    kind: Kind = "mix"
+    #: gzip compresses each corpus alone.
+    gzip_bits_per_byte: None = None
 
-    def __init__(self, corpora: Sequence[Corpus]) -> None:
-        self.corpora = tuple(corpora)
-        self.datasets = tuple(corpus.dataset for corpus in corpora)
-        self.turns = Turns([corpus.part for corpus in corpora])
-        first = self.datasets[0]
-        for number, dataset in enumerate(self.datasets):
+    def __init__(self, parts: Sequence[CorpusPart]) -> None:
+        self.parts = tuple(parts)
+        self.turns = Turns([one.weight for one in parts])
+        datasets = [one.dataset for one in parts]
+        first = datasets[0]
+        for number, dataset in enumerate(datasets):
             assert dataset.split == first.split
             _require_same_tokenizer(first, dataset)
-            if dataset.manifest in [other.manifest for other in self.datasets[:number]]:
+            if dataset.manifest in [other.manifest for other in datasets[:number]]:
                 raise DataError(
                     f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
                     "weights"
                 )
-        chats = [one for one in self.datasets if isinstance(one, ExampleDataset)]
+        chats = [one for one in datasets if one.has_examples]
         _require_same_template(chats)
+        self.has_examples = bool(chats)
         self.split, self.vocab_size = first.split, first.vocab_size
-        self.folder = (chats or self.datasets)[0].folder
-        self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
-        self.num_documents = sum(dataset.num_documents for dataset in self.datasets)
-        self.text_bytes = sum(dataset.text_bytes for dataset in self.datasets)
+        self.folder = (chats or datasets)[0].folder
+        self.num_tokens = sum(dataset.num_tokens for dataset in datasets)
         self.manifest: dict[str, Any] = {
             **{key: first.manifest[key] for key in ("vocab_size", "tokenizer_sha256")},
-            "mix": [{"part": c.part, "manifest": c.dataset.manifest} for c in corpora],
+            "mix": [{"part": one.weight, "manifest": one.dataset.manifest} for one in parts],
         }
 
-    @property
-    def ratio(self) -> str:
-        """The weights as people write a ratio: "7:3"."""
-        return ":".join(str(corpus.part) for corpus in self.corpora)
+    def num_rows(self, seq_len: int) -> int:
+        return sum(one.dataset.num_rows(seq_len) for one in self.parts)
 
-    def rows_by_corpus(self, rows_seen: int) -> dict[str, int]:
-        """How many of the first rows of the order each corpus gives, by its name."""
-        counts = self.turns.counts(rows_seen)
-        return {corpus.name: n for corpus, n in zip(self.corpora, counts, strict=True)}
+    def require_row(self, seq_len: int) -> None:
+        for one in self.parts:
+            one.dataset.require_row(seq_len)
+
+    def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
+        corpus, given = self.turns.at(position)
+        return self.parts[corpus].dataset.row_at(given, seq_len, seed)
+
+    def learned_share(self, seq_len: int) -> float:
+        shares = (one.weight * one.dataset.learned_share(seq_len) for one in self.parts)
+        return sum(shares) / self.turns.period
+
+    def describe(self, seq_len: int) -> Iterator[str]:
+        for one in self.parts:
+            yield from one.dataset.describe(seq_len)
+
+    def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
+        counts, epochs = self.turns.counts(rows), self.epochs_by_corpus(rows, seq_len)
+        shares = ", ".join(
+            f"{one.name} {one.weight / self.turns.period:.1%} ({count:,} rows, "
+            f"{epochs[one.name]:.3g} of its epochs)"
+            for one, count in zip(self.parts, counts, strict=True)
+        )
+        yield f"data: {rows:,} rows of a mix of {self.num_rows(seq_len):,}: {shares}"
+
+    def records(self, seq_len: int) -> list[dict[str, Any]]:
+        return [record for one in self.parts for record in one.dataset.records(seq_len)]
+
+    def identity(self) -> dict[str, Any]:
+        # The weights, as people write a ratio: "7:3".
+        ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
+        return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """How often each corpus has been seen after the first rows of the order, by its name."""
-        rows = self.rows_by_corpus(rows_seen)
         return {
-            corpus.name: rows[corpus.name] / rows_in(corpus.dataset, seq_len)
-            for corpus in self.corpora
+            one.name: count / one.dataset.num_rows(seq_len)
+            for one, count in zip(self.parts, self.turns.counts(rows_seen), strict=True)
         }
-
-
-def datasets_in(dataset: TokenDataset | MixedDataset) -> tuple[TokenDataset, ...]:
-    """The corpora of a mix, or the one."""
-    return dataset.datasets if isinstance(dataset, MixedDataset) else (dataset,)
-
-
-def rows_per_epoch(dataset: TokenDataset | MixedDataset, seq_len: int) -> int:
-    """Rows of `seq_len` predictions that the corpora have together."""
-    return sum(rows_in(one, seq_len) for one in datasets_in(dataset))
 
 
 def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
@@ -203,7 +204,7 @@ def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
         )
 
 
-def _require_same_template(chats: Sequence[ExampleDataset]) -> None:
+def _require_same_template(chats: Sequence[TokenDataset]) -> None:
     for other in chats[1:]:
         templates = [one.manifest["chat"]["template_sha256"] for one in (chats[0], other)]
         if templates[0] != templates[1]:

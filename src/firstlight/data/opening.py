@@ -17,7 +17,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from firstlight.errors import MissingDependencyError
 
@@ -131,43 +131,26 @@ def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
     """
     head = head_of(path)
     if encoding_of(head, path) == "utf-16":
-        return io.BufferedReader(_UTF16File(file))
+        return io.BufferedReader(_ChunkFile(_utf8_of_utf16(file)))
     if head.startswith(codecs.BOM_UTF8):
         file.read(len(codecs.BOM_UTF8))
     return file
 
 
-class _UTF16File(io.RawIOBase):
-    """UTF-16 with a mark as UTF-8 without one."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._codec = "utf-16-le" if file.read(2) == codecs.BOM_UTF16_LE else "utf-16-be"
-        self._decoder = codecs.getincrementaldecoder(self._codec)()
-        self._rest = b""
-        self._problem = ""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._rest
-        while not content and not self._problem:
-            read = self._file.read(_HEAD_BYTES)
-            try:
-                content = self._decoder.decode(read, final=not read).encode("utf-8")
-            except UnicodeDecodeError as error:
-                # What stands before it is good.
-                self._problem = error.reason
-                content = error.object[: error.start].decode(self._codec).encode("utf-8")
-            if not read:
-                break
-        if not content and self._problem:
-            raise EncodingProblem("bad_utf16", f"not valid UTF-16: {self._problem}")
-        size = min(len(buffer), len(content))
-        buffer[:size] = content[:size]
-        self._rest = content[size:]
-        return size
+def _utf8_of_utf16(file: IO[bytes]) -> Iterator[bytes]:
+    """Chunks of a UTF-16 file with a mark, as UTF-8 without one."""
+    codec = "utf-16-le" if file.read(2) == codecs.BOM_UTF16_LE else "utf-16-be"
+    decoder = codecs.getincrementaldecoder(codec)()
+    while True:
+        read = file.read(_HEAD_BYTES)
+        try:
+            yield decoder.decode(read, final=not read).encode("utf-8")
+        except UnicodeDecodeError as error:
+            # What stands before it is good.
+            yield error.object[: error.start].decode(codec).encode("utf-8")
+            raise EncodingProblem("bad_utf16", f"not valid UTF-16: {error.reason}") from None
+        if not read:
+            return
 
 
 def bad_byte(byte: int, path: Path) -> str:
@@ -301,86 +284,81 @@ def open_compressed(path: Path) -> IO[bytes]:
         OSError: it can't be opened, or, while it is read, unpacks to far more than text does.
         MissingDependencyError: the package for .zst is not installed.
     """
-    match path.suffix.lower():
-        case ".gz":
-            return _bounded(path, gzip.open(path, "rb"))
-        case ".bz2":
-            return _bounded(path, bz2.open(path, "rb"))
-        case ".zst":
-            zstandard = optional("zstandard", f"reading {path}")
-            return _bounded(path, _ZstdFile(open(path, "rb"), zstandard))
-    return open(path, "rb")
+    suffix = path.suffix.lower()
+    zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
+    file = openers.get(suffix, open)(path, "rb")
+    if suffix not in _PROGRAMS:
+        return cast("IO[bytes]", file)
+    chunks = iter(lambda: file.read(_PIECE_BYTES), b"")
+    if zstandard is not None:
+        chunks = _unpacked_zst(file, zstandard)
+    return io.BufferedReader(_ChunkFile(_bounded(chunks, path), file), _PIECE_BYTES)
 
 
-def _bounded(path: Path, file: Any) -> IO[bytes]:
-    return io.BufferedReader(_Bounded(path, file), _PIECE_BYTES)
+class _ChunkFile(io.RawIOBase):
+    """An iterator of chunks of bytes as a file.
 
+    Args:
+        chunks: the content; an error of the iterator is one of reading.
+        source: the file that the chunks are made of, closed with this one.
+    """
 
-class _Bounded(io.RawIOBase):
-    """What a compressed file holds, up to a multiple of its own size."""
-
-    def __init__(self, path: Path, file: Any) -> None:
-        self._file = file
-        self._most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES * path.stat().st_size)
-        self._read = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        size = int(self._file.readinto(buffer))
-        self._read += size
-        if self._read > self._most:
-            raise OSError(
-                f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
-                "unpack it yourself if it is text"
-            )
-        return size
-
-
-class _ZstdFile(io.RawIOBase):
-    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
-
-    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
-        self._file, self._zstandard = file, zstandard
-        self._content = self._decompress()
-        self._rest = b""
+    def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
+        self._chunks, self._source = chunks, source
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def close(self) -> None:
-        self._file.close()
+        if self._source is not None:
+            self._source.close()
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._content, b"")
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
         size = min(len(buffer), len(self._rest))
         buffer[:size] = self._rest[:size]
         self._rest = self._rest[size:]
         return size
 
-    def _decompress(self) -> Iterator[bytes]:
-        # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
-        decompressor = self._zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        frame = None
-        try:
-            while compressed := self._file.read(1 << 17):
-                while compressed:
-                    frame = frame or decompressor.decompressobj()
-                    if content := frame.decompress(compressed):
-                        yield content
-                    compressed = b""
-                    if frame.eof:
-                        compressed, frame = frame.unused_data, None
-        except self._zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        if frame is not None:
-            raise EOFError("the compressed file is cut short")
+
+def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """What a compressed file holds, up to a multiple of its own size."""
+    most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES * path.stat().st_size)
+    total = 0
+    for chunk in chunks:
+        total += len(chunk)
+        if total > most:
+            raise OSError(
+                f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
+                "unpack it yourself if it is text"
+            )
+        yield chunk
+
+
+def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
+    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
+    # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    try:
+        while compressed := file.read(_PIECE_BYTES):
+            while compressed:
+                frame = frame or decompressor.decompressobj()
+                yield frame.decompress(compressed)
+                compressed = b""
+                if frame.eof:
+                    compressed, frame = frame.unused_data, None
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from error
+    if frame is not None:
+        raise EOFError("the compressed file is cut short")
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:

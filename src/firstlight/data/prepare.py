@@ -7,10 +7,8 @@ are read in one order, encoded by whoever is free, and written in the first orde
 from __future__ import annotations
 
 import functools
-import json
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from fractions import Fraction
@@ -22,33 +20,23 @@ from rich.progress import Progress, TaskID, TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
+from firstlight.data.corpus import CorpusWriter
 from firstlight.data.encoding import Encode, encode_in_order
 from firstlight.data.pieces import Piece, cut_long, cut_tail, look_ahead
-from firstlight.data.shard_file import VERSION, TokenArray
-from firstlight.data.shards import (
-    MANIFEST_FORMAT,
-    MANIFEST_NAME,
-    ShardWriter,
-    read_manifest,
-    token_dtype,
-)
+from firstlight.data.shard_file import TokenArray
+from firstlight.data.shards import read_manifest
 from firstlight.data.sources import (
     REASONS,
     TEXT_SUFFIXES,
     Document,
     Rejected,
-    by_ending,
     find_sources,
     read_documents,
     unread_files,
 )
-from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError
-from firstlight.files import new_folder, remove_file, require_free, write_file, write_json
+from firstlight.files import new_folder, require_free
 from firstlight.tokenizer import Tokenizer
-
-REJECTED_NAME = "rejected.jsonl"
-UNREAD_NAME = "unread.txt"
 
 Engine = Literal["local", "ray"]
 
@@ -126,19 +114,10 @@ def prepare(
         )
         task = bar.add_task("tokenizing", total=total if plain else None, done="")
         entries = stack.enter_context(closing(read_documents(sources, text_key)))
-        manifest = _Preparation(tokenizer, folder, val_fraction, shard_tokens, bar, task).run(
-            entries, encode
-        )
-        write_unread(folder, manifest, unread_files(inputs))
-        write_tokenizer_and_manifest(folder, tokenizer, manifest)
-    return manifest
-
-
-def write_unread(folder: Path, manifest: dict[str, Any], files: Sequence[Path]) -> None:
-    """Count files that were not read in the manifest, and list them in a file, one a line."""
-    manifest["unread_files"] = by_ending(files)
-    if files:
-        write_file(folder / UNREAD_NAME, "".join(f"{file}\n" for file in files))
+        writer = CorpusWriter(folder, tokenizer, shard_tokens)
+        preparation = _Preparation(writer, val_fraction, bar, task)
+        preparation.run(entries, encode)
+        return preparation.manifest(unread_files(inputs))
 
 
 def _require_known_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
@@ -148,19 +127,6 @@ def _require_known_engine(engine: str, workers: int | None, ray_address: str | N
         raise ConfigError("workers are processes of the local engine: leave them out with ray")
     if engine != "ray" and ray_address is not None:
         raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
-
-
-def write_tokenizer_and_manifest(
-    folder: Path, tokenizer: Tokenizer, manifest: dict[str, Any]
-) -> None:
-    """Complete a prepared folder.
-
-    Raises:
-        StorageError: the disk refuses.
-    """
-    for name, content in tokenizer.files().items():
-        write_file(folder / name, content)
-    write_json(folder / MANIFEST_NAME, manifest)
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:
@@ -188,44 +154,29 @@ def _usable_cpus() -> Sequence[int]:
 
 
 class _Preparation:
-    """The state of one run of `prepare`: counters, writers, the document being put together."""
+    """The state of one run of `prepare`: the split by bytes, the document being put together."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        folder: Path,
-        val_fraction: float,
-        shard_tokens: int,
-        bar: Progress,
-        task: TaskID,
+        self, writer: CorpusWriter, val_fraction: float, bar: Progress, task: TaskID
     ) -> None:
-        self.tokenizer, self.folder, self.fraction = tokenizer, folder, Fraction(str(val_fraction))
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.shard_tokens, self.bar, self.task = shard_tokens, bar, task
-        self.rejected: Counter[str] = Counter()
-        self.first_rejected: Rejected | None = None
+        self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
+        self.fraction = Fraction(str(val_fraction))
+        self.bar, self.task = bar, task
         self.written = 0
-        self.documents: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self.text_bytes: Counter[str] = Counter()
         self.split_by = "none"
         self.gzip_bytes = 0
 
-    def run(self, entries: Iterable[Document | Rejected], encode: Encode) -> dict[str, Any]:
-        """Write everything; return the manifest."""
+    def run(self, entries: Iterable[Document | Rejected], encode: Encode) -> None:
+        """Write everything.
+
+        Raises:
+            InputError: there is no text.
+        """
         # The same container as gzip -9 writes, to compare a model's bits per byte with.
         compressor = zlib.compressobj(9, wbits=31)
-        with ExitStack() as stack:
-            rejected_file = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
-            writers = {
-                split: stack.enter_context(
-                    ShardWriter(self.folder, split, self.dtype, self.shard_tokens)
-                )
-                for split in ("train", "val")
-            }
-            accepted = self._accepted(entries, rejected_file)
+        with self.writer.open(), ExitStack() as stack:
             # Closed on the way out of an error: what works elsewhere ends before the folder goes.
-            encoded = stack.enter_context(closing(encode(self._pieces(accepted))))
+            encoded = stack.enter_context(closing(encode(self._pieces(self._accepted(entries)))))
             parts: list[TokenArray] = []
             for piece, tokens in encoded:
                 parts.append(tokens)
@@ -233,34 +184,24 @@ class _Preparation:
                 if piece.split == "val":
                     self.gzip_bytes += len(compressor.compress(piece.text.encode("utf-8")))
                 if piece.last:
-                    document = self._with_separators(parts)
-                    writers[piece.split].write(document)
-                    self.tokens[piece.split] += len(document)
-                    self.documents[piece.split] += 1
+                    self.writer.write(piece.split, self._with_separators(parts))
                     parts = []
         self.gzip_bytes += len(compressor.flush())
         if not self.written:
             raise InputError(self._nothing_written())
-        if not self.rejected:
-            remove_file(self.folder / REJECTED_NAME)
-        return self._manifest(writers)
 
-    def _accepted(
-        self, entries: Iterable[Document | Rejected], log: OutputFile
-    ) -> Iterator[Document]:
+    def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
+        """Complete the folder; return its manifest."""
+        return self.writer.finish(
+            self.written, self.fraction, self.split_by, unread, gzip_bytes=self.gzip_bytes
+        )
+
+    def _accepted(self, entries: Iterable[Document | Rejected]) -> Iterator[Document]:
         for entry in entries:
             if isinstance(entry, Document):
                 yield entry
-                continue
-            self.rejected[entry.reason] += 1
-            self.first_rejected = self.first_rejected or entry
-            record = {
-                "file": entry.origin,
-                "line": entry.line,
-                "reason": entry.reason,
-                "detail": entry.detail,
-            }
-            log.write((json.dumps(record, ensure_ascii=True) + "\n").encode())
+            else:
+                self.writer.reject(entry.origin, entry.line, entry.reason, entry.detail)
 
     def _pieces(self, documents: Iterator[Document]) -> Iterator[Piece]:
         """Assign each document to a split and cut long ones into pieces."""
@@ -289,8 +230,10 @@ class _Preparation:
 
     def _count(self, piece: Piece) -> None:
         size = len(piece.text.encode("utf-8"))
-        self.text_bytes[piece.split] += size
-        done = f"{self.written:,} documents, {self.text_bytes.total() / 1e6:,.0f} MB"
+        counts = self.writer.counts
+        counts[piece.split]["text_bytes"] += size
+        total = sum(count["text_bytes"] for count in counts.values())
+        done = f"{self.written:,} documents, {total / 1e6:,.0f} MB"
         self.bar.update(self.task, advance=size, done=done)
 
     def _with_separators(self, parts: list[TokenArray]) -> TokenArray:
@@ -301,42 +244,12 @@ class _Preparation:
         )
 
     def _nothing_written(self) -> str:
-        if self.first_rejected is None:
+        rejected = self.writer.rejected
+        if not rejected:
             return "the corpus is empty: the inputs hold no documents"
-        reasons = ", ".join(f"{n} {REASONS[reason]}" for reason, n in self.rejected.items())
-        first = self.first_rejected
-        advice = "; name the field with --text-key" if "no_text" in self.rejected else ""
+        reasons = ", ".join(f"{n} {REASONS[reason]}" for reason, n in rejected.items())
+        advice = "; name the field with --text-key" if "no_text" in rejected else ""
         return (
-            f"the corpus is empty: all {self.rejected.total()} documents were rejected "
-            f"({reasons}); first: {first.origin}:{first.line}: {first.detail}{advice}"
+            f"the corpus is empty: all {rejected.total()} documents were rejected "
+            f"({reasons}); first: {self.writer.first_rejected}{advice}"
         )
-
-    def _manifest(self, writers: dict[str, ShardWriter]) -> dict[str, Any]:
-        splits: dict[str, Any] = {}
-        for split, writer in writers.items():
-            if writer.shards:
-                splits[split] = {
-                    "documents": self.documents[split],
-                    "tokens": self.tokens[split],
-                    "text_bytes": self.text_bytes[split],
-                    "shards": writer.shards,
-                }
-        if "val" in splits:
-            splits["val"]["gzip_bytes"] = self.gzip_bytes
-        return {
-            "format": MANIFEST_FORMAT,
-            "version": VERSION,
-            "dtype": "uint16" if self.dtype.itemsize == 2 else "uint32",
-            "vocab_size": self.tokenizer.vocab_size,
-            "tokenizer_sha256": self.tokenizer.fingerprint,
-            "bos_token_id": self.tokenizer.bos_token_id,
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "documents": {
-                "read": self.written + self.rejected.total(),
-                "written": self.written,
-                "rejected": dict(sorted(self.rejected.items())),
-            },
-            "val_fraction": float(self.fraction),
-            "split_by": self.split_by,
-            "splits": splits,
-        }

@@ -1,4 +1,5 @@
-"""One shard file (`shards` describes the format), read so that a change under a run is noticed.
+"""One shard file (`shards` describes the format): written, and read so that a change under a run is
+noticed.
 
 A file that is mapped into memory and then cut short ends the process with SIGBUS, and one that is
 overwritten gives other bytes in silence. This file is read by `pread` in blocks instead, and each
@@ -15,12 +16,17 @@ import resource
 import struct
 import weakref
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from firstlight.disk import OutputFile
 from firstlight.errors import DataError, describe_os_error
+from firstlight.files import sha256_of
 
 MAGIC = b"FLTOKENS"
 VERSION = 1
@@ -224,3 +230,88 @@ class Shard:
                 "prepare the corpus again"
             )
         self._held_offsets = np.concatenate(held)
+
+
+class ShardWriter:
+    """Writes the documents of one split into consecutive shards.
+
+    Args:
+        folder: where the shards go; a temporary folder until the whole corpus is written.
+        split: "train" or "val".
+        dtype: from `shards.token_dtype`.
+        shard_tokens: a shard is closed once it holds at least this many tokens.
+        labelled: each document comes with which of its tokens are learned; what is said of a
+            shard is held in memory until it is closed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int = 100_000_000,
+        *,
+        labelled: bool = False,
+    ) -> None:
+        self.shards: list[dict[str, Any]] = []
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._shard_tokens = shard_tokens
+        self._learned: bytearray | None = bytearray() if labelled else None
+        self._file: OutputFile | None = None
+        self._stack = ExitStack()
+        self._offsets: list[int] = [0]
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._close_shard()
+        else:
+            self._stack.__exit__(kind, error, traceback)
+
+    def write(self, tokens: TokenArray, learned: npt.NDArray[np.bool_] | None = None) -> None:
+        """Append one document's tokens, and which of them are learned where that is told."""
+        assert tokens.dtype == self._dtype
+        assert (learned is None) is (self._learned is None)
+        if learned is not None and self._learned is not None:
+            assert len(learned) == len(tokens)
+            self._learned += learned.tobytes()
+        if self._file is None:
+            name = f"{self._split}-{len(self.shards):05d}.bin"
+            self._file = self._stack.enter_context(OutputFile(self._folder / name))
+            self._file.write(bytes(HEADER.size))
+        self._file.write(tokens.tobytes())
+        self._offsets.append(self._offsets[-1] + len(tokens))
+        if self._offsets[-1] >= self._shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        file, tokens, documents = self._file, self._offsets[-1], len(self._offsets) - 1
+        with self._stack:
+            file.write(bytes(-file.size % 8))
+            file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
+            version = VERSION
+            if self._learned is not None:
+                file.write(bytes(self._learned))
+                version, self._learned = LABELLED_VERSION, bytearray()
+            file.write_over_start(
+                HEADER.pack(MAGIC, version, self._dtype.itemsize, tokens, documents)
+            )
+        self.shards.append(
+            {
+                "file": file.path.name,
+                "tokens": tokens,
+                "documents": documents,
+                "bytes": file.size,
+                "sha256": sha256_of(file.path),
+            }
+        )
+        self._file, self._offsets = None, [0]

@@ -34,30 +34,29 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.shard_file import (
-    HEADER,
-    LABELLED_VERSION,
-    MAGIC,
-    VERSION,
-    Shard,
-    TokenArray,
-)
-from firstlight.disk import OutputFile
+from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
+from firstlight.data.shard_file import LABELLED_VERSION, VERSION, Shard
 from firstlight.errors import DataError, InputError
-from firstlight.files import read_json, sha256_of
+from firstlight.files import read_json
+
+#: What a prepared folder holds, by the names of `data.kind`, or a mix of several.
+Kind = Literal["text", "chat", "preference", "mix"]
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
+#: Records that were not taken, one JSON object a line.
+REJECTED_NAME = "rejected.jsonl"
+#: Files of folders that were not read, one a line.
+UNREAD_NAME = "unread.txt"
 
 _FIELDS = {"vocab_size": int, "tokenizer_sha256": str, "splits": dict}
 _SPLIT_FIELDS = {"documents": int, "tokens": int, "text_bytes": int, "shards": list}
@@ -73,89 +72,19 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-class ShardWriter:
-    """Writes the documents of one split into consecutive shards.
+@dataclass(frozen=True)
+class CorpusPart:
+    """One corpus of a mix, or one that is alone.
 
-    Args:
-        folder: where the shards go; a temporary folder until the whole corpus is written.
-        split: "train" or "val".
-        dtype: from `token_dtype`.
-        shard_tokens: a shard is closed once it holds at least this many tokens.
-        labelled: each document comes with which of its tokens are learned; what is said of a
-            shard is held in memory until it is closed.
+    Attributes:
+        name: of its metrics; "" of one that is alone.
+        dataset: the split.
+        weight: rows in a period of the mix: see `mixing.whole_weights`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        dtype: np.dtype[Any],
-        shard_tokens: int = 100_000_000,
-        *,
-        labelled: bool = False,
-    ) -> None:
-        self.shards: list[dict[str, Any]] = []
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._shard_tokens = shard_tokens
-        self._learned: bytearray | None = bytearray() if labelled else None
-        self._file: OutputFile | None = None
-        self._stack = ExitStack()
-        self._offsets: list[int] = [0]
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._close_shard()
-        else:
-            self._stack.__exit__(kind, error, traceback)
-
-    def write(self, tokens: TokenArray, learned: npt.NDArray[np.bool_] | None = None) -> None:
-        """Append one document's tokens, and which of them are learned where that is told."""
-        assert tokens.dtype == self._dtype
-        assert (learned is None) is (self._learned is None)
-        if learned is not None and self._learned is not None:
-            assert len(learned) == len(tokens)
-            self._learned += learned.tobytes()
-        if self._file is None:
-            name = f"{self._split}-{len(self.shards):05d}.bin"
-            self._file = self._stack.enter_context(OutputFile(self._folder / name))
-            self._file.write(bytes(HEADER.size))
-        self._file.write(tokens.tobytes())
-        self._offsets.append(self._offsets[-1] + len(tokens))
-        if self._offsets[-1] >= self._shard_tokens:
-            self._close_shard()
-
-    def _close_shard(self) -> None:
-        if self._file is None:
-            return
-        file, tokens, documents = self._file, self._offsets[-1], len(self._offsets) - 1
-        with self._stack:
-            file.write(bytes(-file.size % 8))
-            file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
-            version = VERSION
-            if self._learned is not None:
-                file.write(bytes(self._learned))
-                version, self._learned = LABELLED_VERSION, bytearray()
-            file.write_over_start(
-                HEADER.pack(MAGIC, version, self._dtype.itemsize, tokens, documents)
-            )
-        self.shards.append(
-            {
-                "file": file.path.name,
-                "tokens": tokens,
-                "documents": documents,
-                "bytes": file.size,
-                "sha256": sha256_of(file.path),
-            }
-        )
-        self._file, self._offsets = None, [0]
+    name: str
+    dataset: TokenDataset
+    weight: int
 
 
 class TokenDataset:
@@ -172,10 +101,16 @@ class TokenDataset:
     Raises:
         DataError: the folder is no prepared corpus, lacks the split, or is damaged; or it holds
             conversations, which are read by `examples.ExampleDataset`.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of the split's text.
+        gzip_bytes: bytes of the text after gzip -9; None where not recorded.
     """
 
     #: Of the folders that are read.
     version = VERSION
+    kind: Kind = "text"
+    has_examples = False
 
     def __init__(self, folder: str | Path, split: str, *, verify: bool = True) -> None:
         self.folder, self.split = Path(folder).expanduser(), split
@@ -288,6 +223,100 @@ class TokenDataset:
     def eos_separates(self) -> bool:
         """Whether the stream is text, eos, text, eos, ... without bos, as GPT-2's."""
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
+
+    @property
+    def parts(self) -> tuple[CorpusPart, ...]:
+        return (CorpusPart("", self, 1),)
+
+    @property
+    def gzip_bits_per_byte(self) -> float | None:
+        return 8 * self.gzip_bytes / self.text_bytes if self.gzip_bytes else None
+
+    # The methods of `corpus.Corpus`
+
+    def num_rows(self, seq_len: int) -> int:
+        return num_rows(self.num_tokens, seq_len)
+
+    def require_row(self, seq_len: int) -> None:
+        if self.num_tokens < seq_len + 1:
+            raise DataError(
+                f"the '{self.split}' split of {self.folder} has {self.num_tokens} tokens, "
+                f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "
+                "lower data.seq_len or prepare more text"
+            )
+
+    def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
+        rows = self.num_rows(seq_len)
+        epoch, place = divmod(position, rows)
+        return self, shuffled_index(place, rows, seed, epoch)
+
+    def fill_row(
+        self,
+        row: int,
+        input_ids: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int64],
+        document_ids: npt.NDArray[np.int32] | None,
+    ) -> None:
+        """Write a row.
+
+        Args:
+            row: its number.
+            input_ids: of the row [T]; places that are left over stay as they are.
+            labels: likewise; those that are not learned stay as they are.
+            document_ids: likewise; all are written. None without document masking.
+        """
+        span = row_span(row, len(input_ids))
+        tokens = self[span]
+        length = len(tokens) - 1
+        input_ids[:length] = tokens[:-1]
+        learned = np.ones(length, dtype=bool)
+        if document_ids is not None:
+            numbers, left_out = separate_documents(
+                self.document_starts(span), length, eos_opens=self.eos_separates
+            )
+            document_ids[:length] = numbers
+            document_ids[length:] = numbers[-1] + 1
+            learned[left_out] = False
+        labels[:length][learned] = tokens[1:][learned]
+
+    def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
+        """`loader.Batch.references` of the rows: of preference pairs alone."""
+        return None
+
+    def predicts_first(self, first_id: int | None) -> bool:
+        """Whether the very first token is predicted, from `first_id`: a leading bos stands for no
+        text, and there is nothing to predict it from. An example's first one is not learned."""
+        return first_id is not None and int(self[0:1][0]) != first_id
+
+    def num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
+        """The number of tokens that are predicted in an epoch.
+
+        Args:
+            first_id: the id that the very first token is predicted from, if it is.
+        """
+        if document_masking and self.documents_begin_with_bos:
+            return self.num_tokens - self.num_documents
+        return self.num_tokens - (not self.predicts_first(first_id))
+
+    def learned_share(self, seq_len: int) -> float:
+        return 1.0
+
+    # What a run says and records of text: nothing
+
+    def describe(self, seq_len: int) -> Iterator[str]:
+        return iter(())
+
+    def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
+        return iter(())
+
+    def records(self, seq_len: int) -> list[dict[str, Any]]:
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
+        return {}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint import resolve_model_folder, trained_on
-from firstlight.data.examples import ExampleDataset, PreferenceDataset, open_split, rows_in
+from firstlight.data.examples import open_split
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.data.shards import TokenDataset
@@ -117,20 +117,12 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    if rows and rows[0] == 0 and _predicts_first(dataset, first_id):
+    if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)
         more = float(loss_sum(input_ids, labels))
         losses[0] = RowLoss(0, losses[0].loss + more, losses[0].tokens + 1)
     return losses
-
-
-def _predicts_first(dataset: TokenDataset, first_id: int | None) -> bool:
-    """Whether the split's very first token is predicted: a leading bos stands for no text, and
-    there is nothing to predict it from. An example's first one is not learned."""
-    if isinstance(dataset, ExampleDataset):
-        return False
-    return first_id is not None and int(dataset[0:1][0]) != first_id
 
 
 def evaluate_split(
@@ -177,7 +169,7 @@ def evaluate_split(
     Raises:
         DataError: no token is predicted: with document masking, documents of one token.
     """
-    total = rows_in(dataset, seq_len)
+    total = dataset.num_rows(seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
     own, extra = _own_batches(chosen, batch_size, rank, processes)
     losses = losses_of_rows(
@@ -203,14 +195,13 @@ def evaluate_split(
             "its documents are of one token each; evaluate without document masking"
         )
     has_error = drawn and 2 <= len(chosen) < total
-    gzip = dataset.gzip_bytes
     return Evaluation(
         **_figures(
             mean_loss(losses),
             standard_error(losses, total) if has_error else None,
             bits_a_nat(dataset, document_masking=document_masking, first_id=first_id),
         ),
-        gzip_bits_per_byte=8 * gzip / dataset.text_bytes if gzip else None,
+        gzip_bits_per_byte=dataset.gzip_bits_per_byte,
         tokens=sum(row.tokens for row in losses),
         rows=len(chosen),
         total_rows=total,
@@ -244,12 +235,8 @@ def bits_a_nat(
     dataset: TokenDataset, *, document_masking: bool, first_id: int | None = None
 ) -> float:
     """Bits per byte of a split's text for each nat per token; see `evaluate_split`."""
-    if isinstance(dataset, ExampleDataset):
-        return dataset.num_learned / dataset.text_bytes / math.log(2)
-    predictable = dataset.num_tokens - (not _predicts_first(dataset, first_id))
-    if document_masking and dataset.documents_begin_with_bos:
-        predictable = dataset.num_tokens - dataset.num_documents
-    return predictable / dataset.text_bytes / math.log(2)
+    predicted = dataset.num_predicted(document_masking=document_masking, first_id=first_id)
+    return predicted / dataset.text_bytes / math.log(2)
 
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
@@ -333,7 +320,7 @@ def evaluate(
     dataset = open_split(
         evaluated_folder(loaded, data, split), split, long=training_data.get("long") or "cut"
     )
-    if isinstance(dataset, PreferenceDataset):
+    if dataset.kind == "preference":
         raise DataError(
             f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
             "or conversations with --data"
@@ -342,13 +329,12 @@ def evaluate(
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
         document_masking = bool(training_data.get("document_masking"))
-    if isinstance(dataset, ExampleDataset):
-        document_masking = True
+    document_masking = document_masking or dataset.has_examples
     if seq_len > limit:
         raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
     require_same_tokenizer(loaded, dataset)
     assert loaded.tokenizer is not None
-    total = rows_in(dataset, seq_len)
+    total = dataset.num_rows(seq_len)
     result = evaluate_split(
         row_losses(loaded.model),
         dataset,

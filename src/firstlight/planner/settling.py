@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint import resolve_model_folder
-from firstlight.data.examples import open_split, rows_in
+from firstlight.data.examples import open_split
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency import can_compile
 from firstlight.efficiency.attention import takes_blockwise
@@ -190,6 +190,6 @@ def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
         splits = [
             open_split(folder, "train", verify=False, long=recipe.data.long) for folder in folders
         ]
-        return sum(rows_in(split, seq_len) for split in splits)
+        return sum(split.num_rows(seq_len) for split in splits)
     except FirstlightError:
         return None

@@ -3,33 +3,24 @@ conversations."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from firstlight.data.chat import ChatOptions
 from firstlight.data.chat_cache import cached_chat
-from firstlight.data.conversations import REASONS
-from firstlight.data.examples import ExampleDataset, PreferenceDataset, open_split
-from firstlight.data.mixing import (
-    Corpus,
-    MixedDataset,
-    datasets_in,
-    rows_per_epoch,
-    whole_weights,
-)
-from firstlight.data.prepare import REJECTED_NAME
+from firstlight.data.corpus import Corpus
+from firstlight.data.examples import open_split
+from firstlight.data.mixing import MixedDataset, whole_weights
 from firstlight.data.remote import is_url, local_folder
-from firstlight.data.shards import TokenDataset
+from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
-from firstlight.evaluation.mixed import mixed_evaluation
 from firstlight.evaluation.perplexity import Evaluation, bits_a_nat
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.config import DataConfig
 from firstlight.training.program import TrainingProgram
 from firstlight.training.validation import split_loss
-
-Dataset = TokenDataset | MixedDataset
 
 
 def open_splits(
@@ -38,7 +29,7 @@ def open_splits(
     *,
     tokenizer: Callable[[], Path] | None = None,
     progress: bool = False,
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[Corpus, Corpus | None]:
     """(training split, validation split) of a recipe's `data` section; without any validation
     split, None.
 
@@ -67,7 +58,7 @@ def open_splits(
     train = [open_split(folder, "train", verify=data.verify, long=data.long) for folder in folders]
     if data.kind is not None:
         _require_kind(data.kind, train)
-    elif data.mix is not None and any(isinstance(one, PreferenceDataset) for one in train):
+    elif data.mix is not None and any(one.kind == "preference" for one in train):
         raise DataError("preference pairs can't be mixed: name their folder as data.dir")
     held_out = [
         open_split(one.folder, "val", verify=data.verify, long=data.long)
@@ -84,9 +75,9 @@ def open_splits(
     if data.mix is None:
         return train[0], held_out[0]
     parts = whole_weights([entry.weight for entry in data.mix])
-    mixed = [Corpus(*corpus) for corpus in zip(names, train, parts, strict=True)]
+    mixed = [CorpusPart(*part) for part in zip(names, train, parts, strict=True)]
     evaluated = [
-        Corpus(name, split, part)
+        CorpusPart(name, split, part)
         for name, split, part in zip(names, held_out, parts, strict=True)
         if split is not None
     ]
@@ -129,92 +120,13 @@ def _prepared(
     )
 
 
-def _require_kind(kind: str, datasets: Sequence[TokenDataset]) -> None:
-    for one in datasets:
-        found = "text"
-        if isinstance(one, ExampleDataset):
-            found = "preference" if isinstance(one, PreferenceDataset) else "chat"
-        if found != kind:
-            advice = f"set data.kind {found}, or leave it out"
-            if found == "text":
+def _require_kind(kind: str, splits: Sequence[TokenDataset]) -> None:
+    for one in splits:
+        if one.kind != kind:
+            advice = f"set data.kind {one.kind}, or leave it out"
+            if one.kind == "text":
                 advice = f"prepare it with --kind {kind}, or name conversations as data.files"
-            raise DataError(f"data.kind is {kind}, and {one.folder} holds {found}: {advice}")
-
-
-def has_examples(dataset: Dataset) -> bool:
-    """Whether there are conversations in it."""
-    return any(isinstance(one, ExampleDataset) for one in datasets_in(dataset))
-
-
-def describe_examples(dataset: Dataset, validation: Dataset | None, seq_len: int) -> Iterator[str]:
-    """What a run sees of conversations, and what of them it does not, for people."""
-    for split in (dataset, validation):
-        for one in datasets_in(split) if split is not None else ():
-            if isinstance(one, ExampleDataset):
-                yield from _describe_examples(one, seq_len)
-
-
-def _describe_examples(dataset: ExampleDataset, seq_len: int) -> Iterator[str]:
-    packing, name = dataset.packing(seq_len), f"data: {dataset.split}"
-    what = "preference pairs" if isinstance(dataset, PreferenceDataset) else "conversations"
-    yield (
-        f"{name}: {len(packing.examples):,} {what} in {len(packing):,} rows of {seq_len}, "
-        f"{packing.filled:.1%} filled; {packing.num_learned:,} tokens to learn"
-    )
-    total = dataset.num_documents // dataset.together
-    if packing.dropped:
-        yield f"{name}: {packing.dropped:,} of {total:,} {what} are too long and left out"
-    if packing.cut:
-        yield f"{name}: {packing.cut:,} of {total:,} {what} are too long and cut"
-    if dataset.split != "train":
-        return
-    documents, chat = dataset.manifest["documents"], dataset.manifest["chat"]
-    for reason, count in documents["rejected"].items():
-        yield (
-            f"{name}: {count:,} of {documents['read']:,} records left out: {REASONS[reason]}; "
-            f"listed in {dataset.folder / REJECTED_NAME}"
-        )
-    if chat["torn_answers"]:
-        yield (
-            f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
-            "prompt; that token is not learned"
-        )
-    if chat.get("warning"):
-        yield f"warning: {chat['warning']}"
-
-
-def learned_share(dataset: Dataset, seq_len: int) -> float:
-    """Of the tokens of a run's sequences, the share that is learned: of text all, of conversations
-    what the assistant says beside prompts and padding."""
-    if isinstance(dataset, MixedDataset):
-        return sum(
-            corpus.part / dataset.turns.period * learned_share(corpus.dataset, seq_len)
-            for corpus in dataset.corpora
-        )
-    if not isinstance(dataset, ExampleDataset):
-        return 1.0
-    packing = dataset.packing(seq_len)
-    return packing.num_learned / (len(packing) * seq_len)
-
-
-def record_of_examples(
-    dataset: Dataset, validation: Dataset | None, seq_len: int
-) -> list[dict[str, Any]]:
-    """What a run's record has of its conversations: see `Packing.record`."""
-    return [
-        {
-            "dir": str(one.folder),
-            "split": one.split,
-            "long": one.long,
-            **one.packing(seq_len).record(),
-            **({"records": one.manifest["documents"]} if one.split == "train" else {}),
-            **one.manifest["chat"],
-        }
-        for split in (dataset, validation)
-        if split is not None
-        for one in datasets_in(split)
-        if isinstance(one, ExampleDataset)
-    ]
+            raise DataError(f"data.kind is {kind}, and {one.folder} holds {one.kind}: {advice}")
 
 
 def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -225,38 +137,23 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "", data.dir
 
 
-def origin(data: DataConfig, dataset: Dataset) -> dict[str, Any]:
+def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
     """What a run's data identity has beside `state.data_identity`: of a mix the weights and the
     folders, of a URL the URL, of conversations what happens to long ones, of preference pairs the
     model that they refer to."""
-    long: dict[str, Any] = {"long": data.long} if has_examples(dataset) else {}
-    if isinstance(dataset, PreferenceDataset):
-        long["reference"] = dataset.reference_model
-    if isinstance(dataset, MixedDataset):
+    if data.mix is not None:
         corpora = {
             name: location if is_url(location) else str(Path(location).expanduser().resolve())
             for name, location in _locations(data)
         }
-        return {"dir": None, "mix": dataset.ratio, "corpora": corpora, **long}
+        return {"dir": None, "corpora": corpora, **dataset.identity()}
     url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
-    return url | long
-
-
-def describe_mix(dataset: MixedDataset, seq_len: int, rows: int) -> str:
-    """What `rows` rows of a mix are, for people."""
-    counts, epochs = dataset.rows_by_corpus(rows), dataset.epochs_by_corpus(rows, seq_len)
-    shares = ", ".join(
-        f"{corpus.name} {corpus.part / dataset.turns.period:.1%} ({counts[corpus.name]:,} rows, "
-        f"{epochs[corpus.name]:.3g} of its epochs)"
-        for corpus in dataset.corpora
-    )
-    total = rows_per_epoch(dataset, seq_len)
-    return f"{rows:,} rows of a mix of {total:,}: {shares}"
+    return url | dataset.identity()
 
 
 def evaluate_dataset(
     program: TrainingProgram,
-    dataset: Dataset,
+    dataset: Corpus,
     seq_len: int,
     check: Callable[[], None],
     *,
@@ -274,17 +171,47 @@ def evaluate_dataset(
     Raises:
         DivergedError: a loss is not finite.
     """
-
-    def loss_of(one: TokenDataset) -> Evaluation:
-        return split_loss(program, one, seq_len, check, key=key, max_rows=max_rows)
-
-    if isinstance(dataset, TokenDataset):
-        return loss_of(dataset), {}
-    found = {corpus.name: loss_of(corpus.dataset) for corpus in dataset.corpora}
+    found = {
+        one.name: split_loss(program, one.dataset, seq_len, check, key=key, max_rows=max_rows)
+        for one in dataset.parts
+    }
+    if dataset.kind != "mix":
+        return found[""], {}
     masking = program.recipe.data.document_masking
     together = mixed_evaluation(
-        [corpus.part for corpus in dataset.corpora],
+        [one.weight for one in dataset.parts],
         list(found.values()),
-        [bits_a_nat(one, document_masking=masking) for one in dataset.datasets],
+        [bits_a_nat(one.dataset, document_masking=masking) for one in dataset.parts],
     )
     return together, found
+
+
+def mixed_evaluation(
+    parts: Sequence[int], found: Sequence[Evaluation], bits_a_nat: Sequence[float]
+) -> Evaluation:
+    """What evaluations of the corpora of a mix come to together.
+
+    The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
+    splits: what a token of the mix costs, as training draws it. Bits per byte are those of
+    such a token over the bytes of text that it stands for.
+
+    Args:
+        parts: the weight of each corpus.
+        found: its evaluation: all with the same split, seq_len and document_masking.
+        bits_a_nat: its `perplexity.bits_a_nat`.
+    """
+    total = sum(parts)
+    loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
+    bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss / bytes_a_bit,
+        gzip_bits_per_byte=None,
+        tokens=sum(one.tokens for one in found),
+        rows=sum(one.rows for one in found),
+        total_rows=sum(one.total_rows for one in found),
+        split=found[0].split,
+        seq_len=found[0].seq_len,
+        document_masking=found[0].document_masking,
+    )

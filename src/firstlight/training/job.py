@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from firstlight.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
+from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.data.mixing import MixedDataset, rows_per_epoch
 from firstlight.distributed import barrier
 from firstlight.errors import DataError, FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
@@ -29,13 +29,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.bystanders import PassiveSaver, SilentLogs
 from firstlight.training.config import Recipe
-from firstlight.training.datasets import (
-    Dataset,
-    describe_mix,
-    evaluate_dataset,
-    has_examples,
-    origin,
-)
+from firstlight.training.datasets import evaluate_dataset, origin
 from firstlight.training.guard import DivergedError, Guard
 from firstlight.training.logs import RunLogs
 from firstlight.training.micro_batches import fewer_rows, recut
@@ -81,8 +75,8 @@ class Job:
         self,
         program: TrainingProgram,
         tokenizer: Tokenizer,
-        dataset: Dataset,
-        validation: Dataset | None,
+        dataset: Corpus,
+        validation: Corpus | None,
         init_from: str | None,
         base: AdapterBase | None,
         tasks: Sequence[Task] = (),
@@ -101,7 +95,7 @@ class Job:
         self.schedule = resolve_schedule(
             recipe.schedule,
             recipe.optimizer.learning_rate,
-            rows_per_epoch(dataset, self.seq_len),
+            dataset.num_rows(self.seq_len),
             self.rows_a_step,
             self.seq_len,
         )
@@ -202,9 +196,8 @@ class Job:
 
     def tell_mix(self, tell: Callable[[str], None]) -> None:
         """Say what of each corpus of a mix the run sees from its first step to its last."""
-        if isinstance(self.dataset, MixedDataset):
-            rows = self.max_steps * self.rows_a_step
-            tell(f"data: {describe_mix(self.dataset, self.seq_len, rows)}")
+        for line in self.dataset.describe_run(self.max_steps * self.rows_a_step, self.seq_len):
+            tell(line)
 
     @property
     def recipe_now(self) -> Recipe:
@@ -304,8 +297,6 @@ class Job:
 
     def _epochs_by_corpus(self) -> dict[str, float]:
         """How often each corpus of a mix has been seen, as metrics."""
-        if not isinstance(self.dataset, MixedDataset):
-            return {}
         seen = self.dataset.epochs_by_corpus(self.state.rows_seen, self.seq_len)
         return {f"epoch/{name}": epochs for name, epochs in seen.items()}
 
@@ -400,9 +391,8 @@ class Job:
     def _validate(self, bar: TrainingProgress, check: Callable[[], None]) -> None:
         step, pending = self.state.step, self.state.pending
         assert pending is not None
-        answered = has_examples(self.dataset)
         for prompt, text in sample_texts(
-            self.program, self.tokenizer, self.run_folder, check, answered=answered
+            self.program, self.tokenizer, self.run_folder, check, answered=self.dataset.has_examples
         ):
             self._samples.append({"step": step, "prompt": prompt, "text": text})
             bar.message(f"step {step}: {prompt!r} -> {text!r}")
@@ -426,7 +416,7 @@ class Job:
             )
 
     def _loss_on(
-        self, dataset: Dataset, key: str, max_rows: int, check: Callable[[], None]
+        self, dataset: Corpus, key: str, max_rows: int, check: Callable[[], None]
     ) -> tuple[Evaluation, dict[str, Evaluation]]:
         return evaluate_dataset(
             self.program, dataset, self.seq_len, check, key=key, max_rows=max_rows

@@ -17,7 +17,6 @@ from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.table import compiles_update
 from firstlight.training.config import Recipe, load_recipe, parse_recipe
-from firstlight.training.datasets import learned_share
 from firstlight.training.deepspeed_recipe import with_deepspeed_file
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
@@ -195,7 +194,7 @@ def _predict(
 ) -> None:
     """Ask what the run is expected to take, and who to ask when memory runs out."""
     recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
-    comparison.learned_share = learned_share(job.dataset, job.seq_len)
+    comparison.learned_share = job.dataset.learned_share(job.seq_len)
     comparison.seq_len = job.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
     comparison.predict_process(job.held_bytes, compiles=_loads_compiler(recipe))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from firstlight.checkpoint import load_trainer_state, resolve_model_folder
+from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset
 from firstlight.data.loader import rows_to_batch
 from firstlight.data.remote import cache_folder, held
@@ -31,7 +32,6 @@ from firstlight.huggingface import base_identity, load_model
 from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.training.config import Recipe
-from firstlight.training.datasets import Dataset
 from firstlight.training.preference import PreferenceConfig, answer_log_probs
 
 #: Raise it when the same key is to stand for something else.
@@ -39,7 +39,7 @@ _VERSION = 1
 _MAX_BYTES = 1 << 32
 
 
-def for_pairs(recipe: Recipe, dataset: Dataset, start: str | Path | None) -> Recipe:
+def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Recipe:
     """The recipe with what follows from data of preference pairs, or from other data.
 
     Args:
@@ -48,7 +48,7 @@ def for_pairs(recipe: Recipe, dataset: Dataset, start: str | Path | None) -> Rec
     Raises:
         ConfigError: it has a `preference` section for other data, or starts from nothing.
     """
-    if not isinstance(dataset, PreferenceDataset):
+    if dataset.kind != "preference":
         if recipe.preference is not None:
             raise ConfigError(
                 "the preference section is for pairs of answers: set data.kind preference, or "
@@ -67,7 +67,7 @@ def for_pairs(recipe: Recipe, dataset: Dataset, start: str | Path | None) -> Rec
 
 def give_references(
     recipe: Recipe,
-    splits: Sequence[Dataset | None],
+    splits: Sequence[Corpus | None],
     model: Model,
     newest: Path | None,
     init_from: str | Path | None,

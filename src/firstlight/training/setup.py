@@ -27,7 +27,7 @@ from firstlight.checkpoint import (
     saved_vocab_multiple,
 )
 from firstlight.console import say
-from firstlight.data.loader import require_row
+from firstlight.data.corpus import Corpus
 from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from firstlight.hardware import Hardware
@@ -54,12 +54,7 @@ from firstlight.training.config import (
     load_recipe,
     parse_recipe,
 )
-from firstlight.training.datasets import (
-    Dataset,
-    describe_examples,
-    has_examples,
-    open_splits,
-)
+from firstlight.training.datasets import open_splits
 from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.processes import on_main
@@ -188,9 +183,10 @@ def _job(
         generator = torch.Generator().manual_seed(recipe.run.seed)
         model = engine.new_model(_new_config(recipe, tokenizer, engine), multiple, generator)
     recipe = _filled_in(recipe, model.config, dataset, validation)
-    for line in describe_examples(dataset, validation, _seq_len(recipe)):
-        tell(line)
-    _require_fitting_prompts(recipe, tokenizer, answered=has_examples(dataset))
+    for split in (dataset, validation):
+        for line in split.describe(_seq_len(recipe)) if split is not None else ():
+            tell(line)
+    _require_fitting_prompts(recipe, tokenizer, answered=dataset.has_examples)
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
@@ -421,13 +417,13 @@ def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     return [f"model.{name}" for name in found if name in given or name == "model_type"]
 
 
-def _masked(recipe: Recipe, dataset: Dataset) -> Recipe:
+def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
     """The recipe with document masking where there are conversations.
 
     Raises:
         ConfigError: it says otherwise.
     """
-    if not has_examples(dataset) or recipe.data.document_masking:
+    if not dataset.has_examples or recipe.data.document_masking:
         return recipe
     if "document_masking" in recipe.data.model_fields_set:
         raise ConfigError(f"data.{NO_MASKING}")
@@ -440,7 +436,7 @@ def _seq_len(recipe: Recipe) -> int:
 
 
 def _filled_in(
-    recipe: Recipe, config: ModelConfig, dataset: Dataset, validation: Dataset | None
+    recipe: Recipe, config: ModelConfig, dataset: Corpus, validation: Corpus | None
 ) -> Recipe:
     """The recipe with the model that is trained and the row length worked out."""
     limit = config.max_position_embeddings
@@ -451,8 +447,8 @@ def _filled_in(
             "lower the one or raise the other"
         )
     for split in (dataset, validation):
-        if split is dataset or (split is not None and has_examples(split)):
-            require_row(split, seq_len)
+        if split is dataset or (split is not None and split.has_examples):
+            split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
     # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
     if rows != "auto" and 16 * rows * seq_len > memory:

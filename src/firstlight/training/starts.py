@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.data.mixing import rows_per_epoch
 from firstlight.files import write_file
 from firstlight.hardware import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.table import decay_counts
-from firstlight.training.datasets import record_of_examples
 from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME
 from firstlight.training.metrics import read_json_lines
@@ -36,8 +34,8 @@ def record_start(job: Job) -> None:
     path = Path(job.run_folder) / STARTS_NAME
     lines = read_json_lines(path) if job.saved_step > 0 else []
     held_out = job.validation
-    conversations = record_of_examples(job.dataset, held_out, job.seq_len)
-    gzip_bytes = held_out.gzip_bytes if held_out else None
+    splits = [split for split in (job.dataset, held_out) if split is not None]
+    conversations = [record for split in splits for record in split.records(job.seq_len)]
     lines.append(
         {
             "step": job.state.step,
@@ -48,9 +46,7 @@ def record_start(job: Job) -> None:
             "parameters": count_parameters(meta_model(job.model.config)).total,
             "weight_decay": decay_counts(_trained(job)),
             "tokenizer_sha256": job.tokenizer.fingerprint,
-            "gzip_bits_per_byte": (
-                8 * gzip_bytes / held_out.text_bytes if held_out and gzip_bytes else None
-            ),
+            "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
             **({"conversations": conversations} if conversations else {}),
             "machine": _machine(job.hardware),
         }
@@ -78,7 +74,7 @@ def _trained(job: Job) -> list[Tensor]:
 def describe_start(job: Job) -> Iterator[str]:
     """How long a run is, its learning rates, and what weight decay is for."""
     schedule, optimizer, rows = job.schedule, job.recipe.optimizer, job.rows_a_step
-    epochs = schedule.max_steps * rows / rows_per_epoch(job.dataset, job.seq_len)
+    epochs = schedule.max_steps * rows / job.dataset.num_rows(job.seq_len)
     peak = optimizer.learning_rate
     then = (
         "so long that the learning rate never falls: set schedule.warmup_steps lower"

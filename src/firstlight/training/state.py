@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint
-from firstlight.data.mixing import MixedDataset
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import Corpus
 from firstlight.distributed import gather_objects
 from firstlight.distributed.pieces import is_in_pieces, whole_parameters
 from firstlight.efficiency.engine import Engine
@@ -135,7 +134,7 @@ def _apart(tensors: Mapping[str, Tensor], own: Container[int]) -> dict[str, Tens
 
 
 def data_identity(
-    dataset: TokenDataset | MixedDataset,
+    dataset: Corpus,
     tokenizer: Tokenizer,
     seq_len: int,
     *,

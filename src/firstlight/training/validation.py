@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from firstlight.data.examples import rows_in
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
@@ -49,7 +48,6 @@ def split_loss(
         DivergedError: the loss is not finite.
     """
     recipe = program.recipe
-    rows = rows_in(dataset, seq_len)
     found = evaluate_split(
         program.evaluation_loss,
         dataset,
@@ -57,7 +55,7 @@ def split_loss(
         batch_size=recipe.batch.rows,
         device=program.hardware.device,
         document_masking=recipe.data.document_masking,
-        rows=evaluation_rows(rows, max_rows),
+        rows=evaluation_rows(dataset.num_rows(seq_len), max_rows),
         on_rows=lambda *_: check(),
         rank=program.engine.rank,
         processes=program.engine.size,
