@@ -410,7 +410,7 @@ import os, signal, sys
 import firstlight.data.prepare as prepare
 from firstlight.cli.main import main
 from firstlight.data import ray_engine
-from firstlight.data.sources import Document
+from firstlight.data.records import Document
 
 def documents(sources, text_key):
     for number in range(100):

@@ -41,7 +41,8 @@ LINE = json.dumps({"text": "stone and river " * 60}) + "\n"
 #: Prints the first documents of an input, and stops reading.
 FIRST = """
 import contextlib, itertools, json, sys
-from firstlight.data.sources import find_sources, read_documents
+from firstlight.data.records import read_documents
+from firstlight.data.sources import find_sources
 with contextlib.closing(read_documents(find_sources([sys.argv[1]]))) as documents:
     print(json.dumps([entry.text for entry in itertools.islice(documents, 3)]))
 """

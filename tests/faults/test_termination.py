@@ -14,7 +14,7 @@ _DRIVER = """
 import os, signal, sys
 import firstlight.data.prepare as prepare
 from firstlight.cli.main import main
-from firstlight.data.sources import Document
+from firstlight.data.records import Document
 
 def documents(sources, text_key):
     for number in range(10):

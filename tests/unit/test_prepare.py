@@ -30,9 +30,9 @@ from firstlight.data import encoding, pieces
 from firstlight.data import prepare as module
 from firstlight.data.corpus import CorpusWriter
 from firstlight.data.prepare import prepare
+from firstlight.data.records import Document, read_documents
 from firstlight.data.shard_file import Shard, ShardWriter
 from firstlight.data.shards import TokenDataset
-from firstlight.data.sources import Document, read_documents
 from firstlight.errors import (
     ConfigError,
     DataError,

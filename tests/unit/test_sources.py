@@ -18,17 +18,8 @@ from typing import Any
 
 import pytest
 
-from firstlight.data.sources import (
-    REASONS,
-    Document,
-    Rejected,
-    Source,
-    by_ending,
-    find_sources,
-    listed,
-    read_documents,
-    unread_files,
-)
+from firstlight.data.records import REASONS, Document, Rejected, read_documents
+from firstlight.data.sources import Source, by_ending, find_sources, listed, unread_files
 from firstlight.errors import InputError, MissingDependencyError
 
 pyarrow = pytest.importorskip("pyarrow")

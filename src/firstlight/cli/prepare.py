@@ -160,12 +160,12 @@ def _require_of_text(
 
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
-    from firstlight.data import conversations, sources
+    from firstlight.data import conversations, records, sources
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
     # Both tables have "empty", in different words.
-    reasons = sources.REASONS if chat is None else sources.REASONS | conversations.REASONS
+    reasons = records.REASONS if chat is None else records.REASONS | conversations.REASONS
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"
         if chat is not None:

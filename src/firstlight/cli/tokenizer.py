@@ -12,7 +12,7 @@ from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 
 if TYPE_CHECKING:
-    from firstlight.data.sources import Document, Rejected
+    from firstlight.data.records import Document, Rejected
     from firstlight.tokenizer import Tokenizer
 
 
@@ -35,7 +35,8 @@ def train_command(
     INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst], .csv, .tsv or .parquet,
     the word `stdlib`, or hf:NAME[:CONFIG].
     """
-    from firstlight.data.sources import find_sources, read_documents
+    from firstlight.data.records import read_documents
+    from firstlight.data.sources import find_sources
     from firstlight.files import new_folder, require_free
     from firstlight.tokenizer import train_tokenizer
 
@@ -63,7 +64,7 @@ def train_command(
 
 
 def _count_texts(entries: Iterable[Document | Rejected], counts: dict[str, int]) -> Iterator[str]:
-    from firstlight.data.sources import Document
+    from firstlight.data.records import Document
 
     for entry in entries:
         if isinstance(entry, Document):

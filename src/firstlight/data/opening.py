@@ -46,7 +46,7 @@ class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document
     """A file, or a part of it, that is not text in an encoding that is read.
 
     Attributes:
-        reason: one of `sources.REASONS`.
+        reason: a key of `records.REASONS`.
         line: where it begins, from 1 on.
     """
 

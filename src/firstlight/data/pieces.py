@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from firstlight.data.sources import Document
+from firstlight.data.records import Document
 
 #: Longer documents are encoded in parts of about this many characters.
 _PIECE_CHARACTERS = 1 << 18

@@ -23,17 +23,10 @@ from firstlight.data import ray_engine
 from firstlight.data.corpus import CorpusWriter
 from firstlight.data.encoding import Encode, encode_in_order
 from firstlight.data.pieces import Piece, cut_long, cut_tail, look_ahead
+from firstlight.data.records import REASONS, Document, Rejected, read_documents
 from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import read_manifest
-from firstlight.data.sources import (
-    REASONS,
-    TEXT_SUFFIXES,
-    Document,
-    Rejected,
-    find_sources,
-    read_documents,
-    unread_files,
-)
+from firstlight.data.sources import TEXT_SUFFIXES, find_sources, unread_files
 from firstlight.errors import ConfigError, DataError, InputError
 from firstlight.files import new_folder, require_free
 from firstlight.tokenizer import Tokenizer

@@ -1,10 +1,18 @@
-"""Records of JSONL, JSON and Parquet files and of Hugging Face datasets, with where they stand."""
+"""Records of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets, with where they
+stand: `read_records` gives conversations and preference pairs, `read_documents` texts.
+
+A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet).
+Whatever can't be read as a document comes out as a `Rejected`, with the file, the line and the
+reason, so that documents in = documents out + rejected.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import zlib
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,21 +28,52 @@ from firstlight.data.opening import (
 )
 from firstlight.data.sources import (
     COMPRESSIONS,
+    LINES_SUFFIXES,
+    TABLE_FILE_SUFFIXES,
     Source,
-    dataset_rows,
     find_sources,
 )
+from firstlight.data.tables import read_rows
 from firstlight.errors import InputError, describe_os_error
 
 RECORD_SUFFIXES = (
     *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
     ".parquet",
 )
-_LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 
 #: A line that is longer is not read into memory; nor is a JSON file, which has to be as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
+_NOT_JSON = "not JSON: "
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, and where it came from (`line` is 1 for whole files)."""
+
+    text: str
+    origin: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """One document that was not read: `reason` is one of `REASONS`, `detail` is for people."""
+
+    origin: str
+    line: int
+    reason: str
+    detail: str
+
+
+REASONS = {
+    "bad_utf8": "not valid UTF-8",
+    "bad_utf16": "not valid UTF-16",
+    "broken_row": "not a valid row of a table",
+    "broken_json": "not a valid JSON line",
+    "no_text": "no text in the text field",
+    "empty": "nothing but white space",
+}
 
 
 @dataclass(frozen=True)
@@ -70,46 +109,117 @@ def find_records(inputs: Sequence[str | Path]) -> list[Source]:
     return find_sources(inputs, RECORD_SUFFIXES)
 
 
-def read_records(sources: Sequence[Source]) -> Generator[Record, None, None]:
-    """Every record of the sources, in order.
+def read_records(
+    sources: Sequence[Source], text_key: str | None = None
+) -> Generator[Record, None, None]:
+    """Every record of the sources, in order. Closing it closes the file that is being read.
+
+    Args:
+        text_key: the field that holds the text where only that is read, which may be as long as
+            it likes; then text files and tables are read too, and blank lines are bad records.
 
     Raises:
-        InputError: a file as a whole can't be read, or a JSON file is not a list.
+        InputError: a file as a whole can't be read (permissions, damaged compression), or a JSON
+            file is not a list.
         MissingDependencyError: a package for it is not installed.
     """
     for source in sources:
         if source.dataset is not None:
-            for number, row in enumerate(dataset_rows(source), start=1):
+            for number, row in enumerate(_dataset_rows(source), start=1):
                 yield Record(source.name, number, row, is_line=False)
             continue
         assert source.path is not None
-        name = source.path.name.lower()
+        path, name, ending = source.path, source.name, source.path.name.lower()
         try:
-            if name.endswith(".parquet"):
-                yield from _read_parquet(source.path, source.name)
+            if ending.endswith(".parquet"):
+                yield from _read_parquet(path, name, text_key)
                 continue
-            with open_compressed(source.path) as file:
-                reader = _read_lines if name.endswith(_LINES_SUFFIXES) else _read_list
-                yield from reader(file, source.path, source.name)
+            with open_compressed(path) as file:
+                if ending.endswith(LINES_SUFFIXES):
+                    yield from _read_lines(file, path, name, text_key)
+                elif text_key is None:
+                    yield from _read_list(file, path, name)
+                else:
+                    table = ending.endswith(TABLE_FILE_SUFFIXES)
+                    for line, found in (read_rows if table else _read_text)(file, path, text_key):
+                        error = found if isinstance(found, BadRecordError) else None
+                        yield Record(name, line, None if error else {text_key: found}, error)
         except OSError as error:
-            raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
+            raise InputError(f"{name} can't be read: {describe_os_error(error)}") from error
         except (EOFError, zlib.error) as error:
-            raise InputError(f"{source.name} is damaged: {error}") from error
+            raise InputError(f"{name} is damaged: {error}") from error
 
 
-def _read_lines(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
+def read_documents(
+    sources: Sequence[Source], text_key: str = "text"
+) -> Generator[Document | Rejected, None, None]:
+    """Every document of the sources, in order. Closing it closes the file that is being read.
+
+    Args:
+        text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
+
+    Raises:
+        InputError, MissingDependencyError: see `read_records`.
+    """
+    with closing(read_records(sources, text_key)) as records:
+        for record in records:
+            try:
+                if record.error is not None:
+                    raise record.error
+                yield Document(_text_of(record.value, text_key), record.origin, record.line)
+            except BadRecordError as bad:
+                detail = str(bad).removeprefix(_NOT_JSON)
+                yield Rejected(record.origin, record.line, bad.reason, detail)
+
+
+def _text_of(record: object, text_key: str) -> str:
+    """The text of a record.
+
+    Raises:
+        BadRecordError: there is none.
+    """
+    if not isinstance(record, dict):
+        raise BadRecordError("no_text", f"not an object with a '{text_key}' field")
+    if text_key not in record:
+        fields = ", ".join(map(str, list(record)[:8])) or "none"
+        raise BadRecordError("no_text", f"no field '{text_key}' (fields: {fields})")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise BadRecordError("no_text", f"the text is {type(text).__name__}, not a string")
+    if not text.strip():
+        raise BadRecordError("empty", REASONS["empty"])
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRecordError("bad_utf8", f"lone surrogate at character {error.start}") from None
+    return text
+
+
+def _read_text(
+    file: IO[bytes], path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
+    try:
+        yield 1, decoded(file.read(), path)
+    except EncodingProblem as problem:
+        yield problem.line, BadRecordError(problem.reason, str(problem))
+
+
+def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) -> Iterator[Record]:
+    most = _MAX_LINE_BYTES if text_key is None else -1
     number = 0
     try:
         stream = utf8_stream(file, path)
-        while line := stream.readline(_MAX_LINE_BYTES):
+        while line := stream.readline(most):
             number += 1
-            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                while (rest := stream.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+            if len(line) == most and not line.endswith(b"\n"):
+                while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
                     pass
-                problem = f"the line has more than {_MAX_LINE_BYTES:,} bytes"
+                problem = f"the line has more than {most:,} bytes"
                 yield Record(origin, number, None, BadRecordError("too_long", problem))
             elif line.strip():
                 yield _parsed(line, path, origin, number)
+            elif text_key is not None:
+                yield Record(origin, number, None, BadRecordError("empty", "blank line"))
     except EncodingProblem as bad:
         yield Record(origin, number + 1, None, BadRecordError(bad.reason, str(bad)))
 
@@ -121,7 +231,7 @@ def _parsed(line: bytes, path: Path, origin: str, number: int) -> Record:
         problem = bad_byte(line[error.start], path)
         return Record(origin, number, None, BadRecordError("bad_utf8", problem))
     except (ValueError, RecursionError) as error:
-        return Record(origin, number, None, BadRecordError("broken_json", f"not JSON: {error}"))
+        return Record(origin, number, None, BadRecordError("broken_json", f"{_NOT_JSON}{error}"))
 
 
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
@@ -146,13 +256,20 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         yield Record(origin, number, value, is_line=False)
 
 
-def _read_parquet(path: Path, origin: str) -> Iterator[Record]:
+def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", f"reading {path}")
     arrow = optional("pyarrow", f"reading {path}")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            names = file.schema_arrow.names
+            if text_key is not None and text_key not in names:
+                raise InputError(
+                    f"{origin} has no column '{text_key}' (columns: {', '.join(names)}): "
+                    "name the one with the text with --text-key"
+                )
+            columns = None if text_key is None else [text_key]
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for place in range(batch.num_rows):
                     number += 1
                     yield _parquet_record(batch, place, origin, number)
@@ -167,3 +284,25 @@ def _parquet_record(batch: Any, place: int, origin: str, number: int) -> Record:
         problem = BadRecordError("bad_utf8", str(error))
         return Record(origin, number, None, problem, is_line=False)
     return Record(origin, number, value, is_line=False)
+
+
+def _dataset_rows(source: Source) -> Iterator[object]:
+    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`.
+
+    Raises:
+        InputError: it can't be read.
+        MissingDependencyError: the package for it is not installed.
+    """
+    assert source.dataset is not None
+    datasets = optional("datasets", f"reading {source.name}")
+    name, _, config = source.dataset.partition(":")
+    try:
+        yield from datasets.load_dataset(name, config or None, split="train", streaming=True)
+    # Names, networks, servers and file formats fail here, each library with its own errors.
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"dataset {source.name} can't be read: {first_line}") from error
+    finally:
+        # A scan that is not read to its end and lives on in a cycle until Python ends has pyarrow
+        # abort the process (https://github.com/apache/arrow/issues/45214).
+        gc.collect()

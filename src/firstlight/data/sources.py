@@ -1,34 +1,18 @@
-"""Where text comes from: files, folders, globs, the standard library, Hugging Face datasets.
-
-A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet).
-Whatever can't be read as a document comes out as a `Rejected`, with the file, the line and the
-reason, so that documents in = documents out + rejected. Files of another kind are counted by
-`unread_files`.
+"""Where text and records come from: files, folders, globs, the standard library, Hugging Face
+datasets. `records` reads them; files of another kind are counted by `unread_files`.
 """
 
 from __future__ import annotations
 
-import gc
 import glob
-import json
 import os
 import sysconfig
-import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from firstlight.data.opening import (
-    EncodingProblem,
-    bad_byte,
-    decoded,
-    open_compressed,
-    optional,
-    utf8_stream,
-)
-from firstlight.data.tables import TABLE_SUFFIXES, BadRow, read_rows
+from firstlight.data.tables import TABLE_SUFFIXES
 from firstlight.errors import InputError, describe_os_error, nearest
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -41,42 +25,14 @@ SUFFIXES = (
     ),
     ".parquet",
 )
-_JSONL_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
-_TABLE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+#: Of files with one record a line.
+LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
+TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
 
 #: Folders that hold no text of a person's corpus.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Parts of the standard library's folder that are left out of the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text, and where it came from (`line` is 1 for whole files)."""
-
-    text: str
-    origin: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """One document that was not read: `reason` is one of `REASONS`, `detail` is for people."""
-
-    origin: str
-    line: int
-    reason: str
-    detail: str
-
-
-REASONS = {
-    "bad_utf8": "not valid UTF-8",
-    "bad_utf16": "not valid UTF-16",
-    "broken_row": "not a valid row of a table",
-    "broken_json": "not a valid JSON line",
-    "no_text": "no text in the text field",
-    "empty": "nothing but white space",
-}
 
 
 @dataclass(frozen=True)
@@ -250,152 +206,3 @@ def _standard_library() -> list[Source]:
         raise InputError(f"the standard library's source is not installed at {root}")
     files.sort(key=lambda file: file.relative_to(root).as_posix())
     return [Source(name=f"stdlib/{file.relative_to(root).as_posix()}", path=file) for file in files]
-
-
-def read_documents(
-    sources: Sequence[Source], text_key: str = "text"
-) -> Generator[Document | Rejected, None, None]:
-    """Every document of the sources, in order. Closing it closes the file that is being read.
-
-    Args:
-        text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
-
-    Raises:
-        InputError: a file as a whole can't be read (permissions, damaged compression).
-    """
-    for source in sources:
-        if source.dataset is not None:
-            yield from _read_dataset(source, text_key)
-            continue
-        assert source.path is not None
-        try:
-            if source.path.name.lower().endswith(".parquet"):
-                yield from _read_parquet(source.path, source.name, text_key)
-                continue
-            with open_compressed(source.path) as file:
-                name = source.path.name.lower()
-                if name.endswith(_JSONL_SUFFIXES):
-                    yield from _read_jsonl(file, source.path, source.name, text_key)
-                elif name.endswith(_TABLE_SUFFIXES):
-                    yield from _read_table(file, source.path, source.name, text_key)
-                else:
-                    yield _read_text(file.read(), source.path, source.name)
-        except OSError as error:
-            raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
-        except (EOFError, zlib.error) as error:
-            raise InputError(f"{source.name} is damaged: {error}") from error
-
-
-def _accept(text: object, origin: str, line: int) -> Document | Rejected:
-    """A document, or why it is none."""
-    if not isinstance(text, str):
-        return Rejected(origin, line, "no_text", f"the text is {type(text).__name__}, not a string")
-    if not text.strip():
-        return Rejected(origin, line, "empty", REASONS["empty"])
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Rejected(origin, line, "bad_utf8", f"lone surrogate at character {error.start}")
-    return Document(text, origin, line)
-
-
-def _read_text(content: bytes, path: Path, origin: str) -> Document | Rejected:
-    try:
-        text = decoded(content, path)
-    except EncodingProblem as problem:
-        return Rejected(origin, problem.line, problem.reason, str(problem))
-    return _accept(text, origin, 1)
-
-
-def _read_jsonl(
-    file: IO[bytes], path: Path, origin: str, text_key: str
-) -> Iterator[Document | Rejected]:
-    number = 0
-    try:
-        for number, line in enumerate(utf8_stream(file, path), start=1):
-            if not line.strip():
-                yield Rejected(origin, number, "empty", "blank line")
-                continue
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                detail = bad_byte(line[error.start], path)
-                yield Rejected(origin, number, "bad_utf8", detail)
-                continue
-            except (ValueError, RecursionError) as error:
-                yield Rejected(origin, number, "broken_json", str(error))
-                continue
-            yield _from_record(record, origin, number, text_key)
-    except EncodingProblem as problem:
-        yield Rejected(origin, number + 1, problem.reason, str(problem))
-
-
-def _read_table(
-    file: IO[bytes], path: Path, origin: str, text_key: str
-) -> Iterator[Document | Rejected]:
-    for line, found in read_rows(file, path, text_key):
-        if isinstance(found, BadRow):
-            yield Rejected(origin, line, found.reason, found.detail)
-        else:
-            yield _accept(found, origin, line)
-
-
-def _from_record(record: object, origin: str, line: int, text_key: str) -> Document | Rejected:
-    if not isinstance(record, dict):
-        return Rejected(origin, line, "no_text", f"not an object with a '{text_key}' field")
-    if text_key not in record:
-        fields = ", ".join(map(str, list(record)[:8])) or "none"
-        return Rejected(origin, line, "no_text", f"no field '{text_key}' (fields: {fields})")
-    return _accept(record[text_key], origin, line)
-
-
-def _read_parquet(path: Path, origin: str, text_key: str) -> Iterator[Document | Rejected]:
-    parquet = optional("pyarrow.parquet", f"reading {path}")
-    arrow = optional("pyarrow", f"reading {path}")
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_key not in names:
-                raise InputError(
-                    f"{origin} has no column '{text_key}' (columns: {', '.join(names)}): "
-                    "name the one with the text with --text-key"
-                )
-            row = 0
-            for batch in file.iter_batches(columns=[text_key]):
-                for value in batch.column(0):
-                    row += 1
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        yield Rejected(origin, row, "bad_utf8", str(error))
-                        continue
-                    yield _accept(text, origin, row)
-    except arrow.ArrowException as error:
-        raise InputError(f"{origin} is not a readable Parquet file: {error}") from error
-
-
-def _read_dataset(source: Source, text_key: str) -> Iterator[Document | Rejected]:
-    for number, record in enumerate(dataset_rows(source), start=1):
-        yield _from_record(record, source.name, number, text_key)
-
-
-def dataset_rows(source: Source) -> Iterator[object]:
-    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`.
-
-    Raises:
-        InputError: it can't be read.
-        MissingDependencyError: the package for it is not installed.
-    """
-    assert source.dataset is not None
-    datasets = optional("datasets", f"reading {source.name}")
-    name, _, config = source.dataset.partition(":")
-    try:
-        yield from datasets.load_dataset(name, config or None, split="train", streaming=True)
-    # Names, networks, servers and file formats fail here, each library with its own errors.
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"dataset {source.name} can't be read: {first_line}") from error
-    finally:
-        # A scan that is not read to its end and lives on in a cycle until Python ends has pyarrow
-        # abort the process (https://github.com/apache/arrow/issues/45214).
-        gc.collect()

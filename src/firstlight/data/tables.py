@@ -7,10 +7,10 @@ import io
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from firstlight.data.conversations import BadRecordError
 from firstlight.data.opening import EncodingProblem, bad_byte, utf8_stream
 from firstlight.errors import nearest
 
@@ -20,15 +20,9 @@ TABLE_SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = (",", ";", "\t")
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """Why a row has no text: `reason` is one of `sources.REASONS`, `detail` is for people."""
-
-    reason: str
-    detail: str
-
-
-def read_rows(file: IO[bytes], path: Path, text_key: str) -> Iterator[tuple[int, str | BadRow]]:
+def read_rows(
+    file: IO[bytes], path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
     """(line, text) of each row below the header; the line is that on which the row begins.
 
     Fields in double quotes may hold delimiters, newlines and doubled quotes, and be of any size. A
@@ -47,16 +41,18 @@ def read_rows(file: IO[bytes], path: Path, text_key: str) -> Iterator[tuple[int,
         try:
             for line, found in _rows(text, path, text_key):
                 if isinstance(found, str) and (byte := _undecoded(found)) is not None:
-                    yield line, BadRow("bad_utf8", bad_byte(byte, path))
+                    yield line, BadRecordError("bad_utf8", bad_byte(byte, path))
                 else:
                     yield line, found
         finally:
             text.detach()  # the file is closed by who opened it
     except EncodingProblem as problem:
-        yield line + 1, BadRow(problem.reason, str(problem))
+        yield line + 1, BadRecordError(problem.reason, str(problem))
 
 
-def _rows(text: io.TextIOWrapper, path: Path, text_key: str) -> Iterator[tuple[int, str | BadRow]]:
+def _rows(
+    text: io.TextIOWrapper, path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
     first = text.readline()
     delimiter = _delimiter(first, path, text_key)
     # The header may go on over lines: a quoted name may hold a newline.
@@ -70,21 +66,21 @@ def _rows(text: io.TextIOWrapper, path: Path, text_key: str) -> Iterator[tuple[i
         except StopIteration:
             return
         except csv.Error as error:
-            yield begin, BadRow("broken_row", _damage(error, begin, reader.line_num))
+            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
             continue
         if header is None:
             if not fields:
                 continue
             header = fields
             if text_key not in header:
-                yield begin, BadRow("no_text", _no_column(header, text_key))
+                yield begin, BadRecordError("no_text", _no_column(header, text_key))
                 return
             column = header.index(text_key)
         elif not fields:
-            yield begin, BadRow("empty", "blank line")
+            yield begin, BadRecordError("empty", "blank line")
         elif len(fields) != len(header):
             detail = f"{len(fields)} fields, but the header has {len(header)}"
-            yield begin, BadRow("broken_row", detail)
+            yield begin, BadRecordError("broken_row", detail)
         else:
             yield begin, fields[column]
 
