@@ -288,7 +288,7 @@ def test_the_ceiling_is_the_best_of_all_rounds_and_products(
         seen.extend((one.layout, dtype, count) for one in products)
         return [[float(number), 7.5 - number] for number, _ in enumerate(products)]
 
-    monkeypatch.setattr(gemm, "_rounds", rounds)
+    monkeypatch.setattr(gemm, "product_rates", rounds)
     assert ceiling(_CPU, torch.bfloat16, rounds=4) == 7.5
     assert set(seen) == {("nt", torch.bfloat16, 4), ("nn", torch.bfloat16, 4)}
 

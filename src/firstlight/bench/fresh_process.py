@@ -27,7 +27,12 @@ def plain_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
 
 
-def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def ask(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    seconds: float | None = None,
+) -> dict[str, Any]:
     """Run `python -m MODULE REQUEST`, and return the JSON object of its last line on stdout.
 
     Whatever interrupts this ends the process, and those that it started.
@@ -36,10 +41,11 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
         module: one that ends in `answer`.
         request: is passed as JSON.
         environment: of the process.
+        seconds: after which the process is ended; None is never.
 
     Returns:
-        What it said; {"error": {"type", "message"}} where firstlight refused, and with the type
-        "Failed" where the process did not come to its end.
+        What it said; {"error": {"type", "message"}} where firstlight refused, with the type
+        "Failed" where the process did not come to its end, and "TimeoutError" where it was ended.
     """
     process = subprocess.Popen(
         # -P: what lies in the current folder is not imported.
@@ -55,14 +61,20 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
     )
     with process:
         try:
-            out, err = process.communicate()
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            message = f"took more than {seconds:.0f} s"
+            return {"error": {"type": "TimeoutError", "message": message}}
         finally:
             # No helper outlives its run: it would slow the next one.
             end_group(process.pid)
             process.wait()
     if process.returncode:
         return {"error": {"type": "Failed", "message": last_words(process.returncode, err)}}
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    try:
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {"error": {"type": "Failed", "message": "the process ended without a result"}}
     return result
 
 

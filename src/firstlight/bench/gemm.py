@@ -47,6 +47,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+#: Multiplied by `torch._scaled_mm`, which takes the layout "nt" and multiples of 16 alone, so that
+#: shapes are not compared in it.
+FP8 = torch.float8_e4m3fn
 _LARGE_CPU = ((2048, 2048, 2048), (4096, 4096, 1024), (1024, 3072, 768))
 _LARGE_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 3072, 768))
 #: A measurement repeats its product at most so often.
@@ -111,7 +114,7 @@ class GemmBench:
 
 
 @contextlib.contextmanager
-def _fp32_precision(name: str) -> Iterator[None]:
+def fp32_products(name: str) -> Iterator[None]:
     """fp32 products in full, or as tf32; torch's setting is global, so it is put back."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -129,17 +132,25 @@ def make_operands(
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    a, b, c = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+    # fp8 has no random numbers of its own, and its products are written as bf16.
+    drawn = torch.bfloat16 if dtype == FP8 else dtype
+    a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
     # Not all zeros or ones: a GPU multiplies those with less power, so at a higher clock.
-    return a.uniform_(-1, 1), b.uniform_(-1, 1), c
+    return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
 def make_multiply(product: Product, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C."""
+    """A function that multiplies once, in the product's layout, into C; fp8, whose units take
+    the layout "nt" alone, into memory of its own."""
     m, n, k = product.m, product.n, product.k
     a, b, c = operands
     left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
     right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()
+    if a.dtype == FP8:
+        one = torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(
+            left, right, one, one, out_dtype=c.dtype, use_fast_accum=True
+        )
     out = c[: m * n].view(m, n)
     return lambda: torch.mm(left, right, out=out)
 
@@ -177,7 +188,7 @@ def measure(product: Product, operands: Operands, repeats: int, device: torch.de
     return _seconds(multiply, repeats, device)
 
 
-def _rounds(
+def product_rates(
     products: Sequence[Product],
     dtype: torch.dtype,
     device: torch.device,
@@ -223,7 +234,7 @@ def matmul_rate(
         measure_seconds: each repeats the product for about so long.
     """
     product = Product("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
-    (rates,) = _rounds([product], dtype, device, rounds, measure_seconds)
+    (rates,) = product_rates([product], dtype, device, rounds, measure_seconds)
     return statistics.median(rates)
 
 
@@ -241,7 +252,7 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> flo
         for m, n, k in shapes
         for layout in layouts
     ]
-    return max(max(rates) for rates in _rounds(products, dtype, device, rounds, 0.03))
+    return max(max(rates) for rates in product_rates(products, dtype, device, rounds, 0.03))
 
 
 class GemmRun:
@@ -295,7 +306,7 @@ class GemmRun:
                     product = self.products[number]
                     what = f"round {self.rounds} of {rounds}: {product.name}, {name}"
                     progress.update(task, description=what)
-                    with _fp32_precision(name):
+                    with fp32_products(name):
                         repeats, _ = costs[number, name]
                         found = measure(product, operands[name], repeats, device)
                     self.seconds[name][number].append(found)
@@ -316,7 +327,7 @@ class GemmRun:
         costs = {}
         for number, product in enumerate(self.products):
             for name in names:
-                with _fp32_precision(name):
+                with fp32_products(name):
                     once = _warm_up(make_multiply(product, operands[name]), device)
                 costs[number, name] = _repeats(once, self.plan.measure_seconds), once
                 progress.advance(task, product.flops)

@@ -9,6 +9,7 @@ import click
 
 from firstlight.cli.bench_gemm import gemm_command
 from firstlight.cli.bench_generation import generation_command
+from firstlight.cli.bench_gpu import gpu_command
 from firstlight.cli.bench_methods import methods_command
 from firstlight.cli.bench_planner import planner_command
 from firstlight.cli.bench_scaling import scaling_command
@@ -101,6 +102,7 @@ for command in (
     scaling_command,
     gemm_command,
     planner_command,
+    gpu_command,
 ):
     bench_group.add_command(command)
 

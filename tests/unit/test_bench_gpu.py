@@ -1,0 +1,344 @@
+"""`firstlight bench gpu`: order, time, resuming, what fails, and the pages, without measuring."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.bench import gpu
+from firstlight.bench.gpu import GPUBench, bench_gpu, report
+from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.runner import Call, Outcome, Results, Row, order, run_rows
+from firstlight.cli import main as cli_main
+from firstlight.errors import ConfigError, InputError
+
+_GPU = Machine(
+    device="cuda",
+    dry=False,
+    name="NVIDIA H100 80GB HBM3",
+    memory_bytes=81559 * 2**20,
+    bf16=True,
+    capability=(9, 0),
+    driver="580.1",
+    cuda="13.0",
+    torch="2.11.0+cu130",
+    python="3.12.3",
+)
+
+
+@dataclass
+class World:
+    """A clock, and measurements that take their row's `request["takes"]` seconds of it."""
+
+    now: float = 0.0
+    asked: list[str] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
+
+    def clock(self) -> float:
+        return self.now
+
+    def measure(self, row: Row, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self.asked.append(row.name)
+        self.limits[row.name] = seconds
+        takes = request.get("takes", row.seconds)
+        self.now += min(takes, seconds)
+        if takes > seconds:
+            return {"error": {"type": "TimeoutError", "message": f"took more than {seconds:.0f} s"}}
+        if "fails" in request:
+            return {"error": {"type": "Failed", "message": request["fails"]}}
+        return {"x": float(len(self.asked))}
+
+    def call(self, folder: Path, minutes: float = 9.0) -> Call:
+        return Call(minutes, folder, self.measure, clock=self.clock)
+
+
+def _row(name: str, seconds: float = 10, **options: Any) -> Row:
+    request = options.pop("request", {})
+    return Row(name, "module", request, seconds, **options)
+
+
+def test_rows_are_measured_by_value_and_take_turns(tmp_path: Path) -> None:
+    parts = {
+        "one": [_row("a", value=2, turns=2), _row("b", value=2, turns=2), _row("first", value=1)],
+        "two": [_row("c", value=2), _row("no", value=1, skip="no GPU"), _row("last", value=9)],
+    }
+    world = World()
+    assert run_rows(parts, Results(tmp_path), world.call(tmp_path)) == []
+    assert world.asked == ["first", "a", "b", "a", "b", "c", "last"]
+
+
+def test_what_would_not_end_in_time_is_left_and_the_rest_is_measured(tmp_path: Path) -> None:
+    rows = [_row("a", 40), _row("long", 100, value=6), _row("b", 20, value=7)]
+    world, results = World(), Results(tmp_path)
+    left = run_rows({"p": rows}, results, world.call(tmp_path, minutes=2))
+    assert world.asked == ["a", "b"]
+    assert [job.row.name for job in left] == ["long"]
+    assert world.now <= 120
+
+
+def test_the_next_call_goes_on_from_the_file_alone(tmp_path: Path) -> None:
+    rows = {"p": [_row("a", 50, turns=2), _row("b", 50, turns=2)]}
+    first = World()
+    left = run_rows(rows, Results(tmp_path), first.call(tmp_path, minutes=3))
+    assert first.asked == ["a", "b", "a"]
+    assert [(job.row.name, job.turn) for job in left] == [("b", 1)]
+    second, results = World(), Results.read(tmp_path)
+    assert run_rows(rows, results, second.call(tmp_path, minutes=3)) == []
+    assert second.asked == ["b"]
+    assert Results.read(tmp_path).outcomes["p"]["a"].values("x") == [1.0, 3.0]
+
+
+def test_results_are_on_the_disk_after_every_turn(tmp_path: Path) -> None:
+    seen: list[int] = []
+    world = World()
+
+    def measure(row: Row, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        outcomes = Results.read(tmp_path).outcomes.get("p", {})
+        seen.append(sum(len(outcome.runs) for outcome in outcomes.values()))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return world.measure(row, request, seconds)
+
+    call = replace(world.call(tmp_path), measure=measure)
+    with pytest.raises(KeyboardInterrupt):
+        run_rows({"p": [_row("a"), _row("b"), _row("c")]}, Results(tmp_path), call)
+    assert seen == [0, 1, 2]
+    assert set(Results.read(tmp_path).outcomes["p"]) >= {"a", "b"}
+
+
+def test_a_row_that_fails_ends_no_other_and_is_tried_again_when_asked(tmp_path: Path) -> None:
+    rows = {
+        "p": [
+            _row("oom", turns=2, request={"fails": "CUDA out of\n memory"}),
+            _row("slow", seconds=10, limit=20, request={"takes": 1000}),
+            _row("fine", turns=2),
+        ]
+    }
+    world, results = World(), Results(tmp_path)
+    assert run_rows(rows, results, world.call(tmp_path)) == []
+    assert world.asked == ["oom", "slow", "fine", "fine"]
+    assert results.outcomes["p"]["oom"].problem == "CUDA out of memory"
+    assert results.outcomes["p"]["slow"].problem == "took more than 20 s"
+    again = World()
+    read = Results.read(tmp_path)
+    run_rows(rows, read, again.call(tmp_path))
+    assert again.asked == []
+    for row in rows["p"]:
+        read.outcome("p", row, retry=True)
+    run_rows(rows, read, again.call(tmp_path))
+    assert again.asked == ["oom", "slow"]
+
+
+def test_a_row_that_the_end_of_a_call_cuts_off_is_expected_to_take_longer(tmp_path: Path) -> None:
+    rows = {"p": [_row("slow", seconds=50, request={"takes": 100})]}
+    world, results = World(), Results(tmp_path)
+    left = run_rows(rows, results, world.call(tmp_path, minutes=1.5))
+    assert [job.row.name for job in left] == ["slow"]
+    assert results.outcomes["p"]["slow"].problem == ""
+    assert results.outcomes["p"]["slow"].expected_seconds(rows["p"][0]) == 1.5 * 85
+    assert run_rows(rows, Results.read(tmp_path), world.call(tmp_path, minutes=2)) != []
+    assert run_rows(rows, Results.read(tmp_path), world.call(tmp_path, minutes=9)) == []
+    assert world.asked == ["slow", "slow"]
+
+
+def test_another_declaration_is_measured_again(tmp_path: Path) -> None:
+    world = World()
+    for steps, asked in ((1, 1), (1, 1), (2, 2)):
+        rows = {"p": [_row("a", request={"steps": steps})]}
+        run_rows(rows, Results.read(tmp_path), world.call(tmp_path))
+        assert len(world.asked) == asked
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.integers(1, 200), st.integers(1, 9), st.integers(1, 3)),
+        max_size=12,
+    ),
+    st.integers(1, 9),
+)
+def test_calls_keep_their_minutes_and_end_with_every_row_or_a_row_too_long(
+    drawn: list[tuple[int, int, int, int]], minutes: int
+) -> None:
+    rows = [
+        _row(str(i), seconds=expected, request={"takes": takes}, value=value, turns=turns)
+        for i, (expected, takes, value, turns) in enumerate(drawn)
+    ]
+    results, world = Results(Path("unused")), World()
+    results.write = lambda: None  # type: ignore[method-assign]
+    for _ in range(60):
+        world.now = 0.0
+        left = run_rows({"p": rows}, results, world.call(Path("unused"), minutes))
+        assert world.now <= 60 * minutes
+        if not left:
+            break
+    for job in left:
+        outcome = results.outcomes["p"][job.row.name]
+        assert outcome.expected_seconds(job.row) > 60 * minutes - 5
+    left_over = {job.row.name for job in left}
+    for row in rows:
+        outcome = results.outcomes["p"][row.name]
+        assert row.name in left_over or outcome.problem or len(outcome.runs) == row.turns
+        assert len(outcome.runs) <= row.turns
+
+
+@pytest.mark.parametrize("content", ["{}", '{"format": 0}', '{"format": 1, "outcomes": []}'])
+def test_a_file_that_is_no_result_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=r"results\.json is not a file of results"):
+        Results.read(tmp_path)
+
+
+def _page(found: Findings) -> Page:
+    rows = [(row.name, found.median("toy", row.name, "x")) for row in found.measured("toy")]
+    return Page("- a toy figure", markdown_table(("row", "x"), rows), {"gpu-toy.png": b"PNG"})
+
+
+_TOY = Part(
+    "toy",
+    "A toy",
+    "A toy is measured.",
+    lambda machine: [
+        _row("good", request={"device": machine.device}),
+        _row("bad", request={"fails": "CUDA out of memory"}),
+        _row("never", seconds=10_000),
+        _row("not here", skip="no units for fp8"),
+    ],
+    _page,
+)
+_OTHER = Part("other", "Another", "Another is measured.", lambda _: [], _page)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    """Sets the machine; the parts are the toy's."""
+    monkeypatch.setattr(gpu, "PARTS", (_TOY, _OTHER))
+
+    def use(machine: Machine) -> None:
+        def ask(module: str, *_: object) -> dict[str, Any]:
+            assert module == "firstlight.bench.gpu_machine"
+            return machine.to_json()
+
+        monkeypatch.setattr(gpu, "ask", ask)
+
+    return use
+
+
+def test_a_call_says_what_came_of_it(tmp_path: Path, toy: Callable[[Machine], None]) -> None:
+    toy(_GPU)
+    result = bench_gpu(GPUBench(tmp_path, parts=["toy"]), World().measure)
+    assert (result["measured"], result["rows"]) == (1, 4)
+    assert result["failed"] == {"toy: bad": "CUDA out of memory"}
+    assert result["skipped"] == {"toy: not here": "no units for fp8"}
+    assert result["left"] == ["toy: never"]
+    assert result["left_seconds"] == 10_000
+    kept = Results.read(tmp_path)
+    assert Machine.from_json(kept.machine) == _GPU
+    assert [call["turns"] for call in kept.calls] == [2]
+
+
+@pytest.mark.parametrize("other", [{"name": "NVIDIA H200"}, {"dry": True, "device": "cpu"}])
+def test_results_of_another_machine_are_refused(
+    other: Mapping[str, Any], tmp_path: Path, toy: Callable[[Machine], None]
+) -> None:
+    toy(_GPU)
+    bench_gpu(GPUBench(tmp_path), World().measure)
+    toy(replace(_GPU, **other))
+    with pytest.raises(ConfigError, match="holds figures of a NVIDIA H100 80GB HBM3, and this is"):
+        bench_gpu(GPUBench(tmp_path), World().measure)
+
+
+def test_what_can_not_be_meant_is_refused(tmp_path: Path, toy: Callable[[Machine], None]) -> None:
+    toy(_GPU)
+    with pytest.raises(ConfigError, match=r"part 'toys' is unknown \(did you mean 'toy'\?\)"):
+        bench_gpu(GPUBench(tmp_path, parts=["toys"]), World().measure)
+    with pytest.raises(ConfigError, match="--minutes 0: more than 0"):
+        bench_gpu(GPUBench(tmp_path, minutes=0), World().measure)
+    with pytest.raises(InputError, match="missing is not a folder"):
+        report(tmp_path / "missing", tmp_path / "pages")
+
+
+def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
+    tmp_path: Path, toy: Callable[[Machine], None]
+) -> None:
+    toy(_GPU)
+    bench_gpu(GPUBench(tmp_path), World().measure)
+    written = report(tmp_path, tmp_path / "docs")
+    names = {str(path.relative_to(tmp_path / "docs")) for path in written}
+    assert names == {"gpu.md", "benchmarks/gpu-toy.md", "images/gpu-toy.png"}
+    overview = (tmp_path / "docs/gpu.md").read_text(encoding="utf-8")
+    toy_section, other = overview.split("## A toy")[1].split("## Another")
+    assert "- a toy figure" in toy_section
+    assert "(benchmarks/gpu-toy.md)" in toy_section
+    assert "Not measured yet." in other
+    page = " ".join((tmp_path / "docs/benchmarks/gpu-toy.md").read_text(encoding="utf-8").split())
+    for part in (
+        *("NVIDIA H100 80GB HBM3, 80 GiB", "driver 580.1", "CUDA 13.0", "torch 2.11.0+cu130"),
+        *("| good | 1.0 |", "- bad: failed: CUDA out of memory", "- never: not measured yet"),
+        *("- not here: skipped: no units for fp8", "firstlight bench gpu --out DIR --parts toy"),
+    ):
+        assert part in page
+
+
+def test_figures_of_a_dry_run_do_not_get_into_the_docs(
+    tmp_path: Path, toy: Callable[[Machine], None]
+) -> None:
+    toy(replace(_GPU, dry=True, device="cpu"))
+    bench_gpu(GPUBench(tmp_path, dry=True), World().measure)
+    with pytest.raises(ConfigError, match="figures of a dry run: name another place with --pages"):
+        report(tmp_path, None)
+
+
+def test_the_committed_page_says_what_the_code_says(tmp_path: Path) -> None:
+    """Until a GPU has been measured: made again by `firstlight bench gpu --report EMPTY_FOLDER`."""
+    committed = Path(__file__).parents[2] / "docs/gpu.md"
+    text = committed.read_text(encoding="utf-8")
+    if "Not measured yet: no GPU has run these commands." in text:
+        report(tmp_path, tmp_path / "pages")
+        assert text == (tmp_path / "pages/gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_the_rows_of_every_part_can_be_told_apart_and_end_within_a_call(dry: bool) -> None:
+    machine = replace(_GPU, dry=dry, device="cpu" if dry else "cuda")
+    rows = {part.name: part.rows(machine) for part in gpu.PARTS}
+    for part, these in rows.items():
+        assert len({row.name for row in these}) == len(these), part
+        json.dumps([row.request for row in these])
+        assert all(row.seconds < 530 for row in these), part
+    jobs = order(rows)
+    assert sum(job.row.seconds for job in jobs if job.row.value == 1) <= 530
+    if dry:
+        assert sum(job.row.seconds for job in jobs) <= 530
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "takes --out DIR to measure, or --report DIR to write the pages"),
+        (["--out", "a", "--report", "b"], "takes --out DIR to measure, or --report DIR"),
+        (["--out", "a", "--parts", "ceiling"], "part 'ceiling' is unknown (did you mean 'ceil"),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(
+    arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.main(["bench", "gpu", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_an_outcome_puts_the_numbers_of_its_turns_together() -> None:
+    outcome = Outcome(runs=[{"a": [1.0, 2.0], "b": 5.0}, {"a": [6.0]}])
+    assert outcome.values("a") == [1.0, 2.0, 6.0]
+    assert outcome.median("a") == 2.0
+    assert outcome.median("b") == 5.0
+    assert outcome.median("c") is None
