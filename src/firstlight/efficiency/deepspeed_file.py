@@ -9,6 +9,7 @@ from typing import Any
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_json
+from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
 
 #: Keys that are one key of a recipe.
 _SAME = {
@@ -25,7 +26,8 @@ _SAME = {
     "optimizer.params.momentum": "optimizer.sgd_momentum",
 }
 
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+#: DeepSpeed's `optimizer.type`, in small letters -> the recipe's `optimizer.name`.
+_OPTIMIZERS = {"adam": "adamw"} | {name: name for name, o in OPTIMIZERS.items() if o.elementwise}
 
 #: Keys that say how DeepSpeed does its part: handed on to it as they are.
 _HANDED_ON = (
@@ -171,7 +173,7 @@ def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
     if name is None or plain_adam:
         raise ConfigError(
             f"optimizer.type is {kind}{' without adam_w_mode' if plain_adam else ''}, and "
-            "distributed.engine deepspeed takes AdamW or SGD: set one of them"
+            f"distributed.engine deepspeed takes {elementwise_optimizers()}: set one of them"
         )
     yield "optimizer.name", ("optimizer.type", name)
 
