@@ -249,7 +249,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     message = refusal(
         {
             "data": {"seq_len": "long"},
-            "optimizer": {"name": "lion", "betas": [0.9], "lr": 1.0},
+            "optimizer": {"name": "tiger", "betas": [0.9], "lr": 1.0},
             "schedule": {"max_steps": 0},
             "model": {"model_type": "llama", "hidden_size": -1},
             "extra": {},
@@ -259,7 +259,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "data.dir is missing",
         "data.seq_len: input should be a valid integer (given: 'long')",
         "optimizer.name: input should be 'adamw', 'adamw8bit', 'paged_adamw8bit', 'adafactor', "
-        "'muon' or 'sgd' (given: 'lion')",
+        "'muon', 'sgd' or 'lion' (given: 'tiger')",
         "optimizer.betas: ",
         "unknown key optimizer.lr",
         "schedule.max_steps: input should be greater than 0 (given: 0)",

@@ -249,6 +249,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
     "muon": {"optimizer": {"name": "muon"}},
     "sgd": {"optimizer": {"name": "sgd"}},
+    "lion": {"optimizer": {"name": "lion"}},
     "in backward": {
         "efficiency": {"optimizer_in_backward": True},
         "optimizer": {"max_grad_norm": 0.0},

@@ -19,6 +19,7 @@ from firstlight.optim.eight_bit import (
     make_eight_bit,
     rebuild_eight_bit,
 )
+from firstlight.optim.lion import lion_layout, make_lion
 from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups, is_decayed
 from firstlight.optim.stacked_muon import StackedMuon
 
@@ -227,6 +228,12 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
     "muon": OptimizerSpec(_muon, _momentum_layout, elementwise=False, takes=_is_matrix_of_a_layer),
     "sgd": OptimizerSpec(_sgd, _sgd_layout, elementwise=True),
+    "lion": OptimizerSpec(
+        make_lion,
+        lion_layout,
+        elementwise=True,
+        implementations=("foreach", "for-loop", "auto"),
+    ),
 }
 
 if TYPE_CHECKING:
@@ -252,14 +259,17 @@ class OptimizerConfig(BaseModel):
         1e-2. "muon": Muon for the matrices and stacked experts inside the layers (Jordan et al.
         2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update costs 15 matrix
         products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0 with
-        sgd_momentum 0; the cheapest update, and slow to learn a Transformer.
+        sgd_momentum 0; the cheapest update, and slow to learn a Transformer. "lion" (Chen et al.
+        2023): one moment, 4 bytes; every number moves by the learning rate against the sign of its
+        averaged gradient, so it takes a third to a tenth of AdamW's learning_rate with three to ten
+        times its weight_decay, and betas [0.9, 0.99].
     implementation: how torch runs AdamW (Muon's too) and SGD: "fused", one kernel that reads and
         writes each value once (an update is bound by memory, not arithmetic); "foreach", one
         kernel an operation over all parameters, with temporary copies as large as the
         parameters; "for-loop", parameter by parameter, the least memory without fused kernels
         and the slowest on GPUs. "auto" is fused where the device has it, else foreach; for
-        Adafactor, which has no fused kernel, for-loop, since foreach costs the memory that it
-        saves. All give the same numbers to rounding.
+        Adafactor and Lion, which have no fused kernel, for-loop, since foreach costs the memory
+        that they save. All give the same numbers to rounding.
     eight_bit_library: whose 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at
         once; "torchao" compiles its update, which takes tens of seconds on a CPU at the first
         step. "auto" takes bitsandbytes if it is installed, else torchao. Tensors under 4096
@@ -273,7 +283,7 @@ class OptimizerConfig(BaseModel):
     learning_rate: the peak, of all but Muon's part.
     muon_learning_rate: Muon's peak; null takes `learning_rate`. Its updates are scaled by
         0.2 sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both.
-    betas, eps: AdamW's, of every kind.
+    betas, eps: AdamW's, of every kind; betas also Lion's.
     muon_momentum: Muon's.
     sgd_momentum: SGD's; 0 needs no state.
     adafactor_threshold: Adafactor's updates are scaled down to this root mean square (its d).

@@ -1,0 +1,85 @@
+"""Lion, whose updates are signs: one moment, and every number moves by the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.distributed.pieces import is_in_pieces
+from firstlight.optim.spec import Layout, Parameters, decay_groups
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+
+        c = beta1 m + (1 - beta1) g
+        x = x - lr (sign(c) + weight_decay x)
+        m = beta2 m + (1 - beta2) g
+
+    Args:
+        groups: torch's parameter groups.
+        lr: distance that every number with a gradient moves in a step, weight decay aside.
+        betas: beta1 weighs the moment in the update, beta2 in the next moment.
+        foreach: each operation over all parameters of a group at once, with a temporary copy as
+            large as they are; else parameter by parameter.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        betas: Sequence[float],
+        *,
+        foreach: bool,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0, "foreach": foreach}
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            for part in [found] if group["foreach"] else [[p] for p in found]:
+                if part:
+                    self._update(part, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        own = [_own(p, p) for p in parameters]
+        moments = [_own(self.state[p]["exp_avg"], p) for p in parameters]
+        gradients = [_own(p.grad, p) for p in parameters if p.grad is not None]
+        beta1, beta2 = group["betas"]
+        directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        if group["weight_decay"]:
+            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(own, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(moments, gradients, 1 - beta2)
+
+
+def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process' shard of a tensor that belongs to a parameter: the update is elementwise, so it
+    needs no operators on shards of their own."""
+    if not is_in_pieces(tensor) or not is_in_pieces(parameter):
+        return tensor
+    # Tensor parallelism gives the gradient of a shard's table whole.
+    return tensor.redistribute(placements=parameter.placements).to_local()
+
+
+def make_lion(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
+    """Lion with the settings of an `OptimizerConfig`."""
+    groups = decay_groups(parameters, config.weight_decay)
+    # By default parameter by parameter: the copy would take the memory that Lion saves.
+    foreach = config.implementation == "foreach"
+    return [Lion(groups, config.learning_rate, config.betas, foreach=foreach)]
+
+
+def lion_layout(parameter: Tensor, config: Any) -> Layout:
+    """One moment of the parameter's shape and dtype."""
+    return {"exp_avg": (tuple(parameter.shape), parameter.dtype)}
