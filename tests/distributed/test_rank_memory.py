@@ -11,11 +11,12 @@ import pytest
 from spawned import run_ranks
 
 from firstlight.models import LlamaConfig
-from firstlight.models.accounting import meta_model, rank_memory
+from firstlight.models.accounting import meta_model
 from firstlight.planner.parts import own_part
 from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import trace_memory
 from firstlight.training.config import parse_recipe
+from scaling_table import rank_memory
 
 _DRIVER = Path(__file__).with_name("memory_driver.py")
 _STEPS_DRIVER = Path(__file__).with_name("step_memory_driver.py")

@@ -14,7 +14,7 @@ from tokenizers import models
 
 from firstlight.conversion.foreign import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
-from firstlight.generation.engine import GenerationStream, generate, generate_ids, load
+from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import Model, ModelConfig
@@ -24,6 +24,7 @@ from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.training.config import parse_recipe
 from firstlight.vocabulary import grow_vocabulary
 from firstlight.weights import embedding_name, weights_to_save
+from generated import generate_ids
 
 HI = [{"role": "user", "content": "hi"}]
 

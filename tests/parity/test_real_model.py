@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from firstlight.generation.engine import generate, generate_ids, load
+from firstlight.generation.engine import generate, load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
+from generated import generate_ids
 
 _PROMPTS = ("Once upon a time", "The little dog  ran\nto", "日本 🙂", "Lily's 3 cats")
 

@@ -13,7 +13,6 @@ from firstlight.models.accounting import (
     cache_bytes_per_token,
     count_parameters,
     meta_model,
-    rank_memory,
     train_flops_per_token,
 )
 from firstlight.models.ops import LinearRope
@@ -201,48 +200,3 @@ def test_cache_bytes_are_those_of_a_real_cache(config: ModelConfig, dtype: torch
 
 def test_cache_bytes_by_hand() -> None:
     assert cache_bytes_per_token(LLAMA_3_8B, torch.bfloat16) == 2 * 32 * 8 * 128 * 2
-
-
-#: Of LLAMA_3_8B: a layer, and what is outside of the layers (embedding, final norm, head).
-_LAYER = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096
-_OUTSIDE = 2 * 128256 * 4096 + 4096
-
-
-def test_memory_of_one_process_by_hand() -> None:
-    total = 32 * _LAYER + _OUTSIDE
-    alone = rank_memory(LLAMA_3_8B, 4096)
-    assert (alone.weights, alone.gradients, alone.moments) == (4 * total, 4 * total, 8 * total)
-    # The embedding and the norms are no factors of matrix products.
-    assert alone.computing == 2 * (total - 128256 * 4096 - (2 * 32 + 1) * 4096)
-    assert alone.layer_inputs == 4 * 32 * 4096 * 4096
-    assert alone.accumulating == alone.host == 0
-    assert alone.device == 16 * total + alone.computing + alone.layer_inputs
-    assert rank_memory(LLAMA_3_8B, 4096, "ddp", 64) == alone
-
-
-def test_memory_of_one_of_eight_processes_by_hand() -> None:
-    total = 32 * _LAYER + _OUTSIDE
-    cut = rank_memory(LLAMA_3_8B, 4096, "fsdp", 8)
-    assert cut.state == 2 * total
-    assert cut.computing == 8 * _OUTSIDE
-    assert cut.layer_inputs == 2 * 32 * 4096 * 4096
-    assert cut.accumulating == 4 * total
-    assert rank_memory(LLAMA_3_8B, 4096, "fsdp", 64, shard=8) == cut
-    offloaded = rank_memory(LLAMA_3_8B, 4096, "fsdp", 8, offload=True)
-    assert offloaded.host == cut.state
-    assert offloaded.device == cut.device - cut.state == cut.computing + cut.layer_inputs
-
-
-def test_where_layers_are_large_beside_the_embedding_they_are_what_is_whole_at_a_time() -> None:
-    config = LLAMA_3_8B.model_copy(update={"vocab_size": 1000})
-    assert rank_memory(config, 1, "fsdp", 8).computing == 4 * (2000 * 4096 + 4096) + 10 * _LAYER
-
-
-@pytest.mark.parametrize("config", [SMALL_GPT2, SMALL_LLAMA])
-@pytest.mark.parametrize("processes", [2, 3, 7])
-def test_pieces_are_rounded_up_and_enough_for_the_whole(
-    config: ModelConfig, processes: int
-) -> None:
-    parameters = list(meta_model(config).parameters())
-    pieces = [torch.empty(p.shape, device="meta").chunk(processes)[0].numel() for p in parameters]
-    assert rank_memory(config, 1, "fsdp", processes).weights == 4 * sum(pieces)

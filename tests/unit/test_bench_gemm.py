@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from firstlight.bench.gemm import (
     hardware_dtypes,
     make_multiply,
     make_operands,
-    matmul_rate,
 )
 from firstlight.bench.gemm_products import (
     COMPARED,
@@ -256,25 +254,6 @@ def test_padding_is_compared_with_the_size_that_is_not_padded() -> None:
     assert [row["time_ratio"] for row in result["tile"]] == [255 / 256, 1.0, 257 / 256]
     assert [row["to"] for row in result["wave"]] == [3, 2, 4, 6, 7]
     assert [row["work_ratio"] for row in result["wave"]] == [1.0, 2 / 3, 4 / 3, 2.0, 7 / 3]
-
-
-def test_a_rate_is_flops_by_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: Iterator[float] = iter([0.06, 0.05, 0.07, 1.0, 4.0, 2.0])
-    asked: list[int] = []
-
-    def seconds(multiply: object, repeats: int, device: object) -> float:
-        asked.append(repeats)
-        return next(times)
-
-    monkeypatch.setattr(gemm, "_seconds", seconds)
-    assert matmul_rate(2, 3, 5, torch.float32, _CPU, rounds=3, measure_seconds=0.16) == 30.0
-    # To see how long it takes, then in each round.
-    assert asked == [1, 1, 1, 4, 4, 4]
-
-
-def test_products_are_really_measured() -> None:
-    assert matmul_rate(32, 32, 32, torch.float32, _CPU, rounds=2, measure_seconds=1e-4) > 0
-    assert matmul_rate(32, 32, 32, torch.bfloat16, _CPU, layout="tn", rounds=1) > 0
 
 
 def test_the_ceiling_is_the_best_of_all_rounds_and_products(

@@ -19,11 +19,12 @@ from firstlight.bench.generation import (
 )
 from firstlight.errors import ConfigError
 from firstlight.files import write_json
-from firstlight.generation.engine import generate_ids, load
+from firstlight.generation.engine import load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
 from firstlight.stored import save_weights
 from firstlight.weights import weights_to_save
+from generated import generate_ids
 
 GPT2 = GPT2Config(
     vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,

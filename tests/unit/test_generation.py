@@ -8,12 +8,13 @@ import torch
 
 from firstlight.checkpoint import Checkpoint, save_checkpoint
 from firstlight.errors import CheckpointError, ConfigError, ModelError, TokenizerError
-from firstlight.generation.engine import GenerationStream, generate, generate_ids, load
+from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.weights import weights_to_save
+from generated import generate_ids
 
 CONTEXT = 48
 # Both have more ids than the tokenizer, as padded vocabularies do.

@@ -23,7 +23,6 @@ from firstlight.planner.calibration import (
 )
 from firstlight.planner.calibration_grid import standard_operators
 from firstlight.planner.calibration_store import (
-    add_gemm_result,
     load_calibration,
     measure_operators,
     parse_store,
@@ -227,20 +226,6 @@ def test_interpolation_is_exact_at_known_points_and_between_known_rates(
     between = found.estimate(Features("unseen", "group", elsewhere, 1.0, "stream"))
     low, high = min(known.values()), max(known.values())
     assert 1 / high * (1 - 1e-9) <= between.seconds <= 1 / low * (1 + 1e-9)
-
-
-def test_the_products_of_bench_gemm_are_taken_over_on_the_same_machine() -> None:
-    row = {"dtype": "fp32", "m": 8, "n": 4, "k": 16, "layout": "nt", "flops_per_second": 1e6}
-    machine = {"name": "a processor", "threads": 2, "torch": "3.0"}
-    found = Calibration({**FINGERPRINT, "torch": "3.0"}, reference())
-    other = {"machine": {**machine, "threads": 4}, "rows": [row]}
-    assert add_gemm_result(found, other) == 0
-    result = {"machine": machine, "rows": [row, {**row, "dtype": "fp16"}]}
-    assert add_gemm_result(found, result) == 1
-    assert add_gemm_result(found, result) == 0
-    seconds = found.seconds(mm(8, 16, 4), (False, True))
-    assert seconds.source == "measured"
-    assert seconds.seconds == pytest.approx(2 * 8 * 4 * 16 / 1e6)
 
 
 def test_measuring_fills_the_store_with_what_costs_most() -> None:

@@ -11,7 +11,7 @@ from planner_recipes import GPT2, LLAMA, real_steps, recipe
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from firstlight.bench.planner_measure import measure_step
+from firstlight.bench.planner_measure import measured_memory
 from firstlight.planner import recipes
 from firstlight.planner.compiling import graphs_kept, stubbed_compiler
 from firstlight.planner.equivalents import equivalent
@@ -198,8 +198,9 @@ def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, An
         efficiency=efficiency,
     )
     predicted = trace_memory(deep).peak_bytes
-    measured = measure_step(lambda: real_steps(deep)).peak_bytes
-    assert measured * 0.98 <= predicted <= measured * 1.05
+    with measured_memory() as measured:
+        real_steps(deep)
+    assert measured.peak_bytes * 0.98 <= predicted <= measured.peak_bytes * 1.05
 
 
 @pytest.mark.filterwarnings("ignore")

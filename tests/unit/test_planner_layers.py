@@ -10,7 +10,7 @@ import pytest
 import torch
 from planner_recipes import GPT2, LLAMA, recipe
 
-from firstlight.bench.planner_measure import measure_step
+from firstlight.bench.planner_measure import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
@@ -230,7 +230,8 @@ def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> 
     found = predict_generation(
         config, prompt_tokens=40, max_new_tokens=20, sequences=sequences, target=Target(threads=2)
     )
-    measured = measure_step(lambda: real_generation(config, torch.float32, sequences))
+    with measured_memory() as measured:
+        real_generation(config, torch.float32, sequences)
     assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
     head = config.num_key_value_heads * config.head_dim
     cache = 2 * 4 * config.num_hidden_layers * head * 60 * sequences

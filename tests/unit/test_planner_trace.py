@@ -11,7 +11,7 @@ import torch
 from planner_recipes import LLAMA, real_steps, recipe
 from torch import Tensor, nn
 
-from firstlight.bench.planner_measure import measure_step, measured_memory
+from firstlight.bench.planner_measure import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.kernels import Target, this_cpu
@@ -265,7 +265,8 @@ _METHODS: dict[str, dict[str, Any]] = {
 def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
     planned = recipe(**_METHODS[name])
     predicted = trace_memory(planned)
-    measured = measure_step(lambda: real_steps(planned))
+    with measured_memory() as measured:
+        real_steps(planned)
     # Models so small that half-precision products' blocks (an upper bound) and small states of
     # random numbers show.
     assert measured.peak_bytes * 0.995 <= predicted.peak_bytes <= measured.peak_bytes * 1.05
@@ -274,7 +275,8 @@ def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
 
 def test_the_plain_recipe_is_exact() -> None:
     planned = recipe()
-    measured = measure_step(lambda: real_steps(planned))
+    with measured_memory() as measured:
+        real_steps(planned)
     assert abs(trace_memory(planned).peak_bytes - measured.peak_bytes) < 1000
 
 

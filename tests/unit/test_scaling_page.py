@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from scaling_table import BEGIN, END, MODELS, PAGE, WAYS, gib, table
 
 from firstlight.cli.launch import LAUNCH_OPTIONS
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.training.config import known_keys
+from scaling_table import BEGIN, END, MODELS, PAGE, WAYS, gib, table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TEXT = PAGE.read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ _TEXT = PAGE.read_text(encoding="utf-8")
 
 def test_the_table_of_memory_is_what_the_arithmetic_gives() -> None:
     written = _TEXT.split(f"{BEGIN}\n", 1)[1].split(f"\n{END}", 1)[0]
-    assert written == table(), "run: python tests/unit/scaling_table.py"
+    assert written == table(), "run: python tests/scaling_table.py"
     assert written.count("\n") == 1 + len(MODELS) * len(WAYS)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -206,36 +205,6 @@ def product_rates(
         for these, one, times in zip(rates, products, repeats, strict=True):
             these.append(one.flops / measure(one, operands, times, device))
     return rates
-
-
-def matmul_rate(
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    layout: Layout = "nt",
-    rounds: int = 5,
-    measure_seconds: float = 0.03,
-) -> float:
-    """FLOP/s of the product [m, k] @ [k, n]: the median of some measurements.
-
-    fp32 products on GPUs run as torch.get_float32_matmul_precision() says at the time.
-
-    Args:
-        m: rows of the result.
-        n: its columns.
-        k: the inner dimension.
-        dtype: of the operands and the result.
-        device: where they lie.
-        layout: of the operands, as in `gemm_products`; "nt" is x @ W.T of a linear layer.
-        rounds: measurements.
-        measure_seconds: each repeats the product for about so long.
-    """
-    product = Product("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
-    (rates,) = product_rates([product], dtype, device, rounds, measure_seconds)
-    return statistics.median(rates)
 
 
 def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:

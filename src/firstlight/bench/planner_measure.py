@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +65,3 @@ def _peak_of_events(profiler: profile) -> int:
         current += event.nbytes()
         peak = max(peak, current)
     return peak
-
-
-def measure_step(step: Callable[[], object], device: torch.device | str = "cpu") -> MeasuredMemory:
-    """Measure one call: of something that makes a model and trains a step, so that all counts.
-
-    Args:
-        step: keeps what counts alive until it returns.
-    """
-    with measured_memory(device) as result:
-        step()
-    return result

@@ -15,7 +15,6 @@ from firstlight.generation.continuation import Continuation, Generation
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, load_model
-from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import LOADING_WAYS, LoadingWay
 
@@ -71,31 +70,6 @@ def load(
         quantize_int8(loaded.model)
     use_few_rows(loaded.model)
     return loaded
-
-
-def generate_ids(
-    model: Model,
-    prompt_ids: Sequence[int],
-    config: SamplingConfig,
-    eos_token_ids: Sequence[int] = (),
-) -> Iterator[int]:
-    """Yield new token ids after `prompt_ids` until an end token (not yielded), `max_new_tokens`
-    or the model's context limit. Stop texts are not looked for.
-
-    Raises:
-        ConfigError: the prompt is empty or fills the context.
-        ModelError: the prompt holds an id beyond the vocabulary.
-    """
-    require_prompt(model, prompt_ids)
-    limit = model.config.max_position_embeddings
-    text = Continuation(prompt_ids, config, context=limit, eos_token_ids=eos_token_ids)
-    for count, _ in enumerate(pieces_of(text, _decoder_for(model, text)), start=1):
-        yield from text.token_ids[count - 1 : count]
-
-
-def _decoder_for(model: Model, text: Continuation, *, compile: bool = False) -> BatchDecoder:
-    longest = len(text.prompt_ids) + text.config.max_new_tokens
-    return BatchDecoder(model, 1, longest, compile=compile)
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
@@ -211,7 +185,8 @@ class GenerationStream:
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
         text = continuation(self._loaded, prompt_ids, self._config)
         pieces: list[str] = []
-        decoder = _decoder_for(self._loaded.model, text, compile=self._compile)
+        longest = len(prompt_ids) + text.config.max_new_tokens
+        decoder = BatchDecoder(self._loaded.model, 1, longest, compile=self._compile)
         for piece in pieces_of(text, decoder):
             if piece:
                 pieces.append(piece)

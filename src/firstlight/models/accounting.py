@@ -6,7 +6,6 @@ Give it a model on the meta device and nothing is allocated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -121,99 +120,6 @@ def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the key-value cache."""
     return (
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    )
-
-
-Engine = Literal["none", "ddp", "fsdp"]
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that one process of a run needs, by what they hold; see `rank_memory`.
-
-    Attributes:
-        weights: fp32 parameters, or this process' pieces of them.
-        gradients: fp32, of the same.
-        moments: AdamW's two, fp32, of the same.
-        computing: bf16 weights, and with fsdp gradients, of what is whole at a time.
-        layer_inputs: kept for the backward pass, of one row.
-        accumulating: whole gradients, in steps of several micro-batches.
-        offloaded: whether weights, gradients and moments lie in the CPU's memory.
-    """
-
-    weights: int
-    gradients: int
-    moments: int
-    computing: int
-    layer_inputs: int
-    accumulating: int
-    offloaded: bool
-
-    @property
-    def state(self) -> int:
-        """Weights, gradients and moments."""
-        return self.weights + self.gradients + self.moments
-
-    @property
-    def device(self) -> int:
-        """On the GPU, with one row and one micro-batch a step."""
-        return self.computing + self.layer_inputs + (0 if self.offloaded else self.state)
-
-    @property
-    def host(self) -> int:
-        """In the CPU's memory."""
-        return self.state if self.offloaded else 0
-
-
-def rank_memory(
-    config: ModelConfig,
-    row_tokens: int,
-    engine: Engine = "none",
-    processes: int = 1,
-    *,
-    shard: int | None = None,
-    offload: bool = False,
-) -> RankMemory:
-    """What training a model takes of each process: fp32 AdamW, products in bf16, full activation
-    checkpointing.
-
-    Arithmetic, not a measurement. Left out: what a layer needs while it is computed (again), the
-    logits (`efficiency.loss_chunk_tokens` bounds them), buffers of NCCL and of the allocator.
-
-    Args:
-        config: the model's shape.
-        row_tokens: tokens of the one row of a micro-batch.
-        engine: what the processes share the model by.
-        processes: how many.
-        shard: with fsdp, how many processes share one copy; None is all.
-        offload: with fsdp, keep the pieces in the CPU's memory.
-    """
-    parameters = dict(meta_model(config).named_parameters())
-    whole = sum(p.numel() for p in parameters.values())
-    inside = sum(p.numel() for name, p in parameters.items() if is_inside_a_layer(name))
-    pieces = (shard or processes) if engine == "fsdp" else 1
-    # FSDP2 cuts the first dimension, into pieces that are as large as the first.
-    held = sum(-(-len(p) // pieces) * (p.numel() // len(p)) for p in parameters.values())
-    stream = row_tokens * config.hidden_size * config.num_hidden_layers
-    if engine == "fsdp":
-        outside, layer = whole - inside, inside // config.num_hidden_layers
-        # While a layer is computed back: its weights and the next's, its gradient, that gradient in
-        # fp32 for the sum; and outside of the layers, weights and gradient. In the end: the latter
-        # with their gradient in fp32.
-        computing = max(4 * outside + 10 * layer, 8 * outside)
-    else:
-        # autocast's copies of the matrices stay until the forward pass is done.
-        factors = meta_model(config).named_parameters(remove_duplicate=False)
-        computing = 2 * sum(p.numel() for name, p in factors if _is_multiplied(name, p))
-    return RankMemory(
-        weights=4 * held,
-        gradients=4 * held,
-        moments=8 * held,
-        computing=computing,
-        # The stream is of the embedding's dtype, which fsdp puts together in bf16.
-        layer_inputs=stream * (2 if engine == "fsdp" else 4),
-        accumulating=4 * whole if engine == "fsdp" else 0,
-        offloaded=offload,
     )
 
 

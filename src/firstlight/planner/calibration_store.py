@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from firstlight.efficiency.allocator import keep_memory
 from firstlight.errors import InputError
 from firstlight.files import read_json, write_json
@@ -156,39 +154,3 @@ def _part(operator: Operator, transposed: tuple[bool, bool], calibration: Calibr
             break
         part = less
     return part
-
-
-def add_gemm_result(calibration: Calibration, result: Mapping[str, Any]) -> int:
-    """Take over what `firstlight bench gemm` measured on this machine, where nothing is known yet.
-
-    Its products run again and again with the same factors, so that small ones are a little faster
-    than a step's.
-
-    Args:
-        calibration: gets the measurements.
-        result: as `bench.gemm.GemmRun.result` gives it.
-
-    Returns:
-        How many products were taken over: none of another machine's.
-    """
-    machine, found = result.get("machine", {}), calibration.fingerprint
-    same = {"name": "cpu", "threads": "threads", "torch": "torch"}
-    if any(machine.get(theirs) != found.get(ours) for theirs, ours in same.items()):
-        return 0
-    count = 0
-    for row in result.get("rows", ()):
-        dtype = _GEMM_DTYPES.get(row["dtype"])
-        if dtype is None:
-            continue
-        m, n, k = row["m"], row["n"], row["k"]
-        product = (((m, k), dtype), ((k, n), dtype)), (((m, n), dtype),)
-        one = Operator("aten.mm.default", "forward", *product, 2 * m * n * k, 0)
-        transposed = (row["layout"][0] == "t", row["layout"][1] == "t")
-        features = features_of(one, transposed)
-        if features.key not in calibration.entries:
-            calibration.add(features, 1 / row["flops_per_second"] * one.flops)
-            count += 1
-    return count
-
-
-_GEMM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
