@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from parts import parts_of, recipe_of_arguments
 from torch import Tensor
 
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 
 def train(recipe: Recipe) -> list[float]:

@@ -18,7 +18,7 @@ from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
 from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.optim.spec import decay_groups
-from firstlight.training.config import Recipe, load_recipe
+from firstlight.recipe import Recipe, load_recipe
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_callback import PrinterCallback
 
 from firstlight.models import Model
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 
 class MeanLoss(nn.Module):

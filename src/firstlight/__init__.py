@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from firstlight.generation.sampling import SamplingConfig
     from firstlight.huggingface import LoadedModel
     from firstlight.planner.module import plan_module
+    from firstlight.recipe import Recipe, load_recipe
     from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
-    from firstlight.training.config import Recipe, load_recipe
     from firstlight.training.loop import TrainResult, train
     from firstlight.training.report import draw_report
 

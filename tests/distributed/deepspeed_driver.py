@@ -19,7 +19,7 @@ from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.hardware import find_hardware
 from firstlight.models import LlamaConfig, Model, empty_model
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
 from firstlight.training.processes import group_of_one
 from firstlight.training.program import TrainingProgram
 

@@ -18,7 +18,7 @@ from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.hardware import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 T, V = 12, 61

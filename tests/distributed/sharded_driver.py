@@ -21,8 +21,8 @@ from firstlight.distributed import World, barrier, find_world, process_group
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import FirstlightError
+from firstlight.recipe import CheckpointConfig
 from firstlight.sharded import MOMENTS, WEIGHTS, read_pieces, read_wholes
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.sharded_saving import ShardedSaver
 
 #: Rows that don't divide evenly, fewer than processes, one dimension.

@@ -15,7 +15,7 @@ from firstlight.distributed import find_world, process_group
 from firstlight.distributed.pieces import is_in_pieces
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import find_hardware
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 

@@ -17,9 +17,8 @@ from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
-from firstlight.training.automatic import decide
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.conflicts import require_combination
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
@@ -163,33 +162,3 @@ def test_what_stages_do_not_know_is_refused(
     recipe[section] = {**recipe.get(section, {}), **values}
     with pytest.raises(ConfigError, match=said):
         require_combination(parse_recipe(recipe), find_hardware("cpu"), pipeline=2)
-
-
-@pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
-def test_the_largest_micro_batch_is_not_sought(key: str) -> None:
-    recipe = parse_recipe(
-        {
-            "data": {"dir": "none", "seq_len": 8},
-            "batch": {"micro_batch_size": "auto", "global_batch_tokens": 64},
-            "efficiency": {"precision": "fp32", "compile": "auto"},
-            "model": {"model_type": "llama", "hidden_size": 32, "vocab_size": 20_000},
-            "distributed": {key: 2},
-        }
-    )
-    with pytest.raises(ConfigError, match=f"distributed.{key} .* give a number"):
-        decide(recipe, {}, find_hardware("cpu"), 10**15, print)
-
-
-@pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
-def test_what_is_chosen_works_with_parts_of_layers(key: str) -> None:
-    recipe = parse_recipe(
-        {
-            "data": {"dir": "none", "seq_len": 8},
-            "efficiency": {"precision": "fp32"},
-            "model": {"model_type": "llama", "hidden_size": 32, "vocab_size": 20_000},
-        }
-    )
-    parts = recipe.model_copy(update={"distributed": DistributedConfig.model_validate({key: 2})})
-    alone, found = (decide(r, {}, find_hardware("cpu"), 10**15, print) for r in (recipe, parts))
-    assert (alone.efficiency.compile, alone.efficiency.loss_chunk_tokens) == (True, 512)
-    assert (found.efficiency.compile, found.efficiency.loss_chunk_tokens) == (False, 0)

@@ -15,7 +15,7 @@ from firstlight.models.accounting import meta_model
 from firstlight.planner.parts import own_part
 from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import trace_memory
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_resolved_recipe
 from scaling_table import rank_memory
 
 _DRIVER = Path(__file__).with_name("memory_driver.py")
@@ -98,7 +98,7 @@ def require_planned(cases: list[dict[str, Any]], above: float, below: float) -> 
         for result in results
     ]
     for number, case in enumerate(cases):
-        recipe = parse_recipe(case)
+        recipe = parse_resolved_recipe(case)
         planned = of_one_rank(trace_memory(own_part(recipe, 2)), recipe, 2).peak_bytes
         # What gloo's threads free, nobody counts: the least of some steps.
         taken = max(min(ranks[number]) for ranks in found)

@@ -22,10 +22,10 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, ModelError
 from firstlight.hardware import find_hardware
 from firstlight.huggingface import load_model
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.conflicts import require_combination
 from firstlight.sharded import MOMENTS, read_wholes
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import parse_recipe
 from firstlight.training.job import Job
 
 _DRIVER = Path(__file__).with_name("trains_driver.py")

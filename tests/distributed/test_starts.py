@@ -17,7 +17,7 @@ from spawned import free_port
 from firstlight.planner import search
 from firstlight.planner.machine import find_machine
 from firstlight.planner.settling import settle
-from firstlight.training.config import load_recipe
+from firstlight.recipe import load_recipe
 
 pytest.importorskip("deepspeed")
 

@@ -16,8 +16,8 @@ from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import find_hardware
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.conflicts import require_combination
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 

@@ -20,8 +20,8 @@ import yaml
 
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
+from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.training.config import known_keys
 from firstlight.training.job import Job
 
 

@@ -34,8 +34,8 @@ from firstlight.data.shards import TokenDataset
 from firstlight.errors import FirstlightError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.engine import load
+from firstlight.recipe import load_recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import load_recipe
 
 _MEGABYTE = 1 << 20
 #: Of memory; more than a case may take, so that what it takes can be told.

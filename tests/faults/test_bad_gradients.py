@@ -17,8 +17,8 @@ from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.hardware import find_hardware
-from firstlight.training.config import parse_recipe
-from firstlight.training.guard import Guard, GuardConfig
+from firstlight.recipe import GuardConfig, parse_recipe
+from firstlight.training.guard import Guard
 from firstlight.training.program import TrainingProgram
 
 _MICRO_BATCHES = 3

@@ -21,8 +21,8 @@ from firstlight.checkpoint import checkpoint_folder, newest_checkpoint
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import FirstlightError, StorageError
+from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.metrics import JsonLines, read_json_lines
 from firstlight.training.saving import CheckpointSaver
 

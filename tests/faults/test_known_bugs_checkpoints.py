@@ -25,9 +25,9 @@ from firstlight.checkpoint import (
 )
 from firstlight.errors import CheckpointError, FirstlightError, ModelError, StorageError
 from firstlight.generation.engine import load
+from firstlight.recipe import CheckpointConfig
 from firstlight.stored import save_weights
 from firstlight.training import saving
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.saving import CheckpointSaver

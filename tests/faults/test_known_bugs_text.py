@@ -18,10 +18,10 @@ from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import Model, ModelConfig
+from firstlight.recipe import parse_recipe
 from firstlight.stored import save_weights
 from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.training.config import parse_recipe
 from firstlight.vocabulary import grow_vocabulary
 from firstlight.weights import embedding_name, weights_to_save
 from generated import generate_ids

@@ -43,8 +43,8 @@ from firstlight.checkpoint import (
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import remove_leftovers
 from firstlight.history import Saved, own_past, saved_checkpoints, step_of
+from firstlight.recipe import CheckpointConfig
 from firstlight.retention import kept_checkpoints, prune_checkpoints
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.saving import CheckpointSaver
 
 _SEED = 6

@@ -16,8 +16,8 @@ from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.data.shards import TokenDataset
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine
+from firstlight.recipe import Recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
 
 STEPS, SEED = 20, 7

@@ -12,8 +12,8 @@ from covering import Choice, covering_set, legal_pairs
 
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe.conflicts import require_combination
 
 #: "plain": the value of the plain run. "mathematics": asks for other numbers, so the plain run
 #: beside it has the value too. "exact": the same numbers to the last bit. "rounding": the same

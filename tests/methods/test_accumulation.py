@@ -17,7 +17,7 @@ from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import apply_methods
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 from firstlight.training.step import StepResult, train_step
 
 _SEQ_LEN = 32

@@ -17,7 +17,7 @@ import firstlight
 from firstlight.cli.main import main
 from firstlight.hardware import Hardware
 from firstlight.planner.automatic import forecast_run
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.training.forecast import FORECAST_NAME, Forecast
 
 #: Of keys whose rows name no value.
@@ -107,6 +107,7 @@ class _InOneProcess:
         """Runs already."""
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+        assert isinstance(recipe, ResolvedRecipe)
         return self._pool.submit(forecast_run, recipe, hardware, processes).result(120)
 
     def advise(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from table import BEGIN, END, PAGE, with_table
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.lora import LoraConfig
 from firstlight.optim.table import OptimizerConfig
-from firstlight.training.config import BatchConfig, DataConfig
+from firstlight.recipe import BatchConfig, DataConfig
 
 #: Keys that are no methods, or whose values make one together.
 _OTHERS = {

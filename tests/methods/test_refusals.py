@@ -14,9 +14,9 @@ from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.conflicts import ineffective, require_combination
 from firstlight.training.adapters import attach
-from firstlight.training.combinations import ineffective, require_combination
-from firstlight.training.config import parse_recipe
 
 #: Never computed on: only its kind is looked at.
 GPU = Hardware(torch.device("cuda"), "a GPU of a test", 2**34, bf16=True)

@@ -13,7 +13,7 @@ import click
 from firstlight.cli.main import firstlight
 from firstlight.cli.train import split_arguments
 from firstlight.distributed.elastic import Launch
-from firstlight.training.config import Recipe, load_recipe
+from firstlight.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

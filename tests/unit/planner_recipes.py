@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from firstlight.data.loader import Batch
 from firstlight.hardware import Hardware
 from firstlight.models import empty_model
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 GPT2 = {
@@ -32,26 +33,29 @@ LLAMA = {
     "max_position_embeddings": 256,
 }
 
+_PLAIN = {"precision": "fp32", "attention": "sdpa", "compile": False, "loss_chunk_tokens": 0}
 
-def recipe(model: dict[str, Any] = GPT2, **sections: Any) -> Recipe:
+
+def resolved(values: Mapping[str, Any]) -> ResolvedRecipe:
+    """A recipe with plain choices for the keys that `values` leaves open."""
+    return parse_resolved_recipe({**values, "efficiency": _PLAIN | values.get("efficiency", {})})
+
+
+def recipe(model: dict[str, Any] = GPT2, **sections: Any) -> ResolvedRecipe:
     """A tiny recipe; sections change its own."""
-    efficiency = {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0}
-    return parse_recipe(
+    return resolved(
         {
             "model": model,
             "data": {"dir": "nowhere", "seq_len": 128} | sections.pop("data", {}),
             "batch": {"micro_batch_size": 2} | sections.pop("batch", {}),
-            "efficiency": efficiency | sections.pop("efficiency", {}),
             **sections,
         }
     )
 
 
-def real_steps(recipe: Recipe) -> None:
+def real_steps(recipe: ResolvedRecipe) -> None:
     """What `trace_memory` traces, on real tensors."""
     hardware = Hardware(torch.device("cpu"), "CPU", 2**40, bf16=True)
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0))
     if recipe.lora is not None:

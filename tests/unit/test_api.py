@@ -94,7 +94,7 @@ def test_the_training_help_lists_every_key_of_a_recipe() -> None:
         check=True,
         env={**os.environ, "COLUMNS": "200"},
     )
-    from firstlight.training.config import known_keys
+    from firstlight.recipe import known_keys
 
     lines = done.stdout.splitlines()
     listed = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}

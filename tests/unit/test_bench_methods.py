@@ -51,8 +51,8 @@ from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
+from firstlight.recipe.conflicts import require_combination
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
 _GPU = Hardware(torch.device("cuda"), "a GPU", 2**34, bf16=True)

@@ -15,7 +15,7 @@ from firstlight.bench.planner_draw import draw_memory
 from firstlight.bench.planner_memory import Case, bench_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
 from firstlight.cli.bench_planner import planner_command
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
 
 
 def test_the_grid_covers_what_was_promised() -> None:

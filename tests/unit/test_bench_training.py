@@ -41,7 +41,7 @@ from firstlight.environment import SHORT_SPIN, TRAINING
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, empty_model
-from firstlight.training.config import BatchConfig, Recipe, parse_recipe
+from firstlight.recipe import BatchConfig, Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)

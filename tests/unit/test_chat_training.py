@@ -21,8 +21,8 @@ from firstlight.generation.chat import ChatSession
 from firstlight.generation.engine import load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import load_model
+from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import parse_recipe
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from firstlight.errors import ConfigError
-from firstlight.training.config import (
+from firstlight.recipe import (
     BatchConfig,
-    _override,
     known_keys,
     load_recipe,
     parse_recipe,
     recipe_fields,
 )
+from firstlight.recipe.load import _override
 
 _RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 _SECTIONS = {section: kind for section, kind, _ in recipe_fields() if section != "model"}

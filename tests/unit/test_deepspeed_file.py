@@ -11,8 +11,8 @@ import pytest
 
 from firstlight.efficiency.deepspeed_file import read_deepspeed_file
 from firstlight.errors import ConfigError
-from firstlight.training.config import Recipe, parse_recipe
-from firstlight.training.deepspeed_recipe import with_deepspeed_file
+from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
 
 _FILE: dict[str, Any] = {
     "train_batch_size": "auto",

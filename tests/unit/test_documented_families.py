@@ -11,7 +11,7 @@ import yaml
 
 from firstlight.models import FAMILIES
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.training.config import load_recipe
+from firstlight.recipe import load_recipe
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "model-families.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"((?:^    .*\n)+)", _PAGE, re.MULTILINE)

@@ -31,8 +31,8 @@ from firstlight.models.ops import (
     head_loss,
     plain_attention,
 )
+from firstlight.recipe import parse_recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import parse_recipe
 from firstlight.training.program import TrainingProgram
 
 CPU = find_hardware("cpu")
@@ -338,14 +338,13 @@ def test_what_automatic_attention_is(
     dropout: float,
     seq_len: int,
     expected: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("firstlight.efficiency.attention.can_compile", lambda _: True)
-    hardware = Hardware(torch.device(device), "a machine", 2**30, bf16=True)
     model = GPT2Config(attn_pdrop=dropout, hidden_size=256, num_attention_heads=heads)
     for attention_, expected_ in (("auto", expected), ("math", "math")):
         config = EfficiencyConfig.model_validate({"attention": attention_})
-        found = resolve_attention(config, hardware, dtype, model, seq_len, documents)
+        found = resolve_attention(
+            config, device, dtype, model, seq_len, documents=documents, compiles=True
+        )
         assert found == expected_
 
 

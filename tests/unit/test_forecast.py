@@ -28,7 +28,7 @@ from firstlight.planner.machine import _CPU_SHARE, find_machine
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Question
 from firstlight.planner.settling import settle
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial
 from firstlight.training.forecast import FORECAST_NAME, Comparison, Forecast
 
@@ -46,7 +46,7 @@ _MODEL: dict[str, Any] = {
 _WEIGHTS = 4 * (300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32))
 
 
-def settled(**sections: Any) -> Recipe:
+def settled(**sections: Any) -> ResolvedRecipe:
     values: dict[str, Any] = {
         "data": {"dir": "/nowhere"},
         "model": _MODEL,
@@ -323,9 +323,10 @@ def test_planning_elsewhere_gives_the_recipe_what_was_told_and_its_errors(
     told: list[str] = []
     written, planned = settled(), settled(batch={"micro_batch_size": 2})
     answer(0, {"told": ["one", "two"], "recipe": planned.model_dump(mode="json")})
-    assert planned_elsewhere(written, _CPU, told.append, "weights") == planned
+    found = planned_elsewhere(written, _CPU, told.append, "weights")
+    assert found.model_dump() == planned.model_dump()
     assert told == ["one", "two"]
-    assert parse_recipe(said["recipe"]) == written
+    assert said["recipe"] == written.model_dump(mode="json")
     assert (said["what"], said["device"], said["init_from"]) == ("plan", "cpu", "weights")
     answer(0, {"told": [], "error": "nothing fits"})
     with pytest.raises(ConfigError, match="nothing fits"):
@@ -399,7 +400,7 @@ def test_a_forecast_covers_evaluation_samples_and_saves(
     keeps = Keeps()
     with measured_memory() as found:
         firstlight.train(recipe, forecaster=keeps)
-    predicted = forecast_run(keeps.recipe, _CPU, 1)
+    predicted = forecast_run(parse_resolved_recipe(keeps.recipe.model_dump()), _CPU, 1)
     assert predicted is not None
     assert predicted.phase == phase
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.03)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.training.config import parse_recipe
-from firstlight.training.guard import DivergedError, Guard, GuardConfig, z_score
+from firstlight.recipe import GuardConfig, parse_recipe
+from firstlight.training.guard import DivergedError, Guard, z_score
 
 _NUMBERS = st.floats(-1e6, 1e6)
 

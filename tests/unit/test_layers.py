@@ -41,14 +41,15 @@ _LAYERS = {
     "history": 2,
     "checkpoint": 2,
     "retention": 2,
-    "training": 3,
-    "generation": 3,
-    "evaluation": 3,
-    "conversion": 3,
-    "bench": 4,
-    "planner": 4,
-    "serving": 4,
-    "cli": 5,
+    "recipe": 3,
+    "training": 4,
+    "generation": 4,
+    "evaluation": 4,
+    "conversion": 4,
+    "bench": 5,
+    "planner": 5,
+    "serving": 5,
+    "cli": 6,
 }
 #: Within layer 1 everything stands alone, but for this.
 _ALLOWED_IN_LAYER_1 = {("data", "tokenizer")}

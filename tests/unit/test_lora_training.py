@@ -17,9 +17,9 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
 from firstlight.huggingface import load_model
 from firstlight.lora import ADAPTER_WEIGHTS_NAME, is_adapter
+from firstlight.recipe import parse_recipe
 from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import parse_recipe
 from firstlight.training.loop import train
 
 

@@ -25,7 +25,7 @@ from firstlight.models.moe import (
     grouped_linear,
     load_balancing_loss,
 )
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
 from firstlight.training.loop import train
 
 

@@ -36,8 +36,8 @@ from firstlight.planner.plan_text import (
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.reasons import reasons_for
 from firstlight.planner.settling import planned_run, settle, with_changes
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe, load_recipe, parse_recipe
+from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.recipe.conflicts import require_combination
 
 _MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -339,7 +339,7 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
         },
     }
     for question in (
-        Question(compiled, machine, compiles=False, evaluates=False),
+        Question(compiled, machine, compiles=False),
         Question(compiled, machine, changes=changes, evaluates=False),
     ):
         found = Oracle().answer(question)
@@ -363,9 +363,11 @@ def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
 
 
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
+    resolved = settle(recipe(), find_machine("H100"))
+
     def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Outcome:
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
-        return Outcome(name, changes, recipe(), memory, usable_bytes=9, is_bound=is_bound)
+        return Outcome(name, changes, resolved, memory, usable_bytes=9, is_bound=is_bound)
 
     methods_found = [
         outcome("no torch.compile", 4 * _GIB, {"efficiency.compile": False}, False),
@@ -778,7 +780,8 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
 
 def test_the_next_command_has_what_the_best_way_changes() -> None:
     changes = {"efficiency.compile": True, "lora": {"rank": 16, "target_modules": ["q_proj"]}}
-    way = Outcome("w", changes, recipe(efficiency={"compile": True}))
+    compiled = settle(recipe(efficiency={"compile": True}), find_machine("H100"))
+    way = Outcome("w", changes, compiled)
     assert changed_options(way) == {
         "efficiency.compile": "true",
         "lora.rank": "16",

@@ -216,8 +216,6 @@ def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
     target = cuda_target("H100", (9, 0))
     efficiency = {"compile": True, "precision": "bf16", "attention": "sdpa"}
     planned = equivalent(recipe(model=LLAMA, efficiency=efficiency), target)
-    automatic = recipe(model=LLAMA, efficiency=efficiency | {"attention": "auto"})
-    assert equivalent(automatic, target) == planned
     torch._dynamo.reset()
     counters.clear()
     with recipes._traced(planned, target) as (tracer, program, batch), tracer.paused():

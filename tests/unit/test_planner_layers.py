@@ -36,10 +36,12 @@ from firstlight.planner.recipes import (
 )
 from firstlight.planner.speed_kinds import streamed_bytes
 from firstlight.planner.trace import ALIVE, Operator, Storage, Trace
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 
-def from_few(recipe: Recipe, trace: Callable[[Recipe], MemoryPrediction]) -> MemoryPrediction:
+def from_few(
+    recipe: ResolvedRecipe, trace: Callable[[ResolvedRecipe], MemoryPrediction]
+) -> MemoryPrediction:
     """Planned from what the recipes with fewer layers take."""
     recipes, join = in_fewer_layers(recipe)
     return join([trace(one) for one in recipes])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planner_recipes import resolved
 
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig
@@ -14,15 +15,14 @@ from firstlight.planner.exchange import bubble, waiting_bytes
 from firstlight.planner.parts import own_part, with_own_tables
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.ranks import exchange_of, of_one_rank
-from firstlight.training.config import Recipe, parse_recipe
-from firstlight.training.preference import PreferenceConfig
+from firstlight.recipe import PreferenceConfig, ResolvedRecipe
 
 _MIB = 2**20
 _CONFIG = {"model_type": "gpt2", "vocab_size": 300, "hidden_size": 32, "num_attention_heads": 2}
 
 
-def recipe(accumulation: int = 1, **distributed: Any) -> Recipe:
-    return parse_recipe(
+def recipe(accumulation: int = 1, **distributed: Any) -> ResolvedRecipe:
+    return resolved(
         {
             "data": {"dir": "/nowhere", "seq_len": 64},
             "model": _CONFIG,
@@ -35,7 +35,6 @@ def recipe(accumulation: int = 1, **distributed: Any) -> Recipe:
 def whole() -> dict[str, int]:
     """Bytes of a parameter's fp32 value, gradient and moments, for all of the model."""
     model = recipe().model
-    assert model is not None
     size = 4 * sum(p.numel() for p in meta_model(model).parameters())
     return {"weights": size, "gradients": size, "optimizer_states": 2 * size}
 
@@ -126,8 +125,8 @@ def test_what_is_sent_counts_micro_batches_and_what_waits_on_the_host() -> None:
 # Parts of a model
 
 
-def llama(accumulation: int = 1, tied: bool = False, **distributed: Any) -> Recipe:
-    return parse_recipe(
+def llama(accumulation: int = 1, tied: bool = False, **distributed: Any) -> ResolvedRecipe:
+    return resolved(
         {
             "data": {"dir": "/nowhere", "seq_len": 64},
             "model": {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planner_recipes import resolved
 
 from firstlight.bench.planner_speed import (
     SpeedCase,
@@ -60,7 +61,6 @@ from firstlight.planner.throughput import (
     predict_speed,
 )
 from firstlight.planner.trace import Layout, Operator, bytes_of
-from firstlight.training.config import parse_recipe
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -354,7 +354,7 @@ def test_the_grid_has_twenty_recipes_of_different_names() -> None:
     cases = speed_grid()
     assert len({case.name for case in cases}) == len(cases) == 20
     for case in cases:
-        assert parse_recipe(case.recipe()).data.seq_len == case.seq_len
+        assert resolved(case.recipe()).data.seq_len == case.seq_len
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_the_grid_has_twenty_recipes_of_different_names() -> None:
 def test_published_rates_lie_in_the_range(
     gpu: str, rows: int, attention: str, published: float
 ) -> None:
-    recipe = parse_recipe(
+    recipe = resolved(
         {
             "data": {"dir": "-", "seq_len": 1024},
             "model": {"model_type": "gpt2", "vocab_size": 50304},
@@ -413,7 +413,7 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         "batch": {"micro_batch_size": 1},
         "efficiency": {"precision": "bf16", "compile": False},
     }
-    recipe = parse_recipe(values)
+    recipe = resolved(values)
     counted = count_operators(recipe, cuda_target("x", (9, 0)))
     experts = [e for e in counted.operators if "grouped_linear" in e.operator.name]
     found = {}
@@ -429,7 +429,7 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         (2, rows, 96, 32): 1,
         (2, rows, 32, 48): 1,
     }
-    compiled = parse_recipe({**values, "efficiency": {"precision": "bf16", "compile": True}})
+    compiled = resolved({**values, "efficiency": {"precision": "bf16", "compile": True}})
     gpu = find_gpu("H100")
     rest = replace(counted, operators=tuple(e for e in counted.operators if e not in experts))
     least = sum(kernel_seconds(e.operator, gpu, "bf16").expected * e.count for e in experts)

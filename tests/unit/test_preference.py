@@ -25,12 +25,12 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.huggingface import load_model
 from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.recipe import PreferenceConfig, parse_recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import parse_recipe
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.micro_batches import recut
-from firstlight.training.preference import PreferenceConfig, PreferenceObjective
+from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
 
 CONTEXT = 128

@@ -13,7 +13,7 @@ from firstlight.data.conversations import to_conversation
 from firstlight.data.pairs import to_pair
 from firstlight.planner.machine import find_machine
 from firstlight.planner.settling import settle
-from firstlight.training.config import load_recipe
+from firstlight.recipe import load_recipe
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECIPES = sorted((_ROOT / "recipes").glob("*.yaml"))

@@ -28,8 +28,8 @@ from firstlight.checkpoint import (
 )
 from firstlight.disk import Disk
 from firstlight.errors import CheckpointError, StorageError
+from firstlight.recipe import CheckpointConfig
 from firstlight.training import saving
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.saving import CheckpointSaver
 
 
@@ -311,7 +311,7 @@ from pathlib import Path
 from firstlight import disk as seam
 from firstlight.checkpoint import Checkpoint
 from firstlight.disk import Disk
-from firstlight.training.config import CheckpointConfig
+from firstlight.recipe import CheckpointConfig
 from firstlight.training.saving import CheckpointSaver
 
 ending = threading.Event()

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.cli.launch import LAUNCH_OPTIONS
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.training.config import known_keys
+from firstlight.recipe import known_keys
 from scaling_table import BEGIN, END, MODELS, PAGE, WAYS, gib, table
 
 _ROOT = Path(__file__).resolve().parents[2]

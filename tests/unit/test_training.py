@@ -31,10 +31,9 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.huggingface import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
+from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.training import automatic
-from firstlight.training.config import load_recipe, parse_recipe
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.report import draw_report
@@ -995,11 +994,11 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_what_auto_came_to(
     def die(_: Mapping[str, Any]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(automatic, "resolve_precision", lambda *_: torch.bfloat16)
+    monkeypatch.setattr("firstlight.recipe.resolve.resolve_precision", lambda *_: torch.bfloat16)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, on_step=die)
     assert list_checkpoints(Path(recipe["run"]["dir"])) == []
-    monkeypatch.setattr(automatic, "resolve_precision", lambda *_: torch.float32)
+    monkeypatch.setattr("firstlight.recipe.resolve.resolve_precision", lambda *_: torch.float32)
     result = train(recipe, resume=resumes)
     found = load_recipe(result.run_folder / "recipe.yaml").efficiency.precision
     assert found == ("bf16" if resumes else "fp32")

@@ -43,7 +43,7 @@ from firstlight.data.loader import Batch
 from firstlight.gpus import GPU
 from firstlight.hardware import find_hardware, synchronize
 from firstlight.models import empty_model
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
 from firstlight.training.program import TrainingProgram
 
 NAME = "ceilings"

@@ -51,8 +51,8 @@ from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
 from firstlight.hardware import Hardware, find_hardware, synchronize
 from firstlight.models import empty_model
+from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 #: Steps over which the learning rate rises.

@@ -13,7 +13,7 @@ import torch
 from firstlight.errors import ConfigError, nearest
 from firstlight.hardware import Hardware
 from firstlight.models import ModelConfig
-from firstlight.training.config import Recipe, load_recipe, parse_recipe
+from firstlight.recipe import Recipe, load_recipe, parse_recipe
 
 #: The name of the small model of `--quick`.
 SMALL = "small"

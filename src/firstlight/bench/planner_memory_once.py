@@ -18,8 +18,8 @@ from firstlight.hardware import find_hardware
 from firstlight.models import empty_model
 from firstlight.planner.decoding import predict_generation
 from firstlight.planner.recipes import predict_evaluation, trace_memory
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 #: Of a row of preference pairs.
@@ -35,11 +35,10 @@ def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
     """
-    recipe = parse_recipe(request["recipe"])
+    recipe = parse_resolved_recipe(request["recipe"])
     kind = request["kind"]
     start = time.perf_counter()
     if kind == "generation":
-        assert recipe.model is not None
         predicted = predict_generation(recipe.model, **request["generation"])
     elif kind == "evaluation":
         predicted = predict_evaluation(recipe)
@@ -61,10 +60,8 @@ def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _training(recipe: Recipe, *, evaluates: bool) -> MeasuredMemory:
+def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
     """Three steps from nothing on; or one, and then an evaluation, which alone is measured."""
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     hardware = find_hardware("cpu")
     compiles = recipe.efficiency.compile is True
     with measured_memory() as whole:
@@ -109,9 +106,7 @@ def _held(program: TrainingProgram) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _batch(recipe: Recipe) -> Batch:
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
+def _batch(recipe: ResolvedRecipe) -> Batch:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
@@ -125,8 +120,7 @@ def _batch(recipe: Recipe) -> Batch:
     return Batch(ids, ids.clone(), ids.numel(), documents, references)
 
 
-def _generation(recipe: Recipe, options: Mapping[str, Any]) -> MeasuredMemory:
-    assert recipe.model is not None
+def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredMemory:
     prompt, new = options["prompt_tokens"], options["max_new_tokens"]
     with measured_memory() as found:
         model = empty_model(recipe.model)

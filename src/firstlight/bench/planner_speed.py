@@ -31,7 +31,7 @@ from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware import find_hardware
 from firstlight.models import ModelConfig
-from firstlight.training.config import parse_recipe
+from firstlight.recipe import parse_recipe
 
 #: Predictions are to be within this at the 95th percentile.
 GOAL = 0.15

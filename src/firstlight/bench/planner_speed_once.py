@@ -50,7 +50,7 @@ from firstlight.planner.calibration_store import (
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.speed_recipes import count_operators, predict_recipe_speed
 from firstlight.planner.throughput import SpeedPrediction
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 
 
@@ -67,7 +67,7 @@ def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
     if "calibrate" in request:
         calibrate(request["calibrate"], Path(request["calibration"]))
         return {}
-    recipe = parse_recipe(request["recipe"])
+    recipe = parse_resolved_recipe(request["recipe"])
     folder, seconds = Path(request["calibration"]), request["seconds"]
     importlib.import_module("torch._dynamo")  # which torch's optimizers import at their first step
     start = time.perf_counter()
@@ -95,7 +95,7 @@ def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predict(
-    recipe: Recipe, prediction: MemoryPrediction, folder: Path, seconds: float
+    recipe: ResolvedRecipe, prediction: MemoryPrediction, folder: Path, seconds: float
 ) -> SpeedPrediction:
     calibration = load_calibration(folder)
     measure_operators(calibration, prediction.operators, seconds)
@@ -103,10 +103,8 @@ def _predict(
     return predict_recipe_speed(recipe, calibration, prediction)
 
 
-def _steps(recipe: Recipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
     """What trains a step and returns its seconds, and those of them that this thread worked."""
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
     torch.manual_seed(recipe.run.seed)
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_callback import PrinterCallback
 
 from firstlight.data.loader import Batch
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 
 class _Clock(Protocol):

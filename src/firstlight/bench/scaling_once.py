@@ -23,7 +23,7 @@ from firstlight.distributed import barrier, find_world, gather_objects
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import Hardware, synchronize
 from firstlight.models import empty_model
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 

@@ -36,9 +36,9 @@ from firstlight.files import write_json
 from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.training.automatic import decide
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe, load_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
+from firstlight.recipe.conflicts import require_combination
+from firstlight.recipe.resolve import facts_here, resolve
 
 #: What firstlight can be compared with.
 PROGRAMS = (REFERENCE, "reference-fp32", "pure-bf16", "trainer")
@@ -199,13 +199,13 @@ def _require_same_batch(recipe: Recipe, values: Mapping[str, Any], hardware: Har
     _decided(recipe, hardware).batch.accumulation(seq_len)
 
 
-def _decided(recipe: Recipe, hardware: Hardware) -> Recipe:
+def _decided(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
     """As it will be run, but with one row a micro-batch where the largest that fits is yet to be
     found: that takes time, and other processes."""
     if recipe.batch.micro_batch_size == "auto":
         batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
         recipe = recipe.model_copy(update={"batch": batch})
-    return decide(recipe, {}, hardware, EPOCH_TOKENS, lambda _: None)
+    return resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
 
 
 def choose_programs(

@@ -52,8 +52,9 @@ from firstlight.bench.reference_loops import LoopStep, autocast_loop, pure_bf16_
 from firstlight.data.loader import Batch
 from firstlight.hardware import Hardware, find_hardware, synchronize
 from firstlight.models import GPT2Config, empty_model
-from firstlight.training.automatic import decide
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe.resolve import facts_here, resolve
+from firstlight.training.fit import largest_micro_batch
 from firstlight.training.program import TrainingProgram
 
 #: Steps over which the learning rate rises.
@@ -155,8 +156,12 @@ def _firstlight(
     recipe: Recipe, tokens: Tokens, steps: int, hardware: Hardware, clock: StepClock
 ) -> tuple[list[float], dict[str, Any]]:
     """The losses, and what was chosen for the keys that the recipe leaves open."""
-    decided = decide(recipe, {}, hardware, EPOCH_TOKENS, lambda _: None)
-    assert decided.model is not None
+    facts = facts_here(
+        hardware,
+        epoch_tokens=EPOCH_TOKENS,
+        largest_micro_batch=lambda open_: largest_micro_batch(open_, hardware, lambda _: None),
+    )
+    decided = resolve(recipe, facts)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed))
     program = TrainingProgram(decided, model, hardware)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 FIRSTLIGHT, REFERENCE = "firstlight", "reference"
 

@@ -18,7 +18,7 @@ from firstlight.errors import ConfigError
 if TYPE_CHECKING:
     from firstlight.planner.outcome import Outcome
     from firstlight.planner.plan import Plan
-    from firstlight.training.config import Recipe
+    from firstlight.recipe import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -97,7 +97,7 @@ def plan_command(
         from firstlight.planner.outcome import Oracle
         from firstlight.planner.plan import Budget, make_plan
         from firstlight.planner.plan_text import blocks
-        from firstlight.training.config import load_recipe
+        from firstlight.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
         machine = find_machine(gpu, None if gpu_memory is None else parse_bytes(gpu_memory), gpus)

@@ -52,7 +52,7 @@ class _TrainCommand(click.Command):
         return result
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from firstlight.training.config import key_documentation, recipe_fields
+        from firstlight.recipe import key_documentation, recipe_fields
 
         sections: dict[str, list[tuple[str, str]]] = {}
         for section, kind, key in recipe_fields():
@@ -155,7 +155,7 @@ def train_command(
             # It imports torch while this process does.
             forecaster.start()
         from firstlight.distributed import find_world, is_main
-        from firstlight.training.config import load_recipe
+        from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
         recipe = load_recipe(path, overrides)
@@ -247,7 +247,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.distributed import find_world
     from firstlight.hardware import find_hardware
     from firstlight.planner.automatic import planned_elsewhere
-    from firstlight.training.config import load_recipe
+    from firstlight.recipe import load_recipe
     from firstlight.training.job import RECIPE_NAME
 
     if find_world().size > 1:
@@ -352,7 +352,7 @@ def _require_recipe(path: str, verb: str) -> None:
 
 def _unknown_option(argument: str, name: str) -> str:
     from firstlight.errors import nearest
-    from firstlight.training.config import key_of_other_name, known_keys
+    from firstlight.recipe import key_of_other_name, known_keys
 
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from firstlight.efficiency.attention import choose_attention, resolve_attention
 from firstlight.efficiency.compilation import (
+    can_compile,
     compiled,
     memory_budget,
     require_compiler,
@@ -55,7 +56,15 @@ def apply_methods(
     """
     dtype = resolve_precision(config, hardware)
     longest = model.config.max_position_embeddings
-    way = resolve_attention(config, hardware, dtype, model.config, longest, documents)
+    way = resolve_attention(
+        config,
+        hardware.device.type,
+        dtype,
+        model.config,
+        longest,
+        documents=documents,
+        compiles=can_compile(hardware.device),
+    )
     choose_attention(model, way)
     if config.loss_chunk_tokens:
         chunk_loss(model, config.loss_chunk_tokens)

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from firstlight.efficiency.compilation import can_compile
 from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, Model, ModelConfig
 from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.gpt2 import Attention as GPT2Attention
@@ -38,24 +36,31 @@ _BACKENDS = {
 
 def resolve_attention(
     config: EfficiencyConfig,
-    hardware: Hardware,
+    device: str,
     dtype: torch.dtype,
     model: ModelConfig,
     seq_len: int,
+    *,
     documents: bool,
+    compiles: bool,
 ) -> str:
-    """What "auto" is: torch's own choice, but for two cases.
+    """The attention backend; "auto" is torch's own choice, but for two cases.
 
     Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
     there is triton; see `takes_blockwise` for CPUs.
+
+    Args:
+        device: type of the device: "cpu", "cuda" or "mps".
+        dtype: dtype of the matrix products.
+        documents: whether rows are masked by document.
+        compiles: whether torch.compile can be used on the device.
     """
     if config.attention != "auto":
         return config.attention
     dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
-    if documents and hardware.device.type == "cuda":
-        return "flex" if not dropout and can_compile(hardware.device) else "sdpa"
-    on_cpu = hardware.device.type == "cpu"
-    return "blockwise" if on_cpu and takes_blockwise(model, dtype, seq_len) else "sdpa"
+    if documents and device == "cuda":
+        return "flex" if not dropout and compiles else "sdpa"
+    return "blockwise" if device == "cpu" and takes_blockwise(model, dtype, seq_len) else "sdpa"
 
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:

@@ -22,11 +22,16 @@ def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dty
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
+    return dtype_of(config.precision)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of matrix products in a precision of `EfficiencyConfig`, "auto" excepted."""
     return {
         "fp32": torch.float32,
         "tf32": torch.float32,
         "fp16": torch.float16,
-    }.get(config.precision, torch.bfloat16)
+    }.get(precision, torch.bfloat16)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:

@@ -25,7 +25,7 @@ from firstlight.planner.search import (
     rows_a_step,
 )
 from firstlight.planner.settling import settle
-from firstlight.training.config import Recipe, parse_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial, ask_module, try_rows
 from firstlight.training.forecast import Forecast
 
@@ -35,7 +35,7 @@ _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation ch
 _GIB = 2**30
 
 
-def forecast_run(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
+def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> Forecast | None:
     """See `Forecaster.forecast`."""
     machine = _this_machine(hardware, processes)
     if machine is None:
@@ -58,7 +58,10 @@ def forecast_run(recipe: Recipe, hardware: Hardware, processes: int) -> Forecast
 
 
 def run_phases(
-    training: MemoryPrediction, evaluation: MemoryPrediction, recipe: Recipe, machine: Machine
+    training: MemoryPrediction,
+    evaluation: MemoryPrediction,
+    recipe: ResolvedRecipe,
+    machine: Machine,
 ) -> dict[str, PhasePeak]:
     """The peaks of a run's phases: of its steps, evaluations, sample texts and saves.
 
@@ -99,7 +102,7 @@ def run_phases(
     return {**peaks, "save": _with(state, checkpoint_copy=copied)}
 
 
-def _copied_bytes(state: Mapping[str, int], recipe: Recipe) -> int:
+def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
     """What a checkpoint holds of the state: weights in fp32, and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
@@ -117,20 +120,22 @@ def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
 def main() -> int:
     """Read a request from stdin; write the forecast, advice or plan to stdout as JSON."""
     request = json.loads(sys.stdin.read())
-    recipe, hardware = parse_recipe(request["recipe"]), find_hardware(request["device"])
+    hardware = find_hardware(request["device"])
     found: Any
     if request["what"] == "plan":
-        found = _plan(recipe, hardware, request["init_from"])
-    elif request["what"] == "forecast":
-        forecast = forecast_run(recipe, hardware, request["processes"])
-        found = None if forecast is None else dataclasses.asdict(forecast)
+        found = _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
     else:
-        found = advice(recipe, hardware, request["processes"])
+        recipe = parse_resolved_recipe(request["recipe"])
+        if request["what"] == "forecast":
+            forecast = forecast_run(recipe, hardware, request["processes"])
+            found = None if forecast is None else dataclasses.asdict(forecast)
+        else:
+            found = advice(recipe, hardware, request["processes"])
     os.write(1, f"{json.dumps(found)}\n".encode())
     return 0
 
 
-def advice(recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
+def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
     """See `Forecaster.advise`."""
     machine = _this_machine(hardware, processes)
     if machine is None:
@@ -253,12 +258,12 @@ def planned_recipe(
     assert best.recipe is not None
     found = _corrected(best, machine, hardware, tell)
     # A model to start from brings its own.
-    return found if init_from is None else found.model_copy(update={"model": recipe.model})
+    return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
 
 
 def _corrected(
     best: Outcome, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
-) -> Recipe:
+) -> ResolvedRecipe:
     """With the micro-batch that two steps of it say is right."""
     assert best.recipe is not None
     assert best.training is not None
@@ -291,7 +296,7 @@ def _corrected(
     return _cut(recipe, machine, cuts[place])
 
 
-def _try(recipe: Recipe, machine: Machine, hardware: Hardware, rows: int) -> Trial | None:
+def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, rows: int) -> Trial | None:
     """Two steps with as many rows a step as the recipe has, however they are cut."""
     try:
         return try_rows(_cut(recipe, machine, rows), hardware, rows)
@@ -299,7 +304,7 @@ def _try(recipe: Recipe, machine: Machine, hardware: Hardware, rows: int) -> Tri
         raise ConfigError(f"--plan auto: {error}") from error
 
 
-def _cut(recipe: Recipe, machine: Machine, rows: int) -> Recipe:
+def _cut(recipe: ResolvedRecipe, machine: Machine, rows: int) -> ResolvedRecipe:
     batch = {"micro_batch_size": rows}
     if recipe.batch.global_batch_tokens is None:
         batch["gradient_accumulation_steps"] = rows_a_step(recipe, machine) // rows

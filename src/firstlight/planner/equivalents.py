@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from firstlight.efficiency import resolve_precision
+from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.hardware import Hardware
 from firstlight.planner.kernels import Target
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 #: What the traced program is told that it runs on.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
@@ -31,17 +31,17 @@ class Equivalent:
         notes: what is taken for granted.
     """
 
-    recipe: Recipe
+    recipe: ResolvedRecipe
     kernel: str | None
     offloads: bool
     notes: tuple[str, ...]
 
-    def with_(self, recipe: Recipe) -> Equivalent:
+    def with_(self, recipe: ResolvedRecipe) -> Equivalent:
         """The same for another recipe."""
         return replace(self, recipe=recipe)
 
 
-def equivalent(recipe: Recipe, target: Target) -> Equivalent:
+def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     """What to trace for a recipe on a target.
 
     Raises:
@@ -55,12 +55,6 @@ def equivalent(recipe: Recipe, target: Target) -> Equivalent:
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None
-    if config.precision == "auto":
-        chosen["precision"] = _precision(recipe, target)
-    if config.compile == "auto":
-        chosen["compile"] = False
-    if config.loss_chunk_tokens is None:
-        chosen["loss_chunk_tokens"] = 0
     if target.kind == "cuda":
         kernel = _GPU_KERNELS.get(config.attention)
         # What is automatic on the CPU that is traced on is not what a GPU takes.
@@ -85,14 +79,26 @@ def equivalent(recipe: Recipe, target: Target) -> Equivalent:
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
 
 
-def _precision(recipe: Recipe, target: Target) -> str:
-    if target.kind == "cuda":
-        return "bf16" if target.capability >= (8, 0) else "fp32"
-    half = resolve_precision(recipe.efficiency, find_hardware("cpu")) == torch.bfloat16
-    return "bf16" if half else "fp32"
+def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
+    """The keys of a section that compiles that have another value without torch.compile: what says
+    how to compile goes with it. What is computed again within a memory budget is the compiler's own
+    choice; nothing is taken for that."""
+    plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
+    if config.activation_checkpointing == "budget":
+        plain["activation_checkpointing"] = "none"
+    return {key: value for key, value in plain.items() if getattr(config, key) != value}
 
 
-def _without_masks(recipe: Recipe, attention: str, target: Target) -> Recipe:
+def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
+    """The same step, operator by operator: what torch.compile starts from."""
+    config = recipe.efficiency
+    if config.compile is not True:
+        return recipe
+    changes = without_compile(config)
+    return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
+
+
+def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
     """flex attention, which documents take on a GPU, keeps no mask of its scores' size."""
     masked = recipe.data.document_masking and attention in ("auto", "flex")
     if target.kind == "cpu" or not masked:

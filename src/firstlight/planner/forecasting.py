@@ -19,7 +19,7 @@ from firstlight.errors import TrainingError
 
 if TYPE_CHECKING:
     from firstlight.hardware import Hardware
-    from firstlight.training.config import Recipe
+    from firstlight.recipe import Recipe
     from firstlight.training.forecast import Forecast
 
 _COMMAND = [sys.executable, "-P", "-m", "firstlight.planner.automatic"]

@@ -23,7 +23,7 @@ from firstlight.planner.prediction import (
     PhasePeak,
 )
 from firstlight.planner.speed_kinds import at_depth
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 #: Layers of the shallower of the two models that are traced; the other has one more.
 _FEW = 2
@@ -44,7 +44,7 @@ _EAGER = ("setup", "clipping", "optimizer")
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
-def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
+def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]:
     """Recipes to be traced in full, and what makes of their predictions that of the recipe.
 
     Args:
@@ -55,7 +55,6 @@ def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
         The recipes, the deepest first; and a function of what they take, each with its backward
         pass in two stretches.
     """
-    assert recipe.model is not None
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not _are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
@@ -66,7 +65,9 @@ def in_fewer_layers(recipe: Recipe) -> tuple[list[Recipe], Join]:
     )
 
 
-def few_compiled_layers(recipe: Recipe) -> tuple[Recipe, Recipe, int] | None:
+def few_compiled_layers(
+    recipe: ResolvedRecipe,
+) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
     """What a recipe that is compiled whole can be planned from, by `from_graphs`.
 
     Args:
@@ -76,7 +77,6 @@ def few_compiled_layers(recipe: Recipe) -> tuple[Recipe, Recipe, int] | None:
         The recipe with few layers and with one more, and how many it has beyond the few. None where
         its layers are not alike, or it has no more than those.
     """
-    assert recipe.model is not None
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
     if recipe.efficiency.attention == "blockwise":
@@ -222,7 +222,6 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
     return PhasePeak(sum(parts.values()), {name: size for name, size in parts.items() if size})
 
 
-def _with_layers(recipe: Recipe, count: int) -> Recipe:
-    assert recipe.model is not None
+def _with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
     model = recipe.model.model_copy(update={"num_hidden_layers": count})
     return recipe.model_copy(update={"model": model})

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from firstlight.planner.equivalents import without_compile
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.search import rows_a_step
-from firstlight.planner.settling import usual_attention
-from firstlight.planner.speed_recipes import without_compile
-from firstlight.training.config import Recipe
+from firstlight.planner.settling import facts_of
+from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe.resolve import attention_backend
 
 
 def method_table(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Machine,
     oracle: Oracle | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -46,7 +47,7 @@ def method_table(
     return found
 
 
-def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
+def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, keys of the recipe) of each method that would change something."""
     config, rows = recipe.efficiency, recipe.batch.rows
     if rows > 1:
@@ -87,12 +88,12 @@ def methods(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, A
         yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}}
 
 
-def _with_precision(recipe: Recipe, machine: Machine, precision: str) -> dict[str, Any]:
+def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
     """With it goes the attention that depends on it."""
-    config = recipe.efficiency
+    config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
-    if config.attention == usual_attention(recipe, machine, config.precision):
-        attention = usual_attention(recipe, machine, precision)
+    if config.attention == attention_backend(recipe, seq_len, facts, config.precision):
+        attention = attention_backend(recipe, seq_len, facts, precision)
         if attention != config.attention:
             changes["efficiency.attention"] = attention
     return changes

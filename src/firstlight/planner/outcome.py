@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
+from firstlight.planner.equivalents import uncompiled
 from firstlight.planner.machine import Machine
 from firstlight.planner.pace import speed_of
 from firstlight.planner.parts import STATE, engine_of, own_part
@@ -17,11 +18,10 @@ from firstlight.planner.ranks import of_one_rank
 from firstlight.planner.recipes import evaluation_job, run_jobs, training_job
 from firstlight.planner.roofline import Range
 from firstlight.planner.settling import with_changes
-from firstlight.planner.speed_recipes import uncompiled
 from firstlight.planner.throughput import SpeedPrediction
 from firstlight.planner.workers import Workers
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe.conflicts import require_combination
 
 #: For timing operators that were never timed on this machine: at least and at most, and what is
 #: left until a plan should be there.
@@ -47,7 +47,7 @@ class Outcome:
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    recipe: Recipe | None = None
+    recipe: ResolvedRecipe | None = None
     training: MemoryPrediction | None = None
     evaluation: MemoryPrediction | None = None
     speed: SpeedPrediction | None = None
@@ -111,7 +111,7 @@ class Question:
             else the step without it stands for it.
     """
 
-    recipe: Recipe
+    recipe: ResolvedRecipe
     machine: Machine
     name: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)

@@ -18,11 +18,15 @@ from firstlight.planner.ranks import exchange_of
 from firstlight.planner.speed_kinds import transposed_factors
 from firstlight.planner.speed_recipes import all_micro_batches, predict_recipe_speed
 from firstlight.planner.throughput import SpeedPrediction
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 
 def speed_of(
-    prediction: MemoryPrediction, recipe: Recipe, machine: Machine, *, measuring_seconds: float
+    prediction: MemoryPrediction,
+    recipe: ResolvedRecipe,
+    machine: Machine,
+    *,
+    measuring_seconds: float,
 ) -> SpeedPrediction | None:
     """How fast a recipe trains; None on a GPU whose rates are not known.
 
@@ -33,8 +37,6 @@ def speed_of(
         measuring_seconds: for which this machine's CPU has those operators timed that were not
             before, the costliest first.
     """
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     if machine.gpu is None and machine.target.kind == "cuda":
         return None
     copies = copies_of(recipe, machine.count)

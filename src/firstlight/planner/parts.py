@@ -20,7 +20,7 @@ from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe
 
 #: What there is for each parameter.
 STATE = ("weights", "gradients", "optimizer_states")
@@ -29,7 +29,7 @@ STATE = ("weights", "gradients", "optimizer_states")
 _LAST = ("loss", "backward of loss")
 
 
-def own_part(recipe: Recipe, processes: int) -> Recipe:
+def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     """What one of several processes computes of a step, as a recipe for one: its share of the
     batch, heads, MLP and layers, but whole tables of the vocabulary.
 
@@ -42,8 +42,6 @@ def own_part(recipe: Recipe, processes: int) -> Recipe:
     """
     copies = copies_of(recipe, processes)
     cut, batch, model = recipe.distributed, recipe.batch, recipe.model
-    assert model is not None
-    assert recipe.data.seq_len is not None
     # Says what is wrong with a batch that does not come out even.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:
@@ -91,7 +89,7 @@ def engine_of(recipe: Recipe, processes: int) -> str:
         raise ConfigError(str(error).replace("--nproc", "--gpus")) from None
 
 
-def is_put_together_in_bf16(recipe: Recipe, processes: int) -> bool:
+def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
     """Whether fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
     return (
         copies_of(recipe, processes) > 1
@@ -116,7 +114,9 @@ def copies_of(recipe: Recipe, processes: int) -> int:
     return processes // group
 
 
-def with_own_tables(prediction: MemoryPrediction, recipe: Recipe, part: Recipe) -> MemoryPrediction:
+def with_own_tables(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
+) -> MemoryPrediction:
     """The prediction of a part with what one process really has of the vocabulary's tables; of a
     pipeline, that of the first or the last stage, whichever needs more.
 
@@ -131,8 +131,6 @@ def with_own_tables(prediction: MemoryPrediction, recipe: Recipe, part: Recipe) 
         prediction = with_peaks(prediction, lambda _, peak: _without(peak, share))
     if cut.pipeline == 1:
         return prediction
-    assert part.data.seq_len is not None
-    assert part.model is not None
     passes = part.batch.accumulation(part.data.seq_len)
     # One forward and one backward in turn; without enough micro-batches all forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
@@ -156,14 +154,13 @@ def with_own_tables(prediction: MemoryPrediction, recipe: Recipe, part: Recipe) 
     return max(ends, key=lambda one: one.peak_bytes)
 
 
-def _share_elsewhere(part: Recipe, pieces: int, tables: tuple[str, ...]) -> float:
+def _share_elsewhere(part: ResolvedRecipe, pieces: int, tables: tuple[str, ...]) -> float:
     """The share of a part's parameters that other processes have.
 
     Args:
         pieces: that tables are cut into; 0 is all of them elsewhere.
         tables: parts of their names.
     """
-    assert part.model is not None
     parameters = dict(meta_model(part.model).named_parameters())
     elsewhere = 0
     for name, p in parameters.items():

@@ -31,7 +31,7 @@ from firstlight.planner.settling import (
     settle,
     with_changes,
 )
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe
 
 Tell = Callable[[str], None]
 
@@ -83,7 +83,7 @@ class Plan:
     """
 
     machine: Machine
-    recipe: Recipe
+    recipe: ResolvedRecipe
     parameters: int
     as_it_stands: Outcome
     run: PlannedRun | None = None
@@ -96,7 +96,7 @@ class Plan:
     suggested: Outcome | None = None
 
     @property
-    def chosen(self) -> Recipe | None:
+    def chosen(self) -> ResolvedRecipe | None:
         """The recipe to train: the suggestion's, else the best way's."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
@@ -170,7 +170,6 @@ def make_plan(
         ModelError: `init_from` is no model's folder.
     """
     settled = settle(recipe, machine, init_from)
-    assert settled.model is not None
     run = planned_run(settled, machine)
     tell("as it stands")
     oracle = oracle or Oracle()
@@ -214,8 +213,6 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
             "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
         )
     recipe, machine = plan.recipe, plan.machine
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
     prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
     unique = None if prepared is None else float(prepared[1])
@@ -267,17 +264,15 @@ def _loss(suggested: dict[str, Any]) -> float:
     return sum(found.loss)
 
 
-def _most_parameters(recipe: Recipe, machine: Machine) -> float:
+def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
     """Whose state alone fills the devices."""
     cut = recipe.distributed
     pieces = machine.count // (1 if cut.engine == "fsdp" else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 
-def _models_to_train(recipe: Recipe) -> list[LlamaConfig]:
+def _models_to_train(recipe: ResolvedRecipe) -> list[LlamaConfig]:
     """Of rising size, those that can be cut as the recipe asks."""
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     cut = recipe.distributed
     ladder = list(
         model_ladder(
@@ -313,7 +308,7 @@ def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return train_flops_per_token(meta_model(config), seq_len)
 
 
-def _suggested_recipe(recipe: Recipe, found: Suggestion) -> Recipe:
+def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedRecipe:
     return with_changes(
         recipe.model_copy(update={"model": found.config}),
         {

@@ -12,7 +12,7 @@ from firstlight.planner.plan import Plan, cost
 from firstlight.planner.prediction import PARTS
 from firstlight.planner.roofline import Range
 from firstlight.planner.settling import PlannedRun
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 _GIB = 2**30
 
@@ -23,7 +23,6 @@ Table = list[Sequence[str]]
 def blocks(plan: Plan) -> Iterator[str | Table]:
     """Lines and tables, in the order in which they are said."""
     machine, recipe = plan.machine, plan.recipe
-    assert recipe.model is not None
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
         f"{recipe.model.model_type}, {plan.parameters:,} parameters, a vocabulary of "
@@ -79,7 +78,7 @@ _PRECISIONS = {
 }
 
 
-def precision_text(recipe: Recipe) -> str:
+def precision_text(recipe: ResolvedRecipe) -> str:
     """The precision of a settled recipe, and whether it is compiled."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"

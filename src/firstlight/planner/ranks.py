@@ -20,7 +20,7 @@ from firstlight.planner.parts import (
     with_peaks,
 )
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 #: What NCCL takes of each GPU beside torch's allocator; its channels' buffers, as seen with
 #: eight GPUs and its defaults.
@@ -35,7 +35,9 @@ _MUCH = 2**30
 _CUT = ("weights", "gradients", "optimizer_states")
 
 
-def of_one_rank(prediction: MemoryPrediction, recipe: Recipe, processes: int) -> MemoryPrediction:
+def of_one_rank(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+) -> MemoryPrediction:
     """The memory of one of several processes.
 
     Args:
@@ -73,9 +75,8 @@ def of_one_rank(prediction: MemoryPrediction, recipe: Recipe, processes: int) ->
     )
 
 
-def _of_the_host(recipe: Recipe, processes: int) -> Iterator[str]:
+def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
     """What the start takes of the CPU's memory, where that is much."""
-    assert recipe.model is not None
     # Stages of a pipeline make their own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
@@ -85,10 +86,9 @@ def _of_the_host(recipe: Recipe, processes: int) -> Iterator[str]:
         )
 
 
-def _of_ddp(prediction: MemoryPrediction, part: Recipe) -> MemoryPrediction:
+def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
     """DDP keeps all gradients in its buckets, between steps too; those that wait for the next
     micro-batch are not in them yet."""
-    assert part.data.seq_len is not None
     buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
 
@@ -104,12 +104,10 @@ def _of_ddp(prediction: MemoryPrediction, part: Recipe) -> MemoryPrediction:
 
 
 def _of_fsdp(
-    prediction: MemoryPrediction, recipe: Recipe, part: Recipe, processes: int
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
     """FSDP2: pieces of the state, and beside them what is put together at the moment. What is
     outside of the layers is whole from the forward pass to the end of the backward pass."""
-    assert part.model is not None
-    assert part.data.seq_len is not None
     copies = copies_of(recipe, processes)
     pieces = part.distributed.shard or copies
     offloads = part.distributed.offload == "cpu"
@@ -172,7 +170,9 @@ def _of_fsdp(
     return with_peaks(prediction, cut, host)
 
 
-def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) -> MemoryPrediction:
+def _of_deepspeed(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+) -> MemoryPrediction:
     """ZeRO: stage 1 cuts optimizer states, 2 gradients too, 3 weights too; offloading moves them to
     the CPU, weights at stage 3 only."""
     stage = recipe.distributed.zero_stage or 2
@@ -203,7 +203,9 @@ def _of_deepspeed(prediction: MemoryPrediction, recipe: Recipe, processes: int) 
     return dataclasses.replace(found, notes=notes)
 
 
-def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int = 0) -> Exchange:
+def exchange_of(
+    recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
+) -> Exchange:
     """What the processes send each other in a step.
 
     Args:
@@ -212,8 +214,6 @@ def exchange_of(recipe: Recipe, parameters: int, processes: int, host_bytes: int
         processes: how many there are.
         host_bytes: of activations that wait in the CPU's memory, of a micro-batch.
     """
-    assert recipe.data.seq_len is not None
-    assert recipe.model is not None
     cut, copies = recipe.distributed, copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
     micro_batches = recipe.batch.accumulation(recipe.data.seq_len, copies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Outcome
 from firstlight.planner.search import rows_a_step
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe
 
 _GIB = 2**30
 
@@ -62,10 +62,8 @@ _ATTENTION = {
 }
 
 
-def _logits_bytes(recipe: Recipe) -> int:
+def _logits_bytes(recipe: ResolvedRecipe) -> int:
     """Not from a trace: of a compiled step that doesn't say which bytes are logits."""
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     return 4 * recipe.batch.rows * recipe.data.seq_len * recipe.model.vocab_size
 
 

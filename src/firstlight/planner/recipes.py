@@ -21,7 +21,7 @@ from firstlight.planner.compiling import (
     without_garbage_collection,
 )
 from firstlight.planner.cuda_kernels import CudaKernels
-from firstlight.planner.equivalents import PLANNED, Equivalent, equivalent
+from firstlight.planner.equivalents import PLANNED, Equivalent, equivalent, uncompiled
 from firstlight.planner.kernels import Target, this_cpu
 from firstlight.planner.layers import (
     Join,
@@ -43,9 +43,9 @@ from firstlight.planner.watching import (
     watch_program,
 )
 from firstlight.planner.workers import Workers
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training import preference
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe
 from firstlight.training.program import TrainingProgram
 
 #: What there are of them changes little: each answer has a mask of its row's tokens.
@@ -85,7 +85,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def training_job(recipe: Recipe, target: Target | None = None) -> Job:
+def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> Job:
     """What the training step of a recipe takes.
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
@@ -116,7 +116,6 @@ def _compiled_job(planned: Equivalent, target: Target) -> Job:
     if shallow is None:
         return Job(((_train, planned, target),), lambda found: merged(found[0]))
     few, more, steps = shallow
-    assert few.data.seq_len is not None
     accumulates = few.batch.accumulation(few.data.seq_len) > 1
     return Job(
         ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
@@ -127,7 +126,7 @@ def _compiled_job(planned: Equivalent, target: Target) -> Job:
 
 
 def evaluation_job(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     target: Target | None = None,
     *,
     in_run: bool = True,
@@ -145,29 +144,27 @@ def evaluation_job(
         ConfigError, MissingDependencyError: see `training_job`.
     """
     target = target or this_cpu()
-    plain = recipe.efficiency.model_copy(update={"compile": False})
-    planned = equivalent(recipe.model_copy(update={"efficiency": plain}), target)
+    planned = equivalent(uncompiled(recipe), target)
     recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
     samples = samples and bool(recipe.evaluation.sample_prompts)
     calls = tuple((_evaluate, planned.with_(one), target, in_run, samples) for one in recipes)
     return Job(calls, join)
 
 
-def _in_parts(recipe: Recipe, limit: int) -> tuple[list[Recipe], Join]:
+def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
     """Up to so many layers, in one."""
-    assert recipe.model is not None
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
 
 
-def trace_memory(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+def trace_memory(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
     """A `training_job`, done here."""
     return run_jobs([training_job(recipe, target)])[0]
 
 
 def predict_evaluation(
-    recipe: Recipe, target: Target | None = None, *, in_run: bool = True
+    recipe: ResolvedRecipe, target: Target | None = None, *, in_run: bool = True
 ) -> MemoryPrediction:
     """An `evaluation_job`, done here."""
     return run_jobs([evaluation_job(recipe, target, in_run=in_run)])[0]
@@ -217,7 +214,7 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
     return predict(trace, target, second, stretches=stretches)
 
 
-def _compiled_without_kernels(recipe: Recipe) -> contextlib.AbstractContextManager[object]:
+def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
     """For what a step compiles: the model, or the update, which torchao's optimizer compiles
     itself. A real kernel would read addresses that fake tensors do not have, and crash."""
     compiles = recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
@@ -301,8 +298,7 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
     return trace
 
 
-def _model(recipe: Recipe) -> Model:
-    assert recipe.model is not None
+def _model(recipe: ResolvedRecipe) -> Model:
     model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
     allow_casts(model)
     return model
@@ -325,8 +321,7 @@ def _compile(program: TrainingProgram, batch: Batch) -> None:
         parameter.grad = None
 
 
-def _batch(recipe: Recipe) -> Batch:
-    assert recipe.data.seq_len is not None
+def _batch(recipe: ResolvedRecipe) -> Batch:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     ids = torch.empty(shape, dtype=torch.int64)
     masked = recipe.data.document_masking or recipe.preference is not None

@@ -10,7 +10,7 @@ from firstlight.planner.machine import Machine
 from firstlight.planner.outcome import Oracle, Outcome, Question
 from firstlight.planner.parts import copies_of
 from firstlight.planner.settling import with_changes
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 #: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -49,7 +49,7 @@ _LEAST: dict[str, Any] = {
 
 
 def best_way(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Machine,
     oracle: Oracle | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -90,7 +90,7 @@ def best_way(
 
 
 def _best_way(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Machine,
     oracle: Oracle,
     tell: Callable[[str], None],
@@ -129,7 +129,7 @@ def _best_way(
 
 
 def largest_that_fits(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Machine,
     name: str,
     changes: dict[str, Any],
@@ -171,7 +171,7 @@ def largest_that_fits(
     return second
 
 
-def cut_freely(settled: Recipe) -> Recipe:
+def cut_freely(settled: ResolvedRecipe) -> ResolvedRecipe:
     """With the batch of a step kept, and its cut into micro-batches open.
 
     A step of which nothing is said is the micro-batch of the recipe.
@@ -182,10 +182,9 @@ def cut_freely(settled: Recipe) -> Recipe:
     return settled.model_copy(update={"batch": batch})
 
 
-def micro_batches(recipe: Recipe, machine: Machine) -> Iterator[int]:
+def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     """Rows of a micro-batch that cut a device's part of the step evenly, each at most half of the
     one before."""
-    assert recipe.data.seq_len is not None
     total = rows_a_step(recipe, machine)
     before = 2 * total
     for rows in range(total, 0, -1):
@@ -194,9 +193,8 @@ def micro_batches(recipe: Recipe, machine: Machine) -> Iterator[int]:
             yield rows
 
 
-def rows_a_step(recipe: Recipe, machine: Machine) -> int:
+def rows_a_step(recipe: ResolvedRecipe, machine: Machine) -> int:
     """Of each device, or group of devices that compute the same rows."""
-    assert recipe.data.seq_len is not None
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
@@ -204,7 +202,7 @@ def rows_a_step(recipe: Recipe, machine: Machine) -> int:
 
 
 def _with_rows(
-    recipe: Recipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
+    recipe: ResolvedRecipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
 ) -> Question:
     total = rows_a_step(recipe, machine)
     more: dict[str, Any] = dict(changes)
@@ -215,7 +213,7 @@ def _with_rows(
     return Question(recipe, machine, name, more)
 
 
-def _has(recipe: Recipe, key: str, value: object) -> bool:
+def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
     section, _, name = key.partition(".")
     found = getattr(getattr(recipe, section), name)
     # A loss that is cut up already is cut up.
@@ -238,7 +236,7 @@ def _rate(one: Outcome) -> float:
 
 
 def nearest_ways(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Machine,
     oracle: Oracle | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -283,7 +281,9 @@ def _told(outcomes: Iterator[Outcome], tell: Callable[[str], None]) -> list[Outc
     return found
 
 
-def _ways_out(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any], Machine]]:
+def _ways_out(
+    recipe: ResolvedRecipe, machine: Machine
+) -> Iterator[tuple[str, dict[str, Any], Machine]]:
     if recipe.lora is None:
         alone = {"distributed.engine": "auto"} if machine.count == 1 else {}
         yield "LoRA, rank 16", {"lora": _LORA, **alone}, machine

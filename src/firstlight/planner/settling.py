@@ -13,24 +13,22 @@ import torch
 from firstlight.checkpoint import resolve_model_folder
 from firstlight.data.examples import open_split
 from firstlight.data.shards import MANIFEST_NAME
-from firstlight.efficiency import can_compile
-from firstlight.efficiency.attention import takes_blockwise
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
-from firstlight.models import GPT2Config
 from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.planner.machine import Machine
 from firstlight.planner.parts import copies_of
-from firstlight.training.automatic import usual_rows
-from firstlight.training.config import Recipe, parse_recipe
-from firstlight.training.deepspeed_recipe import with_deepspeed_file
-from firstlight.training.preference import PreferenceConfig
+from firstlight.recipe import (
+    PreferenceConfig,
+    Recipe,
+    ResolvedRecipe,
+    parse_resolved_recipe,
+)
+from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
+from firstlight.recipe.resolve import Facts, facts_here, resolve
 
-#: A vocabulary from which the logits are worth cutting up.
-_LARGE_VOCABULARY = 16384
 
-
-def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
     """The recipe with some keys (`section.key`) set; a section's name alone stands for all of it.
 
     Raises:
@@ -45,74 +43,53 @@ def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
             values[section] = value
         else:
             values[section] = {**(values[section] or {}), key: value}
-    return parse_recipe(values)
+    return parse_resolved_recipe(values)
 
 
-def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Recipe:
-    """The recipe with model, row length, precision, attention, compiling, chunks of the loss and
-    micro-batch decided: what stands in it stays; what it leaves open is what a run would take.
+def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
+    """The recipe as a run on the machine would resolve it; see `resolve`.
 
     Args:
-        init_from: the folder of a model to start from.
+        init_from: folder of a model to start from.
 
     Raises:
-        ConfigError: there is no model, or its vocabulary isn't known.
+        ConfigError: there is no model, its vocabulary isn't known, or see `resolve`.
         ModelError: `init_from` is no model's folder.
     """
     recipe = _with_model(with_deepspeed_file(recipe, machine.count), init_from)
     if recipe.data.kind == "preference" and recipe.preference is None:
         recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
-    assert recipe.model is not None
-    limit = recipe.model.max_position_embeddings
-    seq_len = recipe.data.seq_len or limit
-    if seq_len > limit:
-        raise ConfigError(
-            f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
-            "lower the one or raise the other"
-        )
-    config = recipe.efficiency
-    on_cpu = machine.target.kind == "cpu"
-    changes: dict[str, Any] = {"data.seq_len": seq_len}
-    # As a run decides: fp16 is for who asks for it.
-    usual = "bf16" if machine.precision == "bf16" else "fp32"
-    precision = config.precision if config.precision != "auto" else usual
-    changes["efficiency.precision"] = precision
-    if config.compile == "auto":
+    return resolve(recipe, facts_of(recipe, machine))
+
+
+def facts_of(recipe: Recipe, machine: Machine) -> Facts:
+    """Facts that the recipe is resolved with on the machine.
+
+    Raises:
+        ConfigError: the machine's devices don't make whole groups.
+    """
+    processes, tokens = copies_of(recipe, machine.count), _epoch_tokens(recipe)
+    if machine.is_here or machine.target.kind == "cpu":
+        return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
+    gpu = machine.gpu
+    rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
+    return Facts(
+        machine.target.kind,
+        # fp16 is for those who ask for it.
+        "bf16" if machine.precision == "bf16" else "fp32",
         # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
-        wanted = (not on_cpu and machine.compiles) or (
-            on_cpu and machine.precision == "bf16" and can_compile(torch.device("cpu"))
-        )
-        group = recipe.distributed.tensor_parallel * recipe.distributed.pipeline
-        changes["efficiency.compile"] = (
-            wanted and group == 1 and recipe.distributed.engine != "deepspeed"
-        )
-    if config.attention == "auto":
-        changes["efficiency.attention"] = usual_attention(recipe, machine, precision)
-    if config.loss_chunk_tokens is None:
-        # Where a run takes them: see `training.automatic`.
-        large = recipe.model.vocab_size >= _LARGE_VOCABULARY and recipe.lora is None
-        large = large and recipe.preference is None
-        large = large and recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
-        changes["efficiency.loss_chunk_tokens"] = (
-            512 if on_cpu and precision == "fp32" and large else 0
-        )
-    if recipe.batch.micro_batch_size in (None, "auto"):
-        long = with_changes(recipe, {"data.seq_len": seq_len})
-        copies = copies_of(recipe, machine.count)
-        changes["batch.micro_batch_size"] = usual_rows(long, machine.target.kind, copies)
-    return with_changes(recipe, changes)
+        machine.compiles,
+        lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
+        processes,
+        tokens,
+    )
 
 
-def usual_attention(recipe: Recipe, machine: Machine, precision: str) -> str:
-    """What a run with a precision takes for attention where it is free to."""
-    model = recipe.model
-    assert model is not None
-    if machine.target.kind == "cpu":
-        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-        seq_len = recipe.data.seq_len or model.max_position_embeddings
-        return "blockwise" if takes_blockwise(model, dtype, seq_len) else "sdpa"
-    dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
-    return "flex" if recipe.data.document_masking and not dropout else "sdpa"
+def _epoch_tokens(recipe: Recipe) -> int | None:
+    """Tokens of the training split; None where the data are not on this machine."""
+    folders = [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
+    found = [prepared_vocabulary(folder) for folder in folders]
+    return None if None in found else sum(one[1] for one in found if one)
 
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
@@ -165,14 +142,13 @@ class PlannedRun:
     epochs: float | None
 
 
-def planned_run(recipe: Recipe, machine: Machine) -> PlannedRun | None:
+def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
     """How long the run of a settled recipe is; None where that depends on data that are not here.
 
     Raises:
         ConfigError: the schedule can't be; see `resolve_schedule`.
     """
     seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
-    assert seq_len is not None
     rows_a_step = recipe.batch.rows * recipe.batch.accumulation(seq_len, copies) * copies
     rows = _rows_per_epoch(recipe, seq_len)
     if rows is None and recipe.schedule.max_steps is None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from firstlight.efficiency import EfficiencyConfig
 from firstlight.gpus import GPU
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.planner.calibration import Calibration
+from firstlight.planner.equivalents import uncompiled
 from firstlight.planner.exchange import Exchange
 from firstlight.planner.kernels import Target
 from firstlight.planner.prediction import MemoryPrediction, OperatorCount
 from firstlight.planner.recipes import trace_memory
 from firstlight.planner.throughput import SpeedPrediction, Workload, predict_speed
-from firstlight.training.config import Recipe
+from firstlight.recipe import ResolvedRecipe
 
 
-def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
+def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Workload:
     """What speed is predicted of, beside the operators.
 
     Args:
@@ -25,8 +24,6 @@ def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
         exchange: of several processes; None is one.
     """
     model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
-    assert model is not None
-    assert seq_len is not None
     exchange = exchange or Exchange()
     return Workload(
         tokens_a_step=batch.rows
@@ -41,25 +38,6 @@ def workload_of(recipe: Recipe, exchange: Exchange | None = None) -> Workload:
         cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
         exchange=exchange,
     )
-
-
-def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
-    """The keys of a section that compiles that have another value without torch.compile: what says
-    how to compile goes with it. What is computed again within a memory budget is the compiler's own
-    choice; nothing is taken for that."""
-    plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
-    if config.activation_checkpointing == "budget":
-        plain["activation_checkpointing"] = "none"
-    return {key: value for key, value in plain.items() if getattr(config, key) != value}
-
-
-def uncompiled(recipe: Recipe) -> Recipe:
-    """The same step, operator by operator: what torch.compile starts from."""
-    config = recipe.efficiency
-    if config.compile is not True:
-        return recipe
-    changes = without_compile(config)
-    return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
 
 
 #: Micro-batches that `trace_memory` traces of a step at most.
@@ -86,7 +64,7 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
     return replace(prediction, operators=operators)
 
 
-def count_operators(recipe: Recipe, target: Target | None = None) -> MemoryPrediction:
+def count_operators(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
     """The operators of a recipe's step, as `predict_speed` takes them: not compiled, of all layers
     and micro-batches. The memory in it is not a compiled run's.
 
@@ -97,13 +75,12 @@ def count_operators(recipe: Recipe, target: Target | None = None) -> MemoryPredi
     Raises:
         ConfigError: the recipe's methods can't work together.
     """
-    assert recipe.data.seq_len is not None
     prediction = trace_memory(uncompiled(recipe), target)
     return all_micro_batches(prediction, recipe.batch.accumulation(recipe.data.seq_len))
 
 
 def predict_recipe_speed(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     machine: Calibration | GPU,
     counted: MemoryPrediction,
     exchange: Exchange | None = None,

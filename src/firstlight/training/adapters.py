@@ -14,7 +14,7 @@ from firstlight.huggingface import base_identity, load_model
 from firstlight.lora import add_lora, require_nf4
 from firstlight.lora.files import base_name
 from firstlight.models import Model
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 _BASE_KEYS = ("name", "sha256")
 

@@ -17,8 +17,8 @@ from firstlight.data.remote import is_url, local_folder
 from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation, bits_a_nat
+from firstlight.recipe import DataConfig
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import DataConfig
 from firstlight.training.program import TrainingProgram
 from firstlight.training.validation import split_loss
 

@@ -32,8 +32,8 @@ from firstlight.hardware import (
     synchronize,
 )
 from firstlight.models import empty_model
+from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.adapters import attach
-from firstlight.training.config import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 #: The share of the free memory that a micro-batch may take on a CPU: its programs share it.

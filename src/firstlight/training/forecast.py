@@ -16,7 +16,7 @@ import torch
 
 from firstlight.files import write_json
 from firstlight.hardware import Hardware, peak_memory_bytes
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 from firstlight.training.metrics import MOSTLY_LEARNED
 
 #: In the run's folder.

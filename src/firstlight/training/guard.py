@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from firstlight.errors import DIVERGED_EXIT_CODE, CheckpointError, TrainingError
+from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
 DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
-#: A z-score of fewer values says nothing.
-_FEWEST = 16
 #: The least standard deviation, as a share of the mean: where all values are nearly the same,
 #: none is a spike.
 _LEAST_DEVIATION = 0.01
@@ -24,31 +21,6 @@ class DivergedError(TrainingError):
     """What is computed is of no use any more: the run goes back to a checkpoint, or stops."""
 
     exit_code = DIVERGED_EXIT_CODE
-
-
-class GuardConfig(BaseModel):
-    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
-    with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
-    made the update by then: there, one such step counts as too many.
-
-    max_skipped_steps: with so many skipped steps in a row, on_divergence is done. fp16's own
-        skipped steps, which end when the loss scale fits, don't count.
-    on_divergence: "rollback" puts the newest good checkpoint's weights, moments and random
-        numbers back and goes on with the data that come next (Chowdhery et al. 2022, section
-        5.1), "stop" ends the run.
-    max_rollbacks: after so many rollbacks, the next ends the run.
-    spike_z_score: skip a step whose loss or gradient norm is so many standard deviations above
-        the mean of the steps before; null is never.
-    spike_window: how many steps before are looked at; the first 16 are never skipped for it.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    max_skipped_steps: int = Field(5, ge=1)
-    on_divergence: Literal["rollback", "stop"] = "rollback"
-    max_rollbacks: int = Field(2, ge=0)
-    spike_z_score: float | None = Field(None, gt=0)
-    spike_window: int = Field(128, ge=_FEWEST)
 
 
 class Guard:
@@ -133,7 +105,7 @@ class Guard:
 def z_score(value: float, before: deque[float]) -> float:
     """How many standard deviations `value` is above the mean of the values before; 0 where those
     are too few. A deviation of less than 1 % of the mean is taken as 1 %."""
-    if len(before) < _FEWEST:
+    if len(before) < FEWEST_STEPS:
         return 0.0
     mean = math.fsum(before) / len(before)
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)

@@ -25,10 +25,10 @@ from firstlight.files import remove_file, remove_leftovers, write_file
 from firstlight.hardware import is_out_of_memory, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import resolve_schedule
+from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.bystanders import PassiveSaver, SilentLogs
-from firstlight.training.config import Recipe
 from firstlight.training.datasets import evaluate_dataset, origin
 from firstlight.training.guard import DivergedError, Guard
 from firstlight.training.logs import RunLogs

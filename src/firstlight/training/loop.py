@@ -16,8 +16,8 @@ from firstlight.distributed import find_world
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.table import compiles_update
-from firstlight.training.config import Recipe, load_recipe, parse_recipe
-from firstlight.training.deepspeed_recipe import with_deepspeed_file
+from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError

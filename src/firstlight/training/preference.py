@@ -8,34 +8,15 @@ in a document of its own, the chosen one first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from firstlight.distributed import all_reduce_sum
 from firstlight.efficiency import LossFunction
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
-
-
-class PreferenceConfig(BaseModel):
-    """The `preference` section, of runs on preference pairs.
-
-    objective: dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of
-        the answers' log-probabilities, each the sum over its tokens. The references are those of
-        the model that the run starts from.
-    beta: how strongly the model is held to the one it starts from: the greater, the closer.
-    label_smoothing: the share of pairs that is taken to be the wrong way round (conservative
-        DPO).
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    objective: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+from firstlight.recipe import PreferenceConfig
 
 
 def answer_log_probs(

@@ -24,7 +24,7 @@ from firstlight.distributed import (
 )
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import Hardware, find_hardware
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
 
 T = TypeVar("T")
 

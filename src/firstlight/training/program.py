@@ -26,8 +26,8 @@ from firstlight.hardware import Hardware
 from firstlight.models import Llama, Model, MoEConfig
 from firstlight.models.moe import RouterStatistics
 from firstlight.optim.optimizer import Optimizer
-from firstlight.training.combinations import require_combination
-from firstlight.training.config import Recipe
+from firstlight.recipe import Recipe
+from firstlight.recipe.conflicts import require_combination
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.scaling import LossScaler
 from firstlight.training.step import StepResult, train_step

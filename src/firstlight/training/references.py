@@ -31,8 +31,8 @@ from firstlight.hardware import Hardware
 from firstlight.huggingface import base_identity, load_model
 from firstlight.lora.files import base_name
 from firstlight.models import Model
-from firstlight.training.config import Recipe
-from firstlight.training.preference import PreferenceConfig, answer_log_probs
+from firstlight.recipe import PreferenceConfig, Recipe
+from firstlight.training.preference import answer_log_probs
 
 #: Raise it when the same key is to stand for something else.
 _VERSION = 1

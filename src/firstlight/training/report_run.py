@@ -13,10 +13,10 @@ import numpy as np
 
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files import read_file
+from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.training.logs import EVENTS_NAME, STARTS_NAME
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, read_json_lines
 from firstlight.training.report_series import Metrics, read_metrics
-from firstlight.training.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 
 _RECIPE_NAME = "recipe.yaml"
 #: A resolved recipe is longer than the one that it was made of.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from firstlight.checkpoint import Checkpoint, save_checkpoint, verify_checkpoint
 from firstlight.hardware import free_memory_bytes
+from firstlight.recipe import CheckpointConfig
 from firstlight.retention import prune_checkpoints
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.snapshot import Snapshot
 
 #: Of the memory that is free at the first save, the copy may take this share.

@@ -42,19 +42,23 @@ from firstlight.huggingface import (
 )
 from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
-from firstlight.sharded import fitting_model
-from firstlight.tokenizer import Tokenizer
-from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
-from firstlight.training.automatic import decide
-from firstlight.training.combinations import ineffective
-from firstlight.training.config import (
+from firstlight.recipe import (
     DEFAULT_ROWS,
     NO_MASKING,
     Recipe,
+    ResolvedRecipe,
     load_recipe,
-    parse_recipe,
+    parse_resolved_recipe,
 )
-from firstlight.training.datasets import open_splits
+from firstlight.recipe.conflicts import ineffective
+from firstlight.recipe.resolve import Facts, facts_here, resolve, sequence_length
+from firstlight.sharded import fitting_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
+from firstlight.training.datasets import (
+    open_splits,
+)
+from firstlight.training.fit import largest_micro_batch
 from firstlight.training.job import RECIPE_NAME, Job
 from firstlight.training.lock import held
 from firstlight.training.processes import on_main
@@ -191,7 +195,7 @@ def _job(
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     recipe = _decided_together(
-        engine, lambda: decide(recipe, decided, hardware, dataset.num_tokens, tell, engine.size)
+        engine, lambda: resolve(recipe, _facts(hardware, dataset, engine, decided, tell), tell)
     )
     for note in ineffective(recipe, hardware):
         tell(f"note: {note}")
@@ -215,11 +219,27 @@ def _job(
     return job
 
 
-def _decided_together(engine: Engine, decide: Callable[[], Recipe]) -> Recipe:
+def _facts(
+    hardware: Hardware,
+    dataset: Corpus,
+    engine: Engine,
+    earlier: Mapping[str, Any],
+    tell: Callable[[str], None],
+) -> Facts:
+    return facts_here(
+        hardware,
+        processes=engine.size,
+        epoch_tokens=dataset.num_tokens,
+        earlier=earlier,
+        largest_micro_batch=lambda recipe: largest_micro_batch(recipe, hardware, tell, engine.size),
+    )
+
+
+def _decided_together(engine: Engine, decide: Callable[[], ResolvedRecipe]) -> ResolvedRecipe:
     """What the main process decides, which may be by measuring, for all."""
     if engine.world.size == 1:
         return decide()
-    return parse_recipe(on_main(engine, lambda: decide().model_dump(mode="json")))
+    return parse_resolved_recipe(on_main(engine, lambda: decide().model_dump(mode="json")))
 
 
 def _decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
@@ -439,13 +459,7 @@ def _filled_in(
     recipe: Recipe, config: ModelConfig, dataset: Corpus, validation: Corpus | None
 ) -> Recipe:
     """The recipe with the model that is trained and the row length worked out."""
-    limit = config.max_position_embeddings
-    seq_len = recipe.data.seq_len or limit
-    if seq_len > limit:
-        raise ConfigError(
-            f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
-            "lower the one or raise the other"
-        )
+    seq_len = sequence_length(recipe, config)
     for split in (dataset, validation):
         if split is dataset or (split is not None and split.has_examples):
             split.require_row(seq_len)

@@ -26,6 +26,7 @@ from firstlight.errors import CheckpointError, FirstlightError, StorageError
 from firstlight.files import forget_cached, sha256_of, storage_errors
 from firstlight.hardware import free_memory_bytes
 from firstlight.publication import file_marks, new_checkpoint, write_manifest, write_texts
+from firstlight.recipe import CheckpointConfig
 from firstlight.retention import prune_checkpoints
 from firstlight.sharded import (
     MOMENTS,
@@ -38,7 +39,6 @@ from firstlight.sharded import (
 )
 from firstlight.stored import WEIGHTS_NAME
 from firstlight.tensor_file import write_tensors
-from firstlight.training.config import CheckpointConfig
 from firstlight.training.snapshot import Snapshot
 from firstlight.weights import weights_to_save
 

@@ -19,8 +19,8 @@ from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
+from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.config import Recipe
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.program import TrainingProgram
 

@@ -11,7 +11,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import GPT2Config, ModelConfig, MoEConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
-from firstlight.training.config import Recipe
+from firstlight.recipe.schema import Recipe
 
 
 def require_combination(

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from firstlight.efficiency.deepspeed_file import DeepSpeedFile, read_deepspeed_file
 from firstlight.errors import ConfigError
-from firstlight.training.config import Recipe
+from firstlight.recipe.schema import Recipe
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:

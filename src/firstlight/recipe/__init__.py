@@ -1,0 +1,47 @@
+"""Recipes: everything that decides a run, in one YAML file of strict sections."""
+
+from firstlight.data.config import NO_MASKING, DataConfig, MixedCorpus
+from firstlight.recipe.load import (
+    key_documentation,
+    key_of_other_name,
+    known_keys,
+    load_recipe,
+    parse_recipe,
+    parse_resolved_recipe,
+    recipe_fields,
+)
+from firstlight.recipe.schema import (
+    DEFAULT_ROWS,
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    GuardConfig,
+    PlanningConfig,
+    PreferenceConfig,
+    Recipe,
+    ResolvedRecipe,
+    RunConfig,
+)
+
+__all__ = [
+    "DEFAULT_ROWS",
+    "NO_MASKING",
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GuardConfig",
+    "MixedCorpus",
+    "PlanningConfig",
+    "PreferenceConfig",
+    "Recipe",
+    "ResolvedRecipe",
+    "RunConfig",
+    "key_documentation",
+    "key_of_other_name",
+    "known_keys",
+    "load_recipe",
+    "parse_recipe",
+    "parse_resolved_recipe",
+    "recipe_fields",
+]

@@ -1,0 +1,269 @@
+"""Reading recipes: YAML files, `--section.key value`, and what is said of mistakes.
+
+Precedence: defaults < file < `--section.key value`. Every mistake is reported at once, with
+the nearest real name; the resolved recipe is saved with the run and in each checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union
+
+from pydantic import BaseModel, ValidationError
+
+from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.files import read_file
+from firstlight.recipe.schema import Recipe, ResolvedRecipe
+from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+    """Read a recipe file.
+
+    Args:
+        path: the file.
+        overrides: (`section.key`, value as YAML text) pairs that are set after reading.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or keys or values are wrong: all of
+            them in one message.
+    """
+    path = Path(path)
+    if not path.exists():
+        siblings = [str(p) for p in path.parent.glob("*.y*ml")]
+        raise ConfigError(f"recipe {path} does not exist{nearest(str(path), siblings)}")
+    try:
+        values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
+    except InputError as error:
+        raise ConfigError(f"recipe {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe {path} must consist of sections such as `data:` and `model:`")
+    for name, text in overrides:
+        _override(values, name, text)
+    recipe = parse_recipe(values, str(path))
+    if recipe.run.dir is None:
+        run = recipe.run.model_copy(update={"dir": str(Path("runs") / path.stem)})
+        recipe = recipe.model_copy(update={"run": run})
+    return recipe
+
+
+#: Mistakes that are told at once.
+_MAX_PROBLEMS = 20
+
+
+def parse_recipe(values: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """Validate nested values as a recipe.
+
+    Raises:
+        ConfigError: keys or values are wrong: all of them in one message.
+    """
+    return _parsed(Recipe, values, where)
+
+
+def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> ResolvedRecipe:
+    """Validate nested values as a recipe in which nothing is open.
+
+    Raises:
+        ConfigError: see `parse_recipe`; or a key is undecided.
+    """
+    return _parsed(ResolvedRecipe, values, where)
+
+
+def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> AnyRecipe:
+    model = values.get("model")
+    if isinstance(model, Mapping):
+        # A resolved recipe of --init-from may leave the family out; "llama" is the default one.
+        values = {**values, "model": {"model_type": "llama", **model}}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        entries = error.errors()
+        problems = [_describe(entry) for entry in entries[:_MAX_PROBLEMS]]
+        if len(entries) > _MAX_PROBLEMS:
+            problems.append(f"and {len(entries) - _MAX_PROBLEMS} more")
+        raise ConfigError(f"{where}: {'; '.join(problems)}") from None
+
+
+def _override(values: dict[str, Any], name: str, text: str) -> None:
+    """Set `section.key` (or `section.key.inner`) to a value given as text."""
+    *sections, key = name.split(".")
+    if not sections:
+        raise ConfigError(f"option --{name} is unknown{nearest(name, known_keys())}")
+    place = values
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if inner is None:
+            inner = place[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"option --{name}: {section} is not a section")
+        place = inner
+    if _takes_text(name) and text not in ("null", "~"):
+        place[key] = text
+        return
+    try:
+        place[key] = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"option --{name}: '{text}' is not a valid value: {error}") from error
+
+
+def _takes_text(name: str) -> bool:
+    """Whether a key holds a string, so that `--data.dir 2024` is a folder and not a number."""
+    section: type[BaseModel] = Recipe
+    *sections, key = name.split(".")
+    for part in sections:
+        inner = (
+            _section_types(section.model_fields[part].annotation)
+            if part in section.model_fields
+            else []
+        )
+        if not inner:
+            return False
+        section = inner[0]
+    field = section.model_fields.get(key)
+    return field is not None and field.annotation in (str, str | None)
+
+
+def _section_types(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes that a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (Union, types.UnionType, Annotated, list):
+        return [kind for part in typing.get_args(annotation) for kind in _section_types(part)]
+    return []
+
+
+def key_of_other_name(name: str) -> str | None:
+    """The `section.key` of what another program calls `name`, or of a key without section."""
+    key = _OTHER_NAMES.get(name, name)
+    return next((full for full in known_keys() if full.split(".")[1] == key), None)
+
+
+def known_keys() -> list[str]:
+    """Every `section.key` there is."""
+    return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
+
+
+def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
+    """(section, its class, key) of everything a recipe can hold, in order."""
+    for section, field in Recipe.model_fields.items():
+        for kind in _section_types(field.annotation):
+            for key in kind.model_fields:
+                yield section, kind, key
+
+
+def key_documentation(section: type[BaseModel]) -> dict[str, str]:
+    """What a section's docstring says of each key: its `key: text` paragraphs."""
+    paragraphs = re.findall(
+        r"^(\w+(?:, \w+)*): (.*(?:\n +.*)*)", inspect.cleandoc(section.__doc__ or ""), re.MULTILINE
+    )
+    return {key: " ".join(text.split()) for keys, text in paragraphs for key in keys.split(", ")}
+
+
+#: What other programs call our keys.
+_OTHER_NAMES = {
+    "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "loss_type": "objective",
+    "n_embd": "hidden_size",
+    "dim": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "block_size": "max_position_embeddings",
+    "max_seq_length": "seq_len",
+    "batch_size": "micro_batch_size",
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "warmup_iters": "warmup_steps",
+    "lr_decay_iters": "decay_steps",
+    "min_lr": "min_learning_rate",
+    "grad_clip": "max_grad_norm",
+    "out_dir": "dir",
+    "path": "dir",
+    "datasets": "files",
+    "data_files": "files",
+    "val_set_size": "val_fraction",
+    "chat_template": "template",
+    "train_on_inputs": "train_on",
+    "assistant_only_loss": "train_on",
+    "sequence_len": "seq_len",
+    "max_length": "seq_len",
+    "cutoff_len": "seq_len",
+    "excess_length_strategy": "long",
+}
+
+
+def _describe(entry: Any) -> str:
+    """One validation error for a person."""
+    location, owners = _locate([str(part) for part in entry["loc"]])
+    name = ".".join(location)
+    kind = entry["type"]
+    if kind == "extra_forbidden":
+        known = sorted({key for owner in owners for key in owner.model_fields})
+        return f"unknown key {name}{_suggest(location[-1], known)}"
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "union_tag_invalid":
+        context = {key: str(value).replace("'", "") for key, value in entry["ctx"].items()}
+        hint = nearest(context["tag"], context["expected_tags"].split(", "))
+        return (
+            f"{name}.{context['discriminator']} '{context['tag']}' is unknown{hint} "
+            f"(known: {context['expected_tags']})"
+        )
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name} must be a section with keys of its own, not {entry['input']!r}"
+    message = entry["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if kind == "value_error":
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message} (given: {entry['input']!r})"
+
+
+def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """A key's location without the union tags that pydantic puts in, and the section's classes."""
+    names: list[str] = []
+    owners: list[type[BaseModel]] = [Recipe]
+    for position, part in enumerate(location):
+        fields = [owner.model_fields[part] for owner in owners if part in owner.model_fields]
+        tagged = [owner for owner in owners if part in _tags(owner)]
+        if not fields and tagged and len(owners) > 1:
+            owners = tagged
+            continue
+        names.append(part)
+        if fields and position < len(location) - 1:
+            owners = [kind for field in fields for kind in _section_types(field.annotation)]
+    return names, owners
+
+
+def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
+    """The values that mark this class in a union: ("llama",) for LlamaConfig."""
+    for field in section.model_fields.values():
+        if typing.get_origin(field.annotation) is typing.Literal:
+            return typing.get_args(field.annotation)
+    return ()
+
+
+def _suggest(key: str, known: Sequence[str]) -> str:
+    """Which key was most likely meant: of this section, or the same name in another."""
+    other = _OTHER_NAMES.get(key, key)
+    if other in known:
+        return f" (did you mean '{other}'?)"
+    hint = nearest(key, known)
+    if hint:
+        return hint
+    elsewhere = [name for name in known_keys() if name.split(".")[1] == other]
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"

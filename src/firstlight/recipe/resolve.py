@@ -1,0 +1,287 @@
+"""`resolve` decides every key that a recipe leaves open, for train, plan and bench alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from firstlight.efficiency import (
+    EfficiencyConfig,
+    can_compile,
+    resolve_attention,
+    resolve_precision,
+)
+from firstlight.efficiency.precision import dtype_of
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware, peak_flops
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.eight_bit import installed_library
+from firstlight.optim.table import OptimizerConfig
+from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
+
+#: Seconds of a run at the machine's peak rate from which on compiling pays: the real run takes
+#: some times as long, and compiling up to a minute.
+_WORTH_COMPILING_SECONDS = 240.0
+
+#: Tokens of a forward pass from which on a CPU multiplies at its full rate.
+_BUSY_TOKENS = 1024
+
+#: Size of the vocabulary from which on chunks of the loss save much memory.
+_LARGE_VOCABULARY = 16384
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Machine, data and history that a recipe is resolved with.
+
+    Attributes:
+        device: type of the device: "cpu", "cuda" or "mps".
+        precision: precision that "auto" stands for.
+        compiles: whether the device's compiler for torch.compile is there.
+        flops: peak rate of matrix products in a dtype, FLOP/s; None where it is unknown.
+        processes: number of processes that share each optimizer step.
+        epoch_tokens: tokens of the training split; None if the data are not on this machine.
+        earlier: resolved recipe of the run that is resumed, {} for a new run.
+        largest_micro_batch: finds the largest micro-batch that fits, by trying; None takes the
+            default size.
+    """
+
+    device: str
+    precision: Literal["bf16", "fp32"]
+    compiles: bool
+    flops: Callable[[torch.dtype], float | None]
+    processes: int = 1
+    epoch_tokens: int | None = None
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    largest_micro_batch: Callable[[Recipe], int] | None = None
+
+
+def facts_here(hardware: Hardware, **more: Any) -> Facts:
+    """Facts of a device of this machine.
+
+    Args:
+        hardware: device to run on.
+        more: further attributes of `Facts`.
+    """
+    dtype = resolve_precision(EfficiencyConfig(), hardware)
+    return Facts(
+        hardware.device.type,
+        "bf16" if dtype == torch.bfloat16 else "fp32",
+        can_compile(hardware.device),
+        lambda dtype: peak_flops(hardware.device, dtype),
+        **more,
+    )
+
+
+def resolve(
+    recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
+) -> ResolvedRecipe:
+    """The recipe with every open key decided.
+
+    A choice that follows from a measurement could differ on another day, and a resumed run must
+    compute as before: `facts.earlier` overrules.
+
+    Args:
+        recipe: recipe with its model, whose vocabulary size is known.
+        facts: see `Facts`.
+        tell: called with each choice that is worth a message.
+
+    Raises:
+        ConfigError: a row is longer than the model's context, or no micro-batch size fits.
+    """
+    assert recipe.model is not None
+    seq_len = sequence_length(recipe, recipe.model)
+    values: dict[str, Any] = dict(recipe)
+    values["data"] = {**dict(recipe.data), "seq_len": seq_len}
+    efficiency = _resolve_efficiency(recipe, seq_len, facts)
+    if efficiency != recipe.efficiency:
+        compiling = "compiled" if efficiency.compile is True else "not compiled"
+        tell(
+            f"chosen for this machine: {efficiency.precision}, attention {efficiency.attention}, "
+            f"{compiling}"
+        )
+    values["efficiency"] = dict(efficiency)
+    earlier = facts.earlier.get("optimizer", {})
+    values["optimizer"] = _resolve_optimizer(recipe.optimizer, earlier, tell)
+    rows = recipe.batch.micro_batch_size
+    if rows in (None, "auto"):
+        rows = facts.earlier.get("batch", {}).get("micro_batch_size")
+    if rows is None:
+        decided = recipe.model_copy(
+            update={
+                "data": recipe.data.model_copy(update={"seq_len": seq_len}),
+                "efficiency": efficiency,
+                "optimizer": values["optimizer"],
+            }
+        )
+        rows = _micro_batch_size(decided, seq_len, facts)
+    values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows}
+    return ResolvedRecipe.model_validate(values)
+
+
+def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
+    """Tokens of a training row.
+
+    Raises:
+        ConfigError: the recipe's row is longer than the model's context.
+    """
+    limit = model.max_position_embeddings
+    seq_len = recipe.data.seq_len or limit
+    if seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
+            "lower the one or raise the other"
+        )
+    return seq_len
+
+
+def attention_backend(recipe: Recipe, seq_len: int, facts: Facts, precision: str) -> str:
+    """Attention backend that a recipe takes in a precision if it leaves the choice open."""
+    assert recipe.model is not None
+    return resolve_attention(
+        EfficiencyConfig(),
+        facts.device,
+        dtype_of(precision),
+        recipe.model,
+        seq_len,
+        documents=recipe.data.document_masking,
+        compiles=facts.compiles,
+    )
+
+
+def _resolve_efficiency(recipe: Recipe, seq_len: int, facts: Facts) -> EfficiencyConfig:
+    config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
+    chosen: dict[str, Any] = {}
+    if config.precision == "auto":
+        chosen["precision"] = earlier.get("precision", facts.precision)
+    precision = chosen.get("precision", config.precision)
+    if config.compile == "auto":
+        pays = earlier.get("compile")
+        if pays is None:
+            pays = _ideal_seconds(recipe, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
+        # `conflicts.py` refuses the others.
+        pays = pays is True and _is_whole(recipe) and recipe.distributed.engine != "deepspeed"
+        chosen["compile"] = _says_how_to_compile(config) or (pays and facts.compiles)
+    if config.loss_chunk_tokens is None:
+        chunk = _loss_chunk_tokens(recipe, facts.device, precision)
+        chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)
+    config = config.model_copy(update=chosen)
+    if config.attention != "auto":
+        return config
+    # The backend of another precision or device may be wrong here, or not exist.
+    same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
+    kept = earlier.get("attention") if same else None
+    of_gpus = ("flex", "efficient", "cudnn")
+    if kept in (("blockwise",) if facts.device == "cuda" else of_gpus):
+        kept = None
+    attention = kept or attention_backend(recipe, seq_len, facts, precision)
+    return config.model_copy(update={"attention": attention})
+
+
+def _resolve_optimizer(
+    config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
+) -> OptimizerConfig:
+    """The optimizer with the library of its 8 bits and the form of Adafactor decided."""
+    chosen: dict[str, Any] = {}
+    if config.name == "adamw8bit" and config.eight_bit_library == "auto":
+        library = earlier.get("eight_bit_library", "auto")
+        chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
+    if config.name == "adafactor" and config.adafactor_variant == "auto":
+        # Before there was this key, all runs had torch's.
+        variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
+        chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
+        if chosen["adafactor_variant"] == "torch":
+            tell(
+                "this run began with torch's Adafactor and goes on with it: "
+                "optimizer.adafactor_variant torch (a new run takes paper, whose weight decay "
+                "is relative to the parameter's size)"
+            )
+    return config.model_copy(update=chosen)
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    """Whether each process has all layers, and each of them whole."""
+    return recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
+
+
+def _says_how_to_compile(config: EfficiencyConfig) -> bool:
+    """Whether keys are set that mean nothing without compiling."""
+    return (
+        config.compile_regional
+        or config.compile_mode != "default"
+        or config.activation_checkpointing == "budget"
+    )
+
+
+def _loss_chunk_tokens(recipe: Recipe, device: str, precision: str) -> int:
+    """In fp32 on a CPU the chunks cost no time, and all logits much memory; where torch.compile
+    fuses bf16's head and loss, chunks would be slower."""
+    assert recipe.model is not None
+    worth_it = (
+        device == "cpu"
+        and dtype_of(precision) == torch.float32
+        and recipe.model.vocab_size >= _LARGE_VOCABULARY
+        and recipe.lora is None
+        and recipe.preference is None
+        and _is_whole(recipe)
+    )
+    return 512 if worth_it else 0
+
+
+def _micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
+    if recipe.batch.micro_batch_size is None or facts.largest_micro_batch is None:
+        return default_micro_batch_size(recipe, seq_len, facts)
+    if recipe.preference is not None:
+        raise ConfigError(
+            "batch.micro_batch_size auto tries rows of text, not preference pairs: give a number"
+        )
+    for key in ("tensor_parallel", "pipeline"):
+        if getattr(recipe.distributed, key) > 1:
+            raise ConfigError(
+                f"batch.micro_batch_size auto tries the whole model, of which distributed.{key} "
+                "gives each process a part: give a number"
+            )
+    return facts.largest_micro_batch(recipe)
+
+
+def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
+    """The micro-batch size that cuts the step evenly: a CPU is no faster with more rows than
+    keep it busy, and so stores fewer activations."""
+    tokens, accumulation = (
+        recipe.batch.global_batch_tokens,
+        recipe.batch.gradient_accumulation_steps,
+    )
+    if tokens is not None:
+        tokens //= facts.processes
+    if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
+        return tokens // (accumulation * seq_len)
+    if tokens is None or tokens % seq_len:
+        return DEFAULT_ROWS
+    total, most = tokens // seq_len, DEFAULT_ROWS
+    if facts.device == "cpu":
+        most = min(max(_BUSY_TOKENS // seq_len, 1), most)
+    return next(rows for rows in range(most, 0, -1) if total % rows == 0)
+
+
+def _ideal_seconds(recipe: Recipe, seq_len: int, precision: str, facts: Facts) -> float:
+    """Seconds of the run if the hardware did nothing but multiply, at its peak rate; infinite
+    where the rate or the length of the run is unknown."""
+    assert recipe.model is not None
+    flops = facts.flops(dtype_of(precision))
+    batch, steps = recipe.batch, recipe.schedule.max_steps
+    if steps is not None:
+        rows = 1 if batch.micro_batch_size == "auto" else batch.rows
+        a_step = rows * (batch.gradient_accumulation_steps or 1) * seq_len
+        tokens: float = steps * (batch.global_batch_tokens or a_step)
+    elif facts.epoch_tokens is not None:
+        tokens = facts.epoch_tokens * (recipe.schedule.epochs or 1)
+    else:
+        tokens = math.inf
+    if flops is None:
+        return math.inf
+    return train_flops_per_token(meta_model(recipe.model), seq_len) * tokens / flops

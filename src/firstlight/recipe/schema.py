@@ -1,0 +1,304 @@
+"""What a recipe can hold: everything that decides a run, in strict sections.
+
+A section that configures one part of firstlight stands beside that part; the others are here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from firstlight.data.config import DataConfig
+from firstlight.efficiency import EfficiencyConfig
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.errors import ConfigError
+from firstlight.lora.config import LoraConfig
+from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
+from firstlight.optim.schedule import ScheduleConfig
+from firstlight.optim.table import OptimizerConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class RunConfig(_Section):
+    """The `run` section.
+
+    dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
+    seed: decides the initial weights, the order of the rows and dropout.
+    device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
+    max_minutes: save and stop once so much time has passed since the start, but not before a
+        step is done; null is no limit.
+    tensorboard: write metrics and samples into the run folder's tensorboard/, too.
+    """
+
+    dir: str | None = Field(None, min_length=1)
+    seed: int = Field(1337, ge=0, lt=2**63)
+    device: str = "auto"
+    max_minutes: float | None = Field(None, gt=0)
+    tensorboard: bool = False
+
+
+DEFAULT_ROWS = 8
+
+
+def _number_of_rows(value: object) -> object:
+    if value in (None, "auto") or (type(value) is int and value > 0):
+        return value
+    raise ValueError(f"must be a whole number above 0, or auto (given: {value!r})")
+
+
+class BatchConfig(_Section):
+    """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows of each
+    process.
+
+    micro_batch_size: rows a forward pass: more keep the hardware busier, and take more memory
+        for activations. "auto" is the largest that fits: found before the run by trying the
+        whole of global_batch_tokens, then half of it, and so on, in a process of its own. null
+        is 8; but on a CPU, which some 1,024 tokens keep busy, no more than that where
+        global_batch_tokens says how large a step is.
+    gradient_accumulation_steps: forward passes a step: the step of a large batch in the memory
+        of a small one, with the same gradient.
+    global_batch_tokens: tokens a step; decides the accumulation instead of it.
+    """
+
+    micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
+        None
+    )
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    global_batch_tokens: int | None = Field(None, gt=0)
+
+    @property
+    def rows(self) -> int:
+        """The micro-batch size, once it is decided."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size or DEFAULT_ROWS
+
+    def global_rows(self, seq_len: int) -> int:
+        """Rows a step where the micro-batch size is to be found.
+
+        Raises:
+            ConfigError: the batch of a step is not given, or no whole number of rows.
+        """
+        if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                "batch.micro_batch_size auto needs batch.global_batch_tokens, the batch that a "
+                "step sees however it is cut, and no batch.gradient_accumulation_steps: set "
+                f"global_batch_tokens to a multiple of data.seq_len, {seq_len}"
+            )
+        rows, rest = divmod(self.global_batch_tokens, seq_len)
+        if rest:
+            below = f"{rows * seq_len} or " if rows else ""
+            raise ConfigError(
+                f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
+                f"data.seq_len {seq_len}: take {below}{(rows + 1) * seq_len}"
+            )
+        return rows
+
+    def accumulation(self, seq_len: int, processes: int = 1) -> int:
+        """Forward passes an optimizer step, of each of so many processes.
+
+        Raises:
+            ConfigError: global_batch_tokens does not come out even.
+        """
+        if self.global_batch_tokens is None:
+            return self.gradient_accumulation_steps or 1
+        micro_tokens = self.rows * seq_len * processes
+        steps, rest = divmod(self.global_batch_tokens, micro_tokens)
+        if rest:
+            below = f"{steps * micro_tokens} or " if steps else ""
+            share = f" x {processes} processes" if processes > 1 else ""
+            raise ConfigError(
+                f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
+                f"micro_batch_size x seq_len{share} = {micro_tokens}: "
+                f"take {below}{(steps + 1) * micro_tokens}"
+            )
+        if self.gradient_accumulation_steps not in (None, steps):
+            raise ConfigError(
+                f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
+                f"global_batch_tokens (which makes it {steps}) disagree: leave one out"
+            )
+        return steps
+
+
+class EvaluationConfig(_Section):
+    """The `evaluation` section.
+
+    every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
+    max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
+    train_rows: rows of the training split that are evaluated beside it, spread evenly and the same
+        each time (of each corpus of a mix): train_eval/loss has what val/loss has, without
+        dropout and without a batch's luck; 0 is none.
+    sample_prompts: texts to be continued at each evaluation; with conversations, messages to be
+        answered.
+    sample_tokens: tokens a sample.
+    temperature: how the samples are drawn; 0 is greedy.
+    tasks: what the model is scored in, as with `firstlight eval --tasks`, each one text:
+        "hellaswag,FILE.jsonl", "lm-eval:NAME".
+    tasks_every_steps: the tasks after every so many steps, and at the end; 0 is at each evaluation.
+    task_items: items of each task, the first so many; 0 is all.
+    task_folder: further tasks for lm-evaluation-harness.
+    """
+
+    every_steps: int = Field(200, ge=0)
+    max_rows: int = Field(256, ge=0)
+    train_rows: int = Field(0, ge=0)
+    sample_prompts: list[str] = [""]
+    sample_tokens: int = Field(64, ge=1)
+    temperature: float = Field(0.8, ge=0)
+    tasks: list[str] = []
+    tasks_every_steps: int = Field(0, ge=0)
+    task_items: int = Field(0, ge=0)
+    task_folder: str | None = None
+
+
+class CheckpointConfig(_Section):
+    """The `checkpoint` section. One is always written at the end.
+
+    every_steps: a checkpoint after every so many steps; 0 is at the end only.
+    keep_last: how many of the newest are kept.
+    keep_every: those of steps that are multiples of it are kept for good; 0 is none.
+    keep_best: how many with the lowest val/loss at their step are kept beside, and each new lowest
+        val/loss is saved, unless every_steps is 0; 0 is none. Without validation there are none.
+    asynchronous: copy the state and write the copy while training goes on; null is where memory
+        for the copy is free at the first save.
+    sharded: with distributed.engine fsdp, each process writes the pieces that it holds, and nothing
+        is put together: for models that are too large for that. Any engine goes on from it, with
+        any number of processes. The last checkpoint of a run is a Hugging Face model folder too;
+        `firstlight convert` makes one of an earlier one.
+    """
+
+    every_steps: int = Field(200, ge=0)
+    keep_last: int = Field(2, ge=1)
+    keep_every: int = Field(0, ge=0)
+    keep_best: int = Field(1, ge=0)
+    asynchronous: bool | None = None
+    sharded: bool = False
+
+
+#: A z-score of fewer values says nothing.
+FEWEST_STEPS = 16
+
+
+class GuardConfig(_Section):
+    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
+    with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
+    made the update by then: there, one such step counts as too many.
+
+    max_skipped_steps: with so many skipped steps in a row, on_divergence is done. fp16's own
+        skipped steps, which end when the loss scale fits, don't count.
+    on_divergence: "rollback" puts the newest good checkpoint's weights, moments and random
+        numbers back and goes on with the data that come next (Chowdhery et al. 2022, section
+        5.1), "stop" ends the run.
+    max_rollbacks: after so many rollbacks, the next ends the run.
+    spike_z_score: skip a step whose loss or gradient norm is so many standard deviations above
+        the mean of the steps before; null is never.
+    spike_window: how many steps before are looked at; the first 16 are never skipped for it.
+    """
+
+    max_skipped_steps: int = Field(5, ge=1)
+    on_divergence: Literal["rollback", "stop"] = "rollback"
+    max_rollbacks: int = Field(2, ge=0)
+    spike_z_score: float | None = Field(None, gt=0)
+    spike_window: int = Field(128, ge=FEWEST_STEPS)
+
+
+class PreferenceConfig(_Section):
+    """The `preference` section, of runs on preference pairs.
+
+    objective: dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of
+        the answers' log-probabilities, each the sum over its tokens. The references are those of
+        the model that the run starts from.
+    beta: how strongly the model is held to the one it starts from: the greater, the closer.
+    label_smoothing: the share of pairs that is taken to be the wrong way round (conservative
+        DPO).
+    """
+
+    objective: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+
+
+#: Model configuration, told apart by `model_type`.
+AnyModelConfig = Annotated[GPT2Config | LlamaConfig | MoEConfig, Field(discriminator="model_type")]
+
+
+class PlanningConfig(_Section):
+    """The `planning` section: facts for `firstlight plan` before data and weights are there.
+    Training doesn't read it: the prepared data and the weights themselves decide.
+
+    vocab_size: number of tokens of the tokenizer that the data is to be prepared with.
+    model: shape of the weights that --init-from is to name, for a recipe without a `model` section.
+    """
+
+    vocab_size: int | None = Field(None, ge=1)
+    model: AnyModelConfig | None = None
+
+
+class Recipe(_Section):
+    """A whole run as a person wrote it.
+
+    `model` may be left out when weights are given to start from, `lora` when all of them are
+    trained, and `preference` always: it is for data of kind preference.
+    """
+
+    run: RunConfig = RunConfig()
+    model: AnyModelConfig | None = None
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    efficiency: EfficiencyConfig = EfficiencyConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    lora: LoraConfig | None = None
+    preference: PreferenceConfig | None = None
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    planning: PlanningConfig = PlanningConfig()
+
+    @model_validator(mode="after")
+    def _falling_rate(self) -> Self:
+        lowest, peak = self.schedule.min_learning_rate, self.optimizer.learning_rate
+        if lowest is not None and lowest > peak:
+            raise ValueError(
+                f"schedule.min_learning_rate {lowest:g} is above optimizer.learning_rate {peak:g}: "
+                "lower it"
+            )
+        return self
+
+
+class ResolvedData(DataConfig):
+    """The `data` section with the row length decided."""
+
+    seq_len: int = Field(gt=0)
+
+
+class ResolvedBatch(BatchConfig):
+    """The `batch` section with the micro-batch size decided."""
+
+    micro_batch_size: Annotated[int, PlainValidator(_number_of_rows)]
+
+
+class ResolvedEfficiency(EfficiencyConfig):
+    """The `efficiency` section without "auto"."""
+
+    loss_chunk_tokens: int = Field(ge=0)
+    compile: bool
+
+    @model_validator(mode="after")
+    def _without_auto(self) -> Self:
+        if "auto" in (self.precision, self.attention):
+            raise ValueError("precision and attention are undecided")
+        return self
+
+
+class ResolvedRecipe(Recipe):
+    """A whole run as it is carried out: `resolve` has decided every key that was left open."""
+
+    model: AnyModelConfig
+    data: ResolvedData
+    batch: ResolvedBatch
+    efficiency: ResolvedEfficiency

@@ -1,0 +1,328 @@
+"""What `resolve` decides where a recipe leaves a key open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware
+from firstlight.planner import machine as machines
+from firstlight.planner.settling import settle
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
+from firstlight.recipe.resolve import Facts, facts_here, resolve
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    model = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 30,
+        "max_position_embeddings": 16,
+    }
+    return parse_recipe(
+        {
+            "data": {"dir": "data", "seq_len": 16},
+            **sections,
+            "model": model | sections.get("model", {}),
+        }
+    )
+
+
+@dataclass
+class Place:
+    """A machine and its data, to be changed."""
+
+    rate: float = 1e12
+    precision: Any = "bf16"
+    compiles: bool = True
+    device: str = "cpu"
+    rows: int = 4
+    tokens: int | None = 10**6
+    tries: int = 0
+    told: list[str] = field(default_factory=list)
+
+    def resolve(self, recipe: Recipe, earlier: Mapping[str, Any] | None = None) -> ResolvedRecipe:
+        def largest(_: Recipe) -> int:
+            self.tries += 1
+            return self.rows
+
+        facts = Facts(
+            self.device,
+            self.precision,
+            self.compiles,
+            lambda _: self.rate,
+            epoch_tokens=self.tokens,
+            earlier=earlier or {},
+            largest_micro_batch=largest,
+        )
+        return resolve(recipe, facts, self.told.append)
+
+
+def test_every_open_key_becomes_a_value() -> None:
+    recipe = recipe_of(batch={"micro_batch_size": "auto", "global_batch_tokens": 128})
+    place = Place()
+    found = place.resolve(recipe)
+    assert found.efficiency.precision == "bf16"
+    assert found.efficiency.attention == "sdpa"
+    assert found.efficiency.compile is False
+    assert found.efficiency.loss_chunk_tokens == 0
+    assert found.batch.micro_batch_size == 4
+    # And nothing else.
+    keys = {"precision", "attention", "compile", "loss_chunk_tokens"}
+    assert found.efficiency.model_dump(exclude=keys) == recipe.efficiency.model_dump(exclude=keys)
+    sections = {"efficiency", "batch"}
+    assert found.model_dump(exclude=sections) == recipe.model_dump(exclude=sections)
+    assert place.told == ["chosen for this machine: bf16, attention sdpa, not compiled"]
+
+
+def test_the_row_length_is_the_models_context_and_never_more() -> None:
+    data = {"dir": "data"}
+    assert Place().resolve(recipe_of(data=data)).data.seq_len == 16
+    with pytest.raises(ConfigError, match=r"data.seq_len 17 is more than .* 16: lower"):
+        Place().resolve(recipe_of(data={**data, "seq_len": 17}))
+
+
+def test_large_heads_in_bf16_have_an_attention_of_their_own() -> None:
+    recipe = recipe_of(model={"hidden_size": 128, "head_dim": 64})
+    assert Place().resolve(recipe).efficiency.attention == "blockwise"
+    assert Place(precision="fp32").resolve(recipe).efficiency.attention == "sdpa"
+
+
+def test_documents_on_a_gpu_take_flex_where_it_can_be_compiled() -> None:
+    recipe = recipe_of(data={"dir": "data", "document_masking": True})
+    assert Place(device="cuda").resolve(recipe).efficiency.attention == "flex"
+    assert Place(device="cuda", compiles=False).resolve(recipe).efficiency.attention == "sdpa"
+
+
+def test_given_values_stay() -> None:
+    efficiency = {"precision": "fp32", "attention": "math", "compile": True, "loss_chunk_tokens": 7}
+    recipe = recipe_of(efficiency=efficiency, batch={"micro_batch_size": 2})
+    place = Place()
+    assert place.resolve(recipe).model_dump() == recipe.model_dump()
+    assert place.told == []
+    assert place.tries == 0
+
+
+def test_a_resumed_run_keeps_earlier_choices() -> None:
+    recipe = recipe_of(
+        model={"hidden_size": 128, "head_dim": 64},
+        batch={"micro_batch_size": "auto", "global_batch_tokens": 128},
+    )
+    first = Place().resolve(recipe)
+    assert first.efficiency.attention == "blockwise"
+    place = Place(precision="fp32", rate=1.0, rows=8)
+    # A new run would be another one today.
+    assert place.resolve(recipe) != first
+    assert place.tries == 1
+    assert place.resolve(recipe, first.model_dump()) == first
+    assert place.tries == 1
+
+
+def test_attention_for_cpus_is_not_kept_on_a_gpu() -> None:
+    before = Place().resolve(recipe_of(efficiency={"attention": "blockwise"})).model_dump()
+    assert Place(device="cuda").resolve(recipe_of(), before).efficiency.attention == "sdpa"
+    assert Place().resolve(recipe_of(), before).efficiency.attention == "blockwise"
+
+
+def test_a_resumed_run_takes_keys_that_the_recipe_gives_now() -> None:
+    first = Place().resolve(recipe_of()).model_dump()
+    given = {"precision": "fp32", "attention": "plain", "compile": True, "loss_chunk_tokens": 7}
+    recipe = recipe_of(efficiency=given)
+    found = Place().resolve(recipe, first).efficiency
+    assert found.model_dump() == recipe.efficiency.model_dump()
+
+
+def test_a_long_run_compiles_where_it_can() -> None:
+    assert Place(rate=1e3).resolve(recipe_of()).efficiency.compile is True
+    assert Place(rate=1e3, compiles=False).resolve(recipe_of()).efficiency.compile is False
+    # How long it will be is not known: most runs are long.
+    assert Place(tokens=None).resolve(recipe_of()).efficiency.compile is True
+
+
+@pytest.mark.parametrize(
+    "how", [{"compile_regional": True}, {"activation_checkpointing": "budget"}], ids=str
+)
+def test_keys_that_mean_nothing_without_compiling_compile(how: dict[str, Any]) -> None:
+    assert Place().resolve(recipe_of(efficiency=how)).efficiency.compile is True
+
+
+@pytest.mark.parametrize(
+    ("distributed", "compiles"),
+    [
+        ({"pipeline": 2}, False),
+        ({"tensor_parallel": 2}, False),
+        ({"engine": "deepspeed"}, False),
+        ({"engine": "fsdp"}, True),
+    ],
+    ids=str,
+)
+def test_only_engines_that_compile_do(distributed: dict[str, Any], compiles: bool) -> None:
+    recipe = recipe_of(
+        distributed=distributed, model={"vocab_size": 20_000}, efficiency={"precision": "fp32"}
+    )
+    found = Place(rate=1e3).resolve(recipe).efficiency
+    assert found.compile is compiles
+    parts = {"pipeline", "tensor_parallel"} & set(distributed)
+    assert found.loss_chunk_tokens == (0 if parts else 512)
+
+
+@pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
+def test_the_largest_micro_batch_of_parts_is_not_sought(key: str) -> None:
+    batch = {"micro_batch_size": "auto", "global_batch_tokens": 64}
+    with pytest.raises(ConfigError, match=f"distributed.{key} .* give a number"):
+        Place().resolve(recipe_of(batch=batch, distributed={key: 2}))
+
+
+def test_the_length_of_a_run_is_that_of_its_steps() -> None:
+    def compiles(steps: int | None, **batch: Any) -> Any:
+        recipe = recipe_of(schedule={"max_steps": steps}, batch=batch)
+        return Place(rate=1e9, tokens=10**9).resolve(recipe).efficiency.compile
+
+    assert compiles(None) is True
+    assert compiles(1) is False
+    assert compiles(10**7) is True
+    assert compiles(1, global_batch_tokens=16 * 10**8) is True
+
+
+def test_the_loss_is_chunked_where_that_costs_nothing() -> None:
+    large = {"vocab_size": 50257}
+    in_fp32 = Place(precision="fp32")
+    assert in_fp32.resolve(recipe_of(model=large)).efficiency.loss_chunk_tokens == 512
+    assert in_fp32.resolve(recipe_of()).efficiency.loss_chunk_tokens == 0
+    assert Place().resolve(recipe_of(model=large)).efficiency.loss_chunk_tokens == 0
+
+
+def test_a_step_on_a_cpu_is_cut_into_micro_batches_that_keep_it_busy() -> None:
+    def rows(device: str = "cpu", **batch: Any) -> Any:
+        recipe = recipe_of(
+            batch={"micro_batch_size": None, **batch},
+            data={"dir": "data", "seq_len": 512},
+            model={"max_position_embeddings": 512},
+        )
+        return Place(device=device).resolve(recipe).batch.micro_batch_size
+
+    assert rows(global_batch_tokens=16 * 512) == 2
+    assert rows("cuda", global_batch_tokens=16 * 512) == 8
+    assert rows(global_batch_tokens=15 * 512) == 1
+    assert rows(global_batch_tokens=16 * 512, gradient_accumulation_steps=4) == 4
+    assert rows() == 8
+
+
+def test_a_run_that_torchs_adafactor_began_goes_on_with_it() -> None:
+    """A checkpoint from before there was the key is one."""
+    recipe = recipe_of(optimizer={"name": "adafactor"}, batch={"micro_batch_size": 2})
+    first = Place().resolve(recipe)
+    assert first.optimizer.adafactor_variant == "paper"
+    assert Place().resolve(recipe, first.model_dump()).optimizer.adafactor_variant == "paper"
+    saved = first.model_dump()
+    del saved["optimizer"]["adafactor_variant"]
+    place = Place()
+    assert place.resolve(recipe, saved).optimizer.adafactor_variant == "torch"
+    assert any("goes on with it" in line for line in place.told)
+    asked = recipe_of(
+        optimizer={"name": "adafactor", "adafactor_variant": "paper"}, batch={"micro_batch_size": 2}
+    )
+    assert Place().resolve(asked, saved).optimizer.adafactor_variant == "paper"
+
+
+def test_an_open_key_is_refused_where_nothing_may_be_open() -> None:
+    with pytest.raises(ConfigError, match="precision and attention are undecided"):
+        parse_resolved_recipe(
+            {
+                **Place().resolve(recipe_of()).model_dump(),
+                "efficiency": {"compile": False, "loss_chunk_tokens": 0},
+            }
+        )
+
+
+_RECIPES = st.fixed_dictionaries(
+    {
+        "vocab_size": st.sampled_from([30, 16384, 50257]),
+        "head_dim": st.sampled_from([16, 64]),
+        "precision": st.sampled_from(["auto", "fp32", "bf16", "bf16_params", "fp16", "tf32"]),
+        "compile": st.sampled_from(["auto", True, False]),
+        "compile_regional": st.booleans(),
+        "attention": st.sampled_from(["auto", "sdpa", "plain"]),
+        "loss_chunk_tokens": st.sampled_from([None, 0, 128]),
+        "micro_batch_size": st.sampled_from([None, 2]),
+        "global_batch_tokens": st.sampled_from([None, 24 * 64, 2**16]),
+        "seq_len": st.sampled_from([None, 64]),
+        "document_masking": st.booleans(),
+        "max_steps": st.sampled_from([None, 1, 10**6]),
+        "engine": st.sampled_from(["auto", "fsdp", "deepspeed"]),
+        "lora": st.sampled_from([None, {"rank": 4}]),
+        "optimizer": st.sampled_from(["adamw", "muon", "adafactor"]),
+    }
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    drawn=_RECIPES,
+    bf16=st.booleans(),
+    compiler=st.booleans(),
+    rate=st.sampled_from([1e9, 1e12]),
+    tokens=st.sampled_from([10**4, 10**9]),
+)
+def test_train_and_plan_resolve_alike(
+    drawn: dict[str, Any],
+    bf16: bool,
+    compiler: bool,
+    rate: float,
+    tokens: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    manifest = {"vocab_size": drawn["vocab_size"], "splits": {"train": {"tokens": tokens}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    recipe = parse_recipe(
+        {
+            "model": {
+                "hidden_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": drawn["head_dim"],
+                "vocab_size": drawn["vocab_size"],
+                "max_position_embeddings": 128,
+            },
+            "data": {
+                "dir": str(folder),
+                "seq_len": drawn["seq_len"],
+                "document_masking": drawn["document_masking"],
+            },
+            "efficiency": {
+                key: drawn[key]
+                for key in (
+                    "precision",
+                    "compile",
+                    "compile_regional",
+                    "attention",
+                    "loss_chunk_tokens",
+                )
+            },
+            "batch": {key: drawn[key] for key in ("micro_batch_size", "global_batch_tokens")},
+            "schedule": {"max_steps": drawn["max_steps"]},
+            "distributed": {"engine": drawn["engine"]},
+            "lora": drawn["lora"],
+            "optimizer": {"name": drawn["optimizer"]},
+        }
+    )
+    cpu = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=bf16)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(machines, "find_hardware", lambda: cpu)
+        for module in ("planner.machine", "efficiency.precision"):
+            patched.setattr(f"firstlight.{module}.bf16_is_faster", lambda _: True)
+        patched.setattr("firstlight.recipe.resolve.peak_flops", lambda *_: rate)
+        patched.setattr("firstlight.recipe.resolve.can_compile", lambda _: compiler)
+        planned = settle(recipe, machines.find_machine())
+        trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
+    assert planned == trained
