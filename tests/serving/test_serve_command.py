@@ -25,11 +25,10 @@ from test_connections import HEALTH, POST, is_closed, read_answer
 from test_disconnects import content_for, raw_request
 from tiny import PATIENCE, tiny_model, tiny_tokenizer
 
-from firstlight.cli.serve import serve_command
+from firstlight.cli.serve import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
 from firstlight.files import write_file
 from firstlight.huggingface import model_files
-from firstlight.serving.packages import require_packages
 from firstlight.stored import save_weights
 from firstlight.weights import weights_to_save
 

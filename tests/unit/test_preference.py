@@ -16,10 +16,9 @@ from chats import draw_text, say, with_template, write_lines
 
 from firstlight.checkpoint import load_trainer_state
 from firstlight.data.chat import ChatOptions, prepare_chat
-from firstlight.data.conversations import BadRecordError
+from firstlight.data.conversations import BadRecordError, to_pair
 from firstlight.data.examples import PreferenceDataset, open_split
 from firstlight.data.loader import Batch, rows_to_batch
-from firstlight.data.pairs import to_pair
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.huggingface import load_model
@@ -29,7 +28,6 @@ from firstlight.recipe import PreferenceConfig, parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
-from firstlight.training.micro_batches import recut
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
 
@@ -253,7 +251,7 @@ def test_loss_and_gradient_are_those_of_the_formula_however_the_batch_is_cut(
         return step(*arguments)
 
     optimizer.clip_gradients = watched  # type: ignore[method-assign, assignment]
-    found = train_step(objective(model), optimizer, recut([batch], rows))
+    found = train_step(objective(model), optimizer, batch.split(rows))
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-12)
     assert found.tokens == batch.num_valid
     largest = max(float(one.abs().max()) for one in wanted)

@@ -9,8 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from firstlight.data.conversations import to_conversation
-from firstlight.data.pairs import to_pair
+from firstlight.data.conversations import to_conversation, to_pair
 from firstlight.planner.machine import find_machine
 from firstlight.planner.settling import settle
 from firstlight.recipe import load_recipe

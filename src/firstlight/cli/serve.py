@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 
 from firstlight.cli.output import best_option, human_bytes, write_out
 from firstlight.console import say
+from firstlight.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from firstlight.serving.server import ServerOptions
@@ -141,8 +143,6 @@ def serve_command(
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
-    from firstlight.serving.packages import require_packages
-
     require_packages()
     from firstlight.generation.engine import load
     from firstlight.hardware import find_hardware
@@ -212,3 +212,14 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
             "needs_key": options.api_key is not None,
         }
         write_out(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def require_packages() -> None:
+    """Refuse to go on without what the server is built on, before `serving` is imported.
+
+    Raises:
+        MissingDependencyError: one of them is missing.
+    """
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(name, "serve", "the server")

@@ -24,10 +24,10 @@ from firstlight.data.conversations import (
     ChatForm,
     Conversation,
     to_conversation,
+    to_pair,
 )
 from firstlight.data.corpus import CorpusWriter
 from firstlight.data.examples import PLACES_NAME
-from firstlight.data.pairs import to_pair
 from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.sources import Source, unread_files
@@ -48,7 +48,7 @@ class ChatOptions:
 
     Attributes:
         kind: of the records: "chat", or "preference", whose records are two answers to a prompt
-            (see `pairs`) and become two examples, the chosen one first.
+            (see `conversations`) and become two examples, the chosen one first.
         form: of the records; "auto" tells each by its keys.
         train_on: "assistant" learns what the assistant says with the end of its turns, "all"
             every token but an example's first.

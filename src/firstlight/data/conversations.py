@@ -11,6 +11,17 @@ Three forms are known, each record by its own keys:
 
 A conversation is a system message or none, and then a question and an answer in turn, the last
 of which is an answer. A blank system message is none.
+
+Records of preference data hold two answers to one prompt, of which one was preferred. Three forms
+are known, each by its own entries, and all but the last name their prompt:
+
+    texts       {"prompt": text, "chosen": text, "rejected": text}, and "system" if there is one
+    messages    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
+    whole       {"chosen": [messages], "rejected": [messages]}: two conversations, whose common
+                beginning is the prompt
+
+Either conversation has to be one that is fine for fine-tuning. The prompt ends with a question;
+what comes after it is the answer, and alone is learned.
 """
 
 from __future__ import annotations
@@ -262,3 +273,80 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
         [{k: v for k, v in message.items() if k != "weight"} for message in messages],
         frozenset(left_out),
     )
+
+
+# Preference pairs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations with one beginning, of which only what follows it is learned."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def to_pair(record: object) -> Pair:
+    """A record as a pair of conversations.
+
+    Raises:
+        BadRecordError: it is none.
+    """
+    if not isinstance(record, Mapping):
+        raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")
+    prompt = _pair_prompt(record)
+    both, start = [], 0
+    for name in ("chosen", "rejected"):
+        answer = _answer(record, name, answers=True)
+        try:
+            whole = to_conversation({"messages": [*prompt, *answer]}, "messages").messages
+        except BadRecordError as error:
+            raise BadRecordError(error.reason, f"`{name}` with its prompt: {error}") from error
+        start = len(whole) - len(answer)  # a blank system message is none
+        both.append(whole)
+    if both[0] == both[1]:
+        raise BadRecordError("no_pair", "`chosen` and `rejected` are the same")
+    if not prompt:
+        start = _common(*both)
+    if start == 0 or both[0][start - 1]["role"] != "user":
+        raise BadRecordError(
+            "no_pair",
+            "`chosen` and `rejected` must go on from one prompt, which ends with a question",
+        )
+    return Pair(*(Conversation(one, _answers(one[:start])) for one in both))
+
+
+def _pair_prompt(record: Mapping[Any, Any]) -> list[Any]:
+    """The messages before both answers; [] where the record does not name them."""
+    if record.get("prompt") is None:
+        if any(isinstance(record.get(name), str) for name in ("chosen", "rejected")):
+            raise BadRecordError("wrong_type", "`prompt` is missing, and the answers are texts")
+        return []
+    prompt = _answer(record, "prompt", answers=False)
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise BadRecordError("wrong_type", "`system` is not a text")
+    return [{"role": "system", "content": system}, *prompt] if system else prompt
+
+
+def _answer(record: Mapping[Any, Any], name: str, *, answers: bool) -> list[Any]:
+    """An entry as messages; a text is one of them."""
+    value = record.get(name)
+    if isinstance(value, str):
+        return [{"role": "assistant" if answers else "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        what = "missing" if value is None else "no text, and no list of messages"
+        raise BadRecordError("wrong_type", f"`{name}` is {what}")
+    return list(value)
+
+
+def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:
+    """How many messages both begin with."""
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
+
+
+def _answers(messages: list[dict[str, Any]]) -> frozenset[int]:
+    return frozenset(i for i, one in enumerate(messages) if one["role"] == "assistant")

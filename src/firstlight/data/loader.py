@@ -74,6 +74,16 @@ class Batch:
             references=None if references is None else torch.full_like(references, math.nan),
         )
 
+    def split(self, rows: int) -> list[Batch]:
+        """The batch as micro-batches of `rows` rows, of which it has a multiple, in their order."""
+        count = len(self.input_ids)
+        assert count % rows == 0
+        return [self] if count == rows else [self._part(i, rows) for i in range(0, count, rows)]
+
+    def _part(self, first: int, rows: int) -> Batch:
+        part = self._map(lambda tensor: tensor[first : first + rows])
+        return replace(part, num_valid=int((part.labels != IGNORE_INDEX).sum()))
+
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory."""
         return self._map(Tensor.pin_memory)

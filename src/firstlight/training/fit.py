@@ -6,6 +6,7 @@ what is tried never happens in the one that is to train.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -93,6 +94,12 @@ def cuts(total: int) -> Iterator[int]:
     while rows:
         yield rows
         rows = next((n for n in range(rows // 2, 0, -1) if total % n == 0), 0)
+
+
+def fewer_rows(rows: int) -> int:
+    """The next smaller micro-batch that cuts one of `rows` rows evenly, at most half as large;
+    0 if there is none."""
+    return next(itertools.islice(cuts(rows), 1, None), 0)
 
 
 @dataclass(frozen=True)

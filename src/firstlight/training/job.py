@@ -28,16 +28,14 @@ from firstlight.optim.schedule import resolve_schedule
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
-from firstlight.training.bystanders import PassiveSaver, SilentLogs
 from firstlight.training.datasets import evaluate_dataset, origin
+from firstlight.training.fit import fewer_rows
 from firstlight.training.guard import DivergedError, Guard
-from firstlight.training.logs import RunLogs
-from firstlight.training.micro_batches import fewer_rows, recut
+from firstlight.training.logs import RunLogs, SilentLogs
 from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
-from firstlight.training.rollback import checkpoint_before
-from firstlight.training.saving import CheckpointSaver
+from firstlight.training.saving import CheckpointSaver, PassiveSaver, checkpoint_before
 from firstlight.training.sharded_saving import ShardedSaver
 from firstlight.training.state import (
     TrainState,
@@ -307,7 +305,8 @@ class Job:
         while True:
             rows = state.micro_batch_rows or self.recipe.batch.rows
             try:
-                on_device = (batch.to(device) for batch in recut(batches, rows))
+                parts = (part for batch in batches for part in batch.split(rows))
+                on_device = (part.to(device) for part in parts)
                 return self.program.step(on_device, share, self.guard.accepts)
             except MicroBatchTooLargeError as error:
                 problem = str(error)

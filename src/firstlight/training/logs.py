@@ -105,3 +105,26 @@ class RunLogs:
         self._samples.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+class SilentLogs:
+    """Has the methods of `RunLogs`, and writes nothing: the main process does."""
+
+    def __enter__(self) -> SilentLogs:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def write_step(
+        self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Nothing."""
+
+    def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def drop_after(self, step: int) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""

@@ -1,18 +1,27 @@
-"""Saving checkpoints while training goes on."""
+"""Saving checkpoints while training goes on, and finding the one that a rollback goes to."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import Checkpoint, save_checkpoint, verify_checkpoint
+from firstlight.checkpoint import (
+    Checkpoint,
+    load_trainer_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from firstlight.errors import CheckpointError
 from firstlight.hardware import free_memory_bytes
+from firstlight.history import own_past, saved_checkpoints
 from firstlight.recipe import CheckpointConfig
 from firstlight.retention import prune_checkpoints
 from firstlight.training.snapshot import Snapshot
@@ -149,3 +158,67 @@ def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
         "optimizer": checkpoint.optimizer,
     }
     return ((f"{part} {name}", parts[part][name]) for part in parts for name in parts[part])
+
+
+class PassiveSaver:
+    """Has the methods of `CheckpointSaver`; gives its part of a checkpoint, and writes nothing.
+
+    Attributes:
+        saved_step: as the main process has it.
+    """
+
+    def __init__(self) -> None:
+        self.saved_step = -1
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """Take part in gathering the state, for which the main process waits."""
+        capture()
+        self.saved_step = step
+        return 0.0
+
+    def require_written(self) -> None:
+        """Nothing."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def checkpoint_before(
+    run_folder: Path, step: int, saved_step: int, every_steps: int
+) -> Path | None:
+    """The folder of the newest checkpoint of an earlier step that verifies, or None.
+
+    Those that stand where they were due, from before the trouble began, come first, so that a
+    run that was stopped and resumed in between (which leaves a checkpoint more) goes back to
+    where it would have gone without.
+
+    Args:
+        run_folder: of the run.
+        step: the one that failed, or that the last rollback was to, in vain.
+        saved_step: of the last checkpoint of what the run has done; later ones are of a dead
+            branch.
+        every_steps: `checkpoint.every_steps`.
+    """
+    found = []
+    for one in own_past(saved_checkpoints(run_folder)):
+        if one.step < step and one.step <= saved_step:
+            with contextlib.suppress(CheckpointError):
+                state = load_trainer_state(one.folder)
+                # One without any update is what the run began with.
+                if state.get("skipped_steps", 0) < one.step:
+                    found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
+    for *_, folder in sorted(found, reverse=True):
+        with contextlib.suppress(CheckpointError):
+            verify_checkpoint(folder)
+            return folder
+    return None
+
+
+def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
+    """(whether the last step was not skipped, whether it was due)."""
+    is_calm = not state.get("skipped")
+    was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
+    return is_calm, was_due
