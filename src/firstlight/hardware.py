@@ -171,7 +171,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        words in text for words in ("can't allocate memory", "out of memory", "bad_alloc")
+        words in text
+        # The last is cuBLAS' and cuDNN's.
+        for words in ("can't allocate memory", "out of memory", "bad_alloc", "_ALLOC_FAILED")
     )
 
 

@@ -46,8 +46,9 @@ FLOAT_FORMATS = {
 #: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
 #: to be little memory for several threads.
 _CHUNK_BYTES = 1 << 20
-#: The same where they are moved to a GPU, each time with a wait.
-_GPU_CHUNK_BYTES = 1 << 24
+#: The same where they are moved to a GPU, each time with a wait; what is converted there lies there
+#: twice, for each thread that reads.
+_GPU_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class StoredTensor:
             return
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
-            flat[start : start + len(part)] = part.to(flat.device)
+            place = flat[start : start + len(part)]
+            # A GPU converts faster; what needs no converting goes straight into its place.
+            place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
     def has_values_of(self, other: StoredTensor) -> bool:

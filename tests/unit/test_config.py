@@ -211,7 +211,10 @@ def test_no_setting_is_infinite_or_no_number(value: float) -> None:
             "data.max_steps (did you mean 'schedule.max_steps'?)",
         ),
         ({"max_steps": 1}, "max_steps (did you mean 'schedule.max_steps'?)"),
-        ({"run": {"zzz": 1}}, "run.zzz (known: device, dir, max_minutes, seed, tensorboard)"),
+        (
+            {"run": {"zzz": 1}},
+            "run.zzz (known: deterministic, device, dir, max_minutes, seed, tensorboard)",
+        ),
         (
             {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "factr": 2.0}}},
             "model.rope_scaling.factr (did you mean 'factor'?)",

@@ -6,8 +6,9 @@ from __future__ import annotations
 from firstlight.efficiency.allocator import give_back_unused, keep_memory
 from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
 from firstlight.efficiency.attention import resolve_attention
-from firstlight.efficiency.compilation import can_compile, same_bits
+from firstlight.efficiency.compilation import can_compile
 from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.efficiency.determinism import require_same_bits, same_bits
 from firstlight.efficiency.precision import (
     autocast,
     matmul_precision,
@@ -25,6 +26,7 @@ __all__ = [
     "loss_function",
     "matmul_precision",
     "plain_loss",
+    "require_same_bits",
     "resolve_attention",
     "resolve_precision",
     "same_bits",

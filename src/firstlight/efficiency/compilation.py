@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor, nn
 
 from firstlight.efficiency.config import EfficiencyConfig
@@ -104,25 +103,3 @@ def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextMan
         recompile_limit=256, accumulated_recompile_limit=4096
     )
     return patched
-
-
-@contextlib.contextmanager
-def same_bits(config: EfficiencyConfig, hardware: Hardware) -> Iterator[None]:
-    """What is compiled inside for a CPU gives the same bits every time.
-
-    Otherwise threads add the gradient of the embedding up in no fixed order. torch's setting is
-    global, so it is put back; filling new memory, which comes with it, is left out.
-    """
-    if config.compile is not True or hardware.device.type != "cpu":
-        yield
-        return
-    settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=only_warns)
-        settings.fill_uninitialized_memory = before[1]

@@ -280,6 +280,11 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
             f"efficiency.attention {config.attention} computes in bf16 or fp16 on a GPU: set "
             "efficiency.precision to bf16, or efficiency.attention to efficient"
         )
+    if recipe.run.deterministic and config.attention == "cudnn" and device == "cuda":
+        yield (
+            "efficiency.attention cudnn adds up in no fixed order: set it to flash, or "
+            "run.deterministic to false"
+        )
     if recipe.data.pin_memory and device != "cuda":
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
 

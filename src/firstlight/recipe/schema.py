@@ -29,6 +29,9 @@ class RunConfig(_Section):
     dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
     seed: decides the initial weights, the order of the rows and dropout.
     device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
+    deterministic: on a CUDA GPU, compute the same bits each time, so that a resumed run is bit for
+        bit the one that was not stopped; costs speed, in attention's backward pass above all. On a
+        CPU the bits are always the same.
     max_minutes: save and stop once so much time has passed since the start, but not before a
         step is done; null is no limit.
     tensorboard: write metrics and samples into the run folder's tensorboard/, too.
@@ -37,6 +40,7 @@ class RunConfig(_Section):
     dir: str | None = Field(None, min_length=1)
     seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
+    deterministic: bool = False
     max_minutes: float | None = Field(None, gt=0)
     tensorboard: bool = False
 

@@ -22,6 +22,7 @@ from firstlight.distributed import (
     own_device,
     process_group,
 )
+from firstlight.efficiency import require_same_bits
 from firstlight.efficiency.engine import Engine
 from firstlight.hardware import Hardware, find_hardware
 from firstlight.recipe import Recipe
@@ -51,6 +52,8 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
             hardware = find_hardware(recipe.run.device)
         else:
             hardware = stack.enter_context(_met(recipe, world))
+        if recipe.run.deterministic:
+            require_same_bits(hardware)
         engine = Engine(recipe.distributed, world, hardware.device)
         if engine.name == "deepspeed":
             if world.size == 1:

@@ -16,6 +16,7 @@ from firstlight.efficiency import (
     loss_function,
     matmul_precision,
     plain_loss,
+    require_same_bits,
     resolve_precision,
     same_bits,
 )
@@ -61,6 +62,8 @@ class TrainingProgram:
         cut = self.engine.config
         require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
         keep_memory(hardware, in_pieces=self.engine.cuts)
+        if recipe.run.deterministic:
+            require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
         # One that is cut may not fit whole.
@@ -126,7 +129,8 @@ class TrainingProgram:
         self.model.train()
         self.engine.settle()
         config = self.recipe.efficiency
-        with matmul_precision(config), same_bits(config, self.hardware):
+        same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
+        with matmul_precision(config), same:
             result = train_step(
                 self.loss_sum, self.optimizer, batches, self.scaler, accepts, self.engine
             )

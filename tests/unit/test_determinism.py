@@ -1,0 +1,95 @@
+"""The switches of `run.deterministic`, without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.efficiency import EfficiencyConfig, require_same_bits, same_bits
+from firstlight.errors import ConfigError
+from firstlight.hardware import Hardware, find_hardware
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.conflicts import require_combination
+
+CPU = find_hardware("cpu")
+GPU = Hardware(torch.device("cuda"), "a GPU", 2**36, bf16=True, capability=(9, 0))
+
+
+def test_on_a_gpu_the_algorithms_are_deterministic_where_that_is_asked_for() -> None:
+    config = EfficiencyConfig(compile=False)
+    for deterministic in (True, False):
+        with same_bits(config, GPU, deterministic=deterministic):
+            assert torch.are_deterministic_algorithms_enabled() == deterministic
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.are_deterministic_algorithms_enabled()
+    with same_bits(EfficiencyConfig(compile=True), GPU):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Replaces the trial product on the GPU."""
+
+    class Ones:
+        def __init__(self, compute: Callable[[], None]) -> None:
+            self._compute = compute
+
+        def __matmul__(self, other: object) -> None:
+            assert torch.are_deterministic_algorithms_enabled()
+            self._compute()
+
+    def replace(compute: Callable[[], None]) -> None:
+        monkeypatch.setattr(
+            "firstlight.efficiency.determinism.torch.ones", lambda *_, **__: Ones(compute)
+        )
+
+    return replace
+
+
+def test_cublas_gets_a_workspace_of_a_fixed_size(
+    monkeypatch: pytest.MonkeyPatch, product: Callable[[Callable[[], None]], None]
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    seen: list[str | None] = []
+    product(lambda: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    require_same_bits(CPU)
+    assert os.environ == {}
+    require_same_bits(GPU)
+    assert seen == [":4096:8"]
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    require_same_bits(GPU)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    with pytest.raises(ConfigError, match="it is ':0:0': unset it"):
+        require_same_bits(GPU)
+
+
+def test_a_process_that_computed_before_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, product: Callable[[Callable[[], None]], None]
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+
+    def refuse() -> None:
+        raise RuntimeError("not deterministic ... set CUBLAS_WORKSPACE_CONFIG=:4096:8 ...")
+
+    product(refuse)
+    with pytest.raises(ConfigError, match="set CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment"):
+        require_same_bits(GPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_cudnn_attention_is_refused_where_bits_are_to_be_the_same() -> None:
+    values: dict[str, Any] = {
+        "run": {"deterministic": True},
+        "model": {"model_type": "llama", "vocab_size": 8},
+        "data": {"dir": "none", "seq_len": 8},
+        "efficiency": {"attention": "cudnn", "precision": "bf16"},
+    }
+    with pytest.raises(ConfigError, match=r"cudnn adds up in no fixed order: set it to flash"):
+        require_combination(parse_recipe(values), GPU)
+    require_combination(parse_recipe(values | {"run": {}}), GPU)
+    require_combination(parse_recipe(values | {"efficiency": {"attention": "flash"}}), GPU)
