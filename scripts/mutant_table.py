@@ -549,7 +549,7 @@ MUTANTS = [
     ),
     Mutant(
         "tied head untied",
-        "firstlight/vocabulary.py",
+        "firstlight/weights.py",
         "    model.finish_loading()\n",
         "",
         (_TEXT + "added_tokens_untie_a_tied_head",),
