@@ -550,8 +550,8 @@ MUTANTS = [
     Mutant(
         "tied head untied",
         "firstlight/weights.py",
-        "    model.finish_loading()\n",
-        "",
+        '"vocab_size": vocab_size})\n    model.finish_loading()\n',
+        '"vocab_size": vocab_size})\n',
         (_TEXT + "added_tokens_untie_a_tied_head",),
     ),
     Mutant(
