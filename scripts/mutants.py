@@ -98,11 +98,13 @@ def _run_tests(folder: Path, tests: Sequence[str]) -> int:
     # Of processes that the tests start, too; the copies compile to the same names.
     os.environ["PYTHONPATH"] = str(folder / "src")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    # Tests of CUDA paths are run as on a machine without a GPU.
+    os.environ["FIRSTLIGHT_TEST_DEVICE"] = "cpu"
     sys.path.insert(0, str(folder / "src"))
     os.chdir(REPOSITORY)
     import pytest
 
-    options = ["-x", "-p", "no:cacheprovider", "--timeout", "120"]
+    options = ["-x", "-p", "no:cacheprovider", "--timeout", "120", "-m", "not slow"]
     code = int(pytest.main([*options, "--basetemp", str(folder / "tests"), *tests]))
     found = sys.modules["firstlight"].__file__ if "firstlight" in sys.modules else None
     if found is None or not Path(found).is_relative_to(folder):

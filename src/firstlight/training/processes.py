@@ -50,6 +50,9 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
     with contextlib.ExitStack() as stack:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
+            if hardware.device.type == "cuda":
+                # Else what asks for no device by number would begin on the first GPU, too.
+                stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_met(recipe, world))
         if recipe.run.deterministic:

@@ -29,8 +29,9 @@ class Snapshot:
                 )
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+        # Without an argument, the current device would be waited for, which may be another.
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
 
     def clear(self) -> None:

@@ -86,11 +86,11 @@ def capture(
     else:
         # Stages give the main process what they have; others need nothing of what is gathered.
         keep = program.engine.is_main or program.recipe.distributed.pipeline > 1
-        moments = program.engine.gathered(program.optimizer.state_tensors(keep=keep))
+        moments = _moments(program, keep=keep)
         randoms = {**_states_of_ranks(program.engine), **words}
         if base is None:
             with program.optimizer.master_weights(), whole_parameters(model, keep=keep):
-                weights = program.engine.gathered(weights_to_save(model) if keep else {})
+                weights = _weights(program, keep=keep)
         else:
             assert program.recipe.lora is not None
             files |= adapter_files(model, program.recipe.lora, base.name)
@@ -114,6 +114,27 @@ def capture(
         },
         is_copy=is_copy,
     )
+
+
+def _is_whole(program: TrainingProgram) -> bool:
+    """Whether the main process has all weights and moments as they are saved. They stay on their
+    device then: a saver copies them from a GPU into page-locked memory, all at once."""
+    engine = program.engine
+    return not engine.cuts and engine.zero is None and engine.config.pipeline == 1
+
+
+def _moments(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
+    """The optimizer's state by name; {} without `keep`, but in the main process of stages."""
+    if _is_whole(program):
+        return program.optimizer.state_pieces() if keep else {}
+    return program.engine.gathered(program.optimizer.state_tensors(keep=keep))
+
+
+def _weights(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
+    """The weights by their names in a file; {} as in `_moments`."""
+    if _is_whole(program):
+        return file_tensors(program.model) if keep else {}
+    return program.engine.gathered(weights_to_save(program.model) if keep else {})
 
 
 def _storages(program: TrainingProgram) -> set[int]:

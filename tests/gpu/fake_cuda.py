@@ -1,0 +1,278 @@
+"""A CUDA GPU that is not there: tensors without memory on a device `cuda`, in a torch without CUDA.
+
+torch's FakeTensorMode gives each operator's result its shape, dtype and device, and no memory.
+`FakeCuda` stands above it and refuses what CUDA's kernels refuse: operands on two devices, and
+attention kernels that can't take a mask, a dtype or a head size. It writes down what runs, and
+`fake_cuda` what is asked of `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .no_gpu import LIBRARY, Asked, torch_cuda
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass
+class Call:
+    """An operator that ran.
+
+    Attributes:
+        name: torch's, such as "aten.mm.default".
+        inputs, outputs: (device type, dtype, shape) of each tensor.
+    """
+
+    name: str
+    inputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    outputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+#: Operators that may take tensors of two devices.
+_MAY_MIX = (
+    "copy_",
+    "_to_copy",
+    "index",
+    "index_put_",
+    "lift_fresh",
+    "_has_compatible_shallow_copy_type",
+)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+#: Operators of our own whose code runs on fake tensors.
+_OWN = (
+    "firstlight::blockwise_attention",
+    "firstlight::blockwise_attention_backward",
+    "firstlight::linear_cross_entropy",
+    "firstlight::nf4_linear",
+    "firstlight::nf4_linear_backward",
+)
+
+#: Values that code reads from tensors without memory: small and finite.
+_READ_VALUES = {True: 0.5, False: 1}
+_FLASH_OR_CUDNN, _MOST_HEAD_SIZE = (torch.float16, torch.bfloat16), 256
+
+
+class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators on fake tensors as CUDA would, and writes them down.
+
+    Attributes:
+        calls: the operators that ran.
+        reads: how many times code waited for a value of the GPU.
+        truth: what a truth value is that code reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.reads = 0
+        self.truth = True
+        self._is_inside = False
+        self.supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch's compiler may ignore this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operator.
+
+        Raises:
+            RuntimeError: CUDA would refuse it.
+        """
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func in (_aten._local_scalar_dense.default, _aten.item.default):
+            if args[0].device.type == "cuda":
+                self.reads += 1
+            if args[0].dtype == torch.bool:
+                return self.truth
+            return _READ_VALUES[args[0].is_floating_point()]
+        if func is _aten.equal.default:
+            self.reads += 1
+            return True
+        if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
+            # What autograd takes apart elsewhere, before it comes here.
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+        tensors = list(_tensors_in((args, kwargs)))
+        _require_one_device(func, tensors)
+        if (own := _own_code(func)) is not None:
+            self._run_inside(own, args, kwargs)
+        # torch's fake tensors do not know this one, which returns nothing.
+        result = None if func is _aten._fused_sgd_.default else func(*args, **kwargs)
+        outputs = list(_tensors_in(result))
+        self.calls.append(Call(str(func), _layouts(tensors), _layouts(outputs)))
+        return result
+
+    def _run_inside(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the code of an operator of our own, of which fake tensors know the result alone."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            with self:
+                inner(*args, **kwargs)
+        finally:
+            self._is_inside = before
+
+    def named(self, *parts: str) -> list[Call]:
+        """The calls whose operator has one of these names (the part after the namespace)."""
+        return [call for call in self.calls if call.name.split(".")[1] in parts]
+
+    def on_host(self) -> list[Call]:
+        """The calls that computed on tensors in the host's memory: all but copies to the GPU, and
+        views."""
+        return [
+            call
+            for call in self.calls
+            if call.name.split(".")[1] not in (*_MAY_MIX, "unsqueeze", "slice", "detach")
+            and any(kind == "cpu" and shape for kind, _, shape in (*call.inputs, *call.outputs))
+        ]
+
+
+def _own_code(func: Any) -> Any:
+    name = str(func._schema.name) if isinstance(func, OpOverload) else ""
+    return OPDEFS[name]._init_fn if name in _OWN else None
+
+
+def _is_composite(func: Any) -> bool:
+    name = func._schema.overload_name if isinstance(func, OpOverload) else ""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return isinstance(func, OpOverload) and has_kernel(
+        str(func._schema.name) + (f".{name}" if name else ""), _COMPOSITE
+    )
+
+
+_PLAIN_ATTENTION = F.scaled_dot_product_attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by the kernel that CUDA takes (torch's sdp_utils.cpp).
+
+    A torch without CUDA takes that of no kernel.
+
+    Raises:
+        RuntimeError: torch would refuse it, or no kernel that is switched on takes it.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        half = torch.get_autocast_dtype("cuda")
+        query, key, value = (x.to(half) for x in (query, key, value))
+    if len({query.dtype, key.dtype, value.dtype}) > 1:
+        raise RuntimeError("Expected query, key, and value to have the same dtype")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise RuntimeError("The number of heads must match")
+    kernel = _kernel(query, key, attn_mask, dropout_p)
+    learns = torch.is_grad_enabled() and query.requires_grad
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = query.new_zeros(bias.shape).masked_fill_(bias, 0)
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    found: tuple[Tensor, ...]
+    if kernel == "flash":
+        flash = _aten._scaled_dot_product_flash_attention
+        found = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+    elif kernel == "efficient":
+        efficient = _aten._scaled_dot_product_efficient_attention
+        found = efficient(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)
+    elif kernel == "cudnn":
+        cudnn = _aten._scaled_dot_product_cudnn_attention
+        found = cudnn(query, key, value, bias, learns, dropout_p, is_causal, False, scale=scale)
+    else:
+        return _PLAIN_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return found[0]
+
+
+def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> str:
+    cuda: Any = torch.backends.cuda
+    half, grouped = query.dtype in _FLASH_OR_CUDNN, query.shape[1] != key.shape[1]
+    small = query.shape[-1] <= _MOST_HEAD_SIZE
+    if cuda.flash_sdp_enabled() and half and mask is None and small:
+        return "flash"
+    if cuda.mem_efficient_sdp_enabled() and not grouped:
+        return "efficient"
+    if cuda.math_sdp_enabled():
+        return "math"
+    if cuda.cudnn_sdp_enabled() and half and small and mask is None and not dropout:
+        return "cudnn"
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
+    name = str(func).split(".")[1] if "." in str(func) else str(func)
+    # Single numbers of the host go to the kernels as arguments.
+    devices = {t.device for t in tensors if t.dim() or t.device.type == "cuda"}
+    if name not in _MAY_MIX and len(devices) > 1:
+        raise RuntimeError(
+            f"{func}: Expected all tensors to be on the same device, but found "
+            f"{', '.join(sorted(map(str, devices)))}"
+        )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _layouts(tensors: list[Tensor]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(t.device.type, t.dtype, tuple(t.shape)) for t in tensors]
+
+
+@contextlib.contextmanager
+def fake_cuda(devices: int = 1) -> Iterator[tuple[FakeCuda, Asked]]:
+    """Inside, tensors are fake, and there is a fake GPU."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch_cuda(devices) as asked,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeCuda() as cuda,
+    ):
+        patch.setattr(torch.utils, "swap_tensors", _swapped)
+        patch.setattr(F, "scaled_dot_product_attention", _attention)
+        assert LIBRARY is not None
+        LIBRARY.pretend_gpu(1)
+        try:
+            yield cuda, asked
+        finally:
+            LIBRARY.pretend_gpu(0)
+
+
+def _swapped(one: Any, other: Any) -> None:
+    """`torch.utils.swap_tensors`, by which `model.to` moves a fake parameter, without its refusal
+    of tensors that something refers to weakly: fake ones always have such references."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)

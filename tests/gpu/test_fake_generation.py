@@ -1,0 +1,191 @@
+"""Loading, generation and evaluation on fake CUDA tensors: devices, dtypes and shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.efficiency.attention import choose_attention
+from firstlight.evaluation.likelihood import TokenPair, likelihoods
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.compiled import CompiledStep, _settings
+from firstlight.generation.few_rows import use_few_rows
+from firstlight.generation.int8 import quantize_int8
+from firstlight.generation.sampling import SamplingConfig, logprobs_of, penalize, sample, shift
+from firstlight.models import Model, build_model
+from firstlight.stored import StoredTensor
+from firstlight.weights import load_weights
+
+from .fake_cuda import FakeCuda, fake_cuda
+from .no_gpu import hardware, needs_no_gpu
+from .test_fake_steps import GPT2, LLAMA, MIXTRAL, recipe_of
+
+pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 16},
+    "mixtral": MIXTRAL,
+}
+
+
+def model_on_gpu(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Model:
+    recipe = recipe_of(config)
+    model = build_model(recipe.model).to(dtype).to(hardware().device).eval()
+    use_few_rows(model)
+    return model
+
+
+def nothing_on_host(cuda: FakeCuda) -> bool:
+    assert not cuda.on_host(), cuda.on_host()[0]
+    return bool(cuda.calls)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bool) -> None:
+    with fake_cuda() as (cuda, _), torch.inference_mode():
+        model = model_on_gpu(FAMILIES[family])
+        if int8:
+            quantize_int8(model)
+        decoder = BatchDecoder(model, 3, 200, reuse_prefixes=True)
+        cuda.calls.clear()
+        vocab = model.config.vocab_size
+        assert decoder.add([1, 2, 3]).shape == (vocab,)
+        assert decoder.step([4]).shape == (1, vocab)
+        decoder.add([1, 2, 3, 7])
+        decoder.add([5] * 80)
+        logits = decoder.step([1, 2, 3])
+        assert (tuple(logits.shape), logits.device.type) == ((3, vocab), "cuda")
+        decoder.remove(0)
+        assert decoder.step([4, 4]).dtype == torch.bfloat16
+        assert nothing_on_host(cuda)
+        # Attention by two products (bmm), which grouped queries behind a mask take, is in fp32.
+        products = cuda.named("mm", "addmm")
+        assert {dtype for call in products for _, dtype, _ in call.inputs} == {torch.bfloat16}
+        # torch has it for GPUs, too: but written for a CPU's few rows.
+        assert not cuda.named("_weight_int8pack_mm")
+
+
+def test_a_token_is_drawn_from_logits_on_the_gpu() -> None:
+    """By a generator of the CPU, so that a seed means one text on every device."""
+    with fake_cuda() as (cuda, _):
+        logits_V = torch.zeros(500, device="cuda", dtype=torch.bfloat16)
+        generator = torch.Generator().manual_seed(0)
+        greedy = SamplingConfig(temperature=0, repetition_penalty=1.2, presence_penalty=0.5)
+        cuda.calls.clear()
+        assert sample(logits_V, greedy, generator, {1, 2}, {3: 1}) == 1
+        assert nothing_on_host(cuda)
+        allowed = torch.ones(500, dtype=torch.bool)
+        drawn = SamplingConfig(top_k=5, min_p=0.1, logit_bias={4: 1.0})
+        sample(logits_V, drawn, generator, allowed_V=allowed)
+        # The probabilities alone travel.
+        copies = [call for call in cuda.named("_to_copy") if call.outputs[0][0] == "cpu"]
+        assert [call.outputs[0][2] for call in copies] == [(500,)]
+        for found in (penalize(logits_V, 1.1, [1, 2]), shift(logits_V, drawn, {})):
+            assert (found.device.type, found.dtype) == ("cuda", torch.float32)
+
+
+def test_log_probabilities_of_a_prompt_are_computed_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_cuda() as (cuda, _):
+        logits_TV = torch.zeros(4, 500, device="cuda", dtype=torch.bfloat16)
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: [[0.0]] * len(tensor))
+        cuda.calls.clear()
+        cuda.truth = False
+        assert len(logprobs_of(logits_TV, [1, 2, 3, 4], 2)) == 4
+        assert nothing_on_host(cuda)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [TokenPair((1, 2, 3), (4, 5)), TokenPair((1, 2, 3), (6,)), TokenPair((9,), (1, 2))]
+    with fake_cuda() as (cuda, _):
+        model = model_on_gpu(FAMILIES[family], torch.float32)
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: [0.0] * len(tensor))
+        cuda.calls.clear()
+        assert len(likelihoods(model, pairs, batch_size=4)) == 3
+        assert nothing_on_host(cuda)
+
+
+@pytest.mark.parametrize("way", ["auto", "sequential"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_weights_go_to_the_gpu_part_by_part(
+    family: str, way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequentially, the host holds one part of a tensor at a time."""
+    from firstlight.models import empty_model
+    from firstlight.stored import save_weights
+    from firstlight.weights import weights_to_save
+
+    recipe = recipe_of(FAMILIES[family])
+    source = empty_model(recipe.model)
+    source.init_weights(torch.Generator().manual_seed(0))
+    save_weights(weights_to_save(source), tmp_path)
+    # Fake tensors have no memory to read into.
+    monkeypatch.setattr(StoredTensor, "_fill", lambda *_: None)
+    monkeypatch.setattr("firstlight.stored._GPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("firstlight.weights.concurrent.futures.ThreadPoolExecutor", Serial)
+    with torch.device("meta"):
+        model = build_model(recipe.model)
+    with fake_cuda() as (cuda, _):
+        load_weights(model, tmp_path, device="cuda", dtype=torch.bfloat16, way=way)
+        kinds = {(t.device.type, t.dtype) for t in model.parameters()}
+        assert kinds == {("cuda", torch.bfloat16)}
+        assert {t.device.type for t in model.buffers()} <= {"cuda"}
+        made = [o for call in cuda.named("empty") for o in call.outputs if o[0] == "cpu"]
+        assert max(shape[0] * dtype.itemsize for _, dtype, shape in made) <= 4096
+
+
+class Serial:
+    """An executor that runs what it is given at once: fake tensors belong to one thread."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> Serial:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, act: Any, values: Any) -> list[Any]:
+        """What the function makes of each value."""
+        return [act(value) for value in values]
+
+
+def test_a_compiled_step_of_a_gpu_keeps_weights_as_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Freezing is the CPU's. What is compiled gets the tensors on the GPU."""
+    monkeypatch.setattr("firstlight.generation.compiled.can_compile", lambda _: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with fake_cuda() as (cuda, _), torch.inference_mode():
+        model = model_on_gpu(LLAMA)
+        decoder = BatchDecoder(model, 2, 100, compile=True)
+        assert isinstance(decoder._compiled, CompiledStep)
+        decoder.add([1, 2, 3])
+        decoder.add([1, 2])
+        cuda.calls.clear()
+        assert decoder.step([1, 2]).shape == (2, 512)
+        assert nothing_on_host(cuda)
+    for kind, frozen in (("cpu", True), ("cuda", False)):
+        with _settings(torch.device(kind)):
+            assert torch._inductor.config.freezing is frozen
+
+
+@pytest.mark.parametrize("way", ["sdpa", "math", "efficient", "flex"])
+def test_a_text_that_goes_on_from_a_cache_takes_a_mask(way: str) -> None:
+    """Several new tokens behind stored ones: each way to attend that takes masks on a GPU."""
+    with fake_cuda(), torch.inference_mode():
+        model = model_on_gpu(LLAMA)
+        choose_attention(model, way)
+        cache = model.make_cache(1, 64, torch.bfloat16)
+        for ids in ([[1, 2, 3]], [[4, 5]], [[6]]):
+            model(torch.tensor(ids, device="cuda"), cache=cache)
+        assert cache.length == 6

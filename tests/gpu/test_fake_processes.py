@@ -1,0 +1,155 @@
+"""Which GPU each process takes, which library its tensors travel by, and what is asked of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from firstlight.bench.planner_measure import measured_memory
+from firstlight.distributed import World, own_device
+from firstlight.distributed.group import _open_group
+from firstlight.distributed.meeting import own_card
+from firstlight.efficiency.engine import Engine
+from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.errors import ConfigError
+from firstlight.hardware import (
+    find_hardware,
+    free_memory_bytes,
+    peak_memory_bytes,
+    synchronize,
+)
+from firstlight.training import processes
+from firstlight.training.state import restore_torch_random_states, torch_random_states
+
+from .no_gpu import H100, needs_no_gpu, torch_cuda
+from .test_fake_steps import recipe_of
+
+pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+GPU = torch.device("cuda", 1)
+
+
+def test_the_hardware_of_a_gpu() -> None:
+    with torch_cuda(devices=2):
+        for name, device in (("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1")):
+            found = find_hardware(name)
+            assert found.device == torch.device(device)
+            assert (found.name, found.memory_bytes) == (H100.name, 80 * 2**30)
+            assert (found.bf16, found.capability) == (True, (9, 0))
+        with pytest.raises(ConfigError, match="'cuda:2' is not present"):
+            find_hardware("cuda:2")
+
+
+def test_memory_and_time_are_those_of_the_device_asked_for() -> None:
+    with torch_cuda(devices=2) as asked:
+        synchronize(GPU)
+        assert free_memory_bytes(GPU) == 70 * 2**30
+        assert peak_memory_bytes(GPU) == 5000
+        assert asked.calls == [
+            ("synchronize", (GPU,)),
+            ("mem_get_info", (GPU,)),
+            ("max_memory_allocated", (GPU,)),
+        ]
+
+
+def test_a_peak_is_measured_from_where_it_begins() -> None:
+    with torch_cuda(devices=2) as asked:
+        with measured_memory(GPU) as found:
+            assert asked.calls == [
+                ("reset_peak_memory_stats", (GPU,)),
+                ("memory_allocated", (GPU,)),
+            ]
+        assert asked.calls[2:] == [("max_memory_allocated", (GPU,))]
+    assert found.peak_bytes == 5000 - 1000
+
+
+@pytest.mark.parametrize("local_rank", [0, 1, 3])
+def test_each_process_takes_the_gpu_of_its_place_on_the_machine(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(4 + local_rank, 8, local_rank, 4, "localhost", 12345)
+    opened: list[Any] = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *a, **k: opened.append((a, k))
+    )
+    store = HashStore()
+
+    def group(world: World, device: torch.device, *_: Any, **__: Any) -> Any:
+        # The current device, on which NCCL makes its communicators, is chosen before.
+        assert asked.current == local_rank
+        _open_group(world, device, store, 60.0)
+        return torch.no_grad()
+
+    monkeypatch.setattr(processes, "process_group", group)
+    monkeypatch.setattr(processes, "find_world", lambda: world)
+    with (
+        torch_cuda(devices=4) as asked,
+        processes.run_processes(recipe_of(run__device="auto")) as (hardware, engine),
+    ):
+        assert hardware.device == engine.device == torch.device("cuda", local_rank)
+        assert engine.name == "ddp"
+    (((backend,), options),) = opened
+    # Objects and flags travel by the CPU, gradients by NCCL.
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert options["device_id"] == torch.device("cuda", local_rank)
+    assert (options["rank"], options["world_size"]) == (4 + local_rank, 8)
+
+
+def test_one_process_on_a_gpu_by_number_has_it_as_its_current_one() -> None:
+    with (
+        torch_cuda(devices=4) as asked,
+        processes.run_processes(recipe_of(run__device="cuda:3")) as (hardware, _),
+    ):
+        assert hardware.device == torch.device("cuda", 3)
+        assert asked.current == 3
+    assert asked.current == 0
+
+
+def test_where_a_launcher_shows_one_gpu_it_is_every_process_own() -> None:
+    with torch_cuda(devices=1):
+        assert own_device(World(2, 4, 2, 4), "cuda") == torch.device("cuda", 0)
+    with torch_cuda(devices=2), pytest.raises(ConfigError, match="local rank 2 has no GPU"):
+        own_device(World(2, 4, 2, 4), "cuda")
+    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each takes its own"):
+        own_device(World(0, 2, 0, 2), "cuda:1")
+
+
+def test_a_process_shows_the_others_its_gpu() -> None:
+    with torch_cuda(devices=2):
+        assert own_card(World(1, 2, 1, 2), GPU, "f").gpu == H100.uuid
+        assert own_card(World(1, 2, 1, 2), torch.device("cpu"), "f").gpu == ""
+
+
+def test_fsdp_shares_gpus_over_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    def mesh(kind: str, shape: Any, mesh_dim_names: Any) -> None:
+        made.append((kind, shape, mesh_dim_names))
+
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", mesh)
+    config = DistributedConfig(engine="fsdp", shard=4)
+    Engine(config, World(0, 8, 0, 8), torch.device("cuda", 0))._mesh()
+    assert made == [("cuda", (2, 4), ("replicate", "shard"))]
+
+
+def test_random_numbers_of_every_gpu_are_saved_and_put_back() -> None:
+    before = torch.get_rng_state()
+    with torch_cuda(devices=2) as asked:
+        saved = torch_random_states()
+        assert saved.keys() == {"rng.cpu", "rng.cuda.0", "rng.cuda.1"}
+        expected = [state.clone() for state in asked.states]
+        for state in asked.states:
+            state.fill_(99)
+        torch.rand(3)
+        restore_torch_random_states(saved)
+        assert all(map(torch.equal, asked.states, expected))
+        assert torch.equal(torch.get_rng_state(), before)
+    with torch_cuda(devices=1) as asked:
+        # A machine with fewer: what it has no GPU for is left out.
+        restore_torch_random_states(saved)
+        assert torch.equal(asked.states[0], expected[0])

@@ -1,0 +1,144 @@
+"""What a run does between its steps, on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstlight.data.loader import Batch
+from firstlight.data.shards import TokenDataset
+from firstlight.evaluation.perplexity import evaluate_split
+from firstlight.optim.optimizer import Optimizer
+from firstlight.optim.table import OptimizerConfig
+from firstlight.training.fit import try_step
+from firstlight.training.job import Job
+from firstlight.training.state import TrainState
+from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step
+
+from .fake_cuda import fake_cuda
+from .no_gpu import hardware, needs_no_gpu
+from .test_fake_steps import GPT2, LLAMA, batch_of, program_of, recipe_of
+
+pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_evaluation_runs_on_the_gpu(data: Path, masked: bool) -> None:
+    dataset = TokenDataset(data, "val", verify=False)
+    recipe = recipe_of(GPT2, efficiency__precision="bf16", data__document_masking=masked)
+    with fake_cuda() as (cuda, _):
+        program = program_of(recipe.model_copy(update={"efficiency": sdpa(recipe)}))
+        program.model.eval()
+        cuda.calls.clear()
+        found = evaluate_split(
+            program.evaluation_loss,
+            dataset,
+            seq_len=32,
+            batch_size=4,
+            device=hardware().device,
+            document_masking=masked,
+            first_id=1,
+        )
+        assert found.rows == found.total_rows > 4
+        assert not cuda.on_host(), cuda.on_host()[0]
+        assert {d for c in cuda.named("mm", "addmm") for _, d, _ in c.inputs} == {torch.bfloat16}
+
+
+def sdpa(recipe: Any) -> Any:
+    """With attention that takes masks without triton."""
+    return recipe.efficiency.model_copy(update={"attention": "sdpa"})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_fits_is_tried_on_the_gpu(masked: bool) -> None:
+    recipe = recipe_of(LLAMA, efficiency__attention="efficient", data__document_masking=masked)
+    recipe = recipe.model_copy(
+        update={"batch": recipe.batch.model_copy(update={"gradient_accumulation_steps": 4})}
+    )
+    with fake_cuda() as (cuda, asked):
+        trial = try_step(recipe, hardware())
+        # The clock and the peak are the GPU's.
+        assert asked.names().count("synchronize") == 4
+        assert asked.names()[-1] == "max_memory_allocated"
+        assert trial.peak_bytes == 5000
+        assert cuda.named("_fused_adamw_")
+
+
+class Written(torch.autograd.Function):
+    """A loss in memory that is written again by the next, as the graphs of CUDA have it."""
+
+    memory = torch.zeros(())
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        Written.memory.copy_(loss)
+        return Written.memory.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def test_a_loss_in_memory_that_a_cuda_graph_writes_again_is_added_up() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 2.0)
+
+    def loss_sum(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        loss: Tensor = Written.apply(layer(input_ids.float()[..., None]).sum())  # type: ignore[no-untyped-call]
+        return loss
+
+    batches = [Batch(ids, ids, 2) for ids in (torch.tensor([[1, 2]]), torch.tensor([[3, 5]]))]
+    optimizer = Optimizer(layer, OptimizerConfig(max_grad_norm=0.0))
+    assert train_step(loss_sum, optimizer, batches).loss == 2.0 * (1 + 2 + 3 + 5) / 4
+
+
+def job_stub(update: Any) -> Any:
+    """What `Job._update` and `Job._halve` need of a job."""
+    recipe = recipe_of()
+    events: list[Any] = []
+    stub: Any = SimpleNamespace(
+        state=TrainState(step=3),
+        recipe=recipe,
+        hardware=hardware(),
+        program=SimpleNamespace(step=update, forget_statistics=lambda: None),
+        guard=SimpleNamespace(accepts=None),
+        advise=lambda: None,
+        tell=lambda _: None,
+        add_event=lambda *args, **details: events.append((args, details)),
+        events=events,
+    )
+    stub._halve = lambda rows, problem: Job._halve(stub, rows, problem)
+    return stub
+
+
+def test_memory_that_ran_out_is_given_back_before_the_next_try() -> None:
+    tried: list[Any] = []
+    done = StepResult(1.0, 1.0, 256)
+
+    def update(batches: Any, share: float, accepts: Any) -> StepResult:
+        batches = list(batches)
+        tried.append([(len(b.input_ids), b.labels.device, asked.names()[:]) for b in batches])
+        if len(tried) == 1:
+            torch.cuda.set_rng_state(torch.full((16,), 9, dtype=torch.uint8), 0)
+            raise MicroBatchTooLargeError("CUDA out of memory")
+        return done
+
+    with fake_cuda() as (_, asked):
+        stub = job_stub(update)
+        before = asked.states[0].clone()
+        assert Job._update(stub, [batch_of(stub.recipe)], 1.0) is done
+        gpu = torch.device("cuda", 0)
+        assert [[(rows, device) for rows, device, _ in one] for one in tried] == [
+            [(2, gpu)],
+            [(1, gpu), (1, gpu)],
+        ]
+        assert "empty_cache" not in tried[0][0][2]
+        assert "empty_cache" in tried[1][0][2]
+        # Dropout draws the same numbers again.
+        assert torch.equal(asked.states[0], before)
+    assert stub.state.micro_batch_rows == 1

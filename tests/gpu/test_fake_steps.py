@@ -1,0 +1,324 @@
+"""Whole training steps on fake CUDA tensors: each recipe's devices, dtypes, shapes and kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.models import build_model
+from firstlight.models.moe import _has_kernel
+from firstlight.recipe import ResolvedRecipe, parse_recipe
+from firstlight.recipe.resolve import Facts, resolve
+from firstlight.training.adapters import attach
+from firstlight.training.program import TrainingProgram
+
+from .fake_cuda import FakeCuda, fake_cuda
+from .no_gpu import hardware, needs_no_gpu
+
+pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+ROWS, TOKENS = 2, 128
+#: What recipes are resolved with: a GPU that has bf16, and triton.
+GPU = Facts("cuda", "bf16", True, lambda _: 1e15)
+
+
+def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
+    """A tiny recipe with keys `section__key`."""
+    values: dict[str, Any] = {
+        "model": model,
+        "data": {"dir": "nowhere", "seq_len": TOKENS},
+        "batch": {"micro_batch_size": ROWS},
+        "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
+        "run": {"device": "cuda"},
+    }
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    return resolve(parse_recipe(values), GPU)
+
+
+def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
+    """A batch in the host's memory."""
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    masked = recipe.data.document_masking or recipe.preference is not None
+    documents = torch.zeros(ROWS, TOKENS, dtype=torch.int32) if masked else None
+    pairs = torch.zeros(ROWS, 4, dtype=torch.float64) if recipe.preference is not None else None
+    return Batch(ids, ids.clone(), ids.numel(), documents, pairs)
+
+
+def program_of(recipe: ResolvedRecipe) -> TrainingProgram:
+    """The recipe's program on the fake GPU."""
+    model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
+    if recipe.lora is not None:
+        attach(model, recipe, hardware())
+    return TrainingProgram(recipe, model, hardware())
+
+
+def steps(cuda: FakeCuda, recipe: ResolvedRecipe, micro_batches: int = 1) -> TrainingProgram:
+    """Two steps of a recipe on the fake GPU; the second is written down."""
+    program = program_of(recipe)
+    for _ in range(2):
+        batches = [batch_of(recipe).to(hardware().device) for _ in range(micro_batches)]
+        cuda.calls.clear()
+        cuda.reads = 0
+        program.step(batches, share_of_peak=1.0)
+    return program
+
+
+#: Recipes, each with the dtype of its matrix products.
+PRECISIONS = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16_params": torch.bfloat16,
+    "fp16": torch.float16,
+}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def require_on_gpu(cuda: FakeCuda, program: TrainingProgram) -> None:
+    """Weights, gradients and moments are on the GPU, and nothing was computed beside it."""
+    assert {p.device.type for p in program.model.parameters()} == {"cuda"}
+    assert {b.device.type for b in program.model.buffers()} <= {"cuda"}
+    for name, tensor in program.optimizer.state_pieces().items():
+        # What counts steps may be the host's; it is read there.
+        assert tensor.device.type == "cuda" or not tensor.dim(), name
+    assert not cuda.on_host(), cuda.on_host()[0]
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA, MIXTRAL], ids=["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precision: str) -> None:
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(model, efficiency__precision=precision), 2)
+        require_on_gpu(cuda, program)
+        inner = [c for c in cuda.named(*PRODUCTS) if len(c.inputs) > 1]
+        dtypes = {dtype for call in inner for _, dtype, _ in call.inputs}
+        # The table of rotary angles is made in fp32.
+        assert dtypes == {PRECISIONS[precision]}
+        kinds = {p.dtype for p in program.model.parameters()}
+        assert kinds == {torch.bfloat16 if precision == "bf16_params" else torch.float32}
+        moments = {t.dtype for t in program.optimizer.state_pieces().values()}
+        assert moments == {torch.float32}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches(micro_batches: int) -> None:
+    """For the loss, the norm and the factor that clips: a wait in a forward pass would leave the
+    GPU idle once in each."""
+    with fake_cuda() as (cuda, _):
+        steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"), micro_batches)
+        assert cuda.reads == 3
+
+
+ATTENTION = {
+    "sdpa": "_scaled_dot_product_flash_attention",
+    "flash": "_scaled_dot_product_flash_attention",
+    "efficient": "_scaled_dot_product_efficient_attention",
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "math": "_safe_softmax",
+    "plain": "_softmax",
+    "blockwise": "blockwise_attention",
+}
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_each_way_to_attend_takes_its_kernel(model: dict[str, Any], attention: str) -> None:
+    recipe = recipe_of(model, efficiency__precision="bf16", efficiency__attention=attention)
+    with fake_cuda() as (cuda, _):
+        require_on_gpu(cuda, steps(cuda, recipe))
+        assert len(cuda.named(ATTENTION[attention])) == 2
+        backward = cuda.named(f"{ATTENTION[attention]}_backward")
+        assert attention in ("math", "plain") or len(backward) == 2
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "efficient", "math", "plain", "flex"])
+@pytest.mark.parametrize("window", [None, 32], ids=["documents", "documents and a window"])
+def test_documents_are_masked_by_what_takes_masks(
+    attention: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLAMA if window is None else LLAMA | {"model_type": "mistral", "sliding_window": window}
+    recipe = recipe_of(
+        model,
+        efficiency__precision="bf16",
+        efficiency__attention=attention,
+        data__document_masking=True,
+    )
+    masks = flex_of_blocks(monkeypatch)
+    with fake_cuda() as (cuda, _):
+        require_on_gpu(cuda, steps(cuda, recipe))
+        assert not cuda.named("_scaled_dot_product_flash_attention")
+        assert len(masks) == (4 if attention in ("auto", "flex") else 0)
+
+
+def flex_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have flex attention take its mask in blocks and compute nothing: triton writes its kernel.
+    Returns the masks that it was called with."""
+    masks: list[Any] = []
+
+    def flex(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
+        assert block_mask.kv_num_blocks.device == q.device
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        masks.append(block_mask)
+        groups = q.shape[1] // k.shape[1]
+        return q + k.repeat_interleave(groups, 1) + v.repeat_interleave(groups, 1)
+
+    monkeypatch.setattr("firstlight.efficiency.attention._compiled_flex", lambda: flex)
+    return masks
+
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "checkpointing full": (LLAMA, {"efficiency__activation_checkpointing": "full"}),
+    "checkpointing selective": (LLAMA, {"efficiency__activation_checkpointing": "selective"}),
+    "checkpointing of experts": (MIXTRAL, {"efficiency__activation_checkpointing": "full"}),
+    "loss in chunks": (LLAMA, {"efficiency__loss_chunk_tokens": 96}),
+    "padded vocabulary": (GPT2, {"efficiency__vocab_multiple": 128}),
+    "update in the backward pass": (
+        LLAMA,
+        {"efficiency__optimizer_in_backward": True, "optimizer__max_grad_norm": 0.0},
+    ),
+    "dropout": (GPT2 | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}, {}),
+    "dropout recomputed": (
+        GPT2 | {"resid_pdrop": 0.1},
+        {"efficiency__activation_checkpointing": "full"},
+    ),
+    "lora": (LLAMA, {"lora__rank": 4}),
+    "lora dropout": (GPT2, {"lora__rank": 4, "lora__dropout": 0.1}),
+    "dora": (LLAMA, {"lora__rank": 4, "lora__dora": True}),
+    "pairs": (
+        LLAMA,
+        {
+            "preference__beta": 0.1,
+            "data__document_masking": True,
+            "efficiency__attention": "sdpa",
+        },
+    ),
+    "pairs with lora": (LLAMA, {"preference__beta": 0.1, "lora__rank": 4}),
+    "fused": (LLAMA, {"optimizer__implementation": "fused"}),
+    "foreach": (LLAMA, {"optimizer__implementation": "foreach"}),
+    "for-loop": (LLAMA, {"optimizer__implementation": "for-loop"}),
+    "muon": (LLAMA, {"optimizer__name": "muon"}),
+    "muon of experts": (MIXTRAL, {"optimizer__name": "muon"}),
+    "adafactor": (LLAMA, {"optimizer__name": "adafactor"}),
+    "adafactor of torch": (
+        LLAMA,
+        {"optimizer__name": "adafactor", "optimizer__adafactor_variant": "torch"},
+    ),
+    "sgd": (GPT2, {"optimizer__name": "sgd"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [
+        (method, precision)
+        for method in METHODS
+        for precision in ("bf16", "bf16_params", "fp16")
+        # Refused: an update in the backward pass can't be taken back when it has overflowed.
+        if (method, precision) != ("update in the backward pass", "fp16")
+    ],
+)
+def test_each_method_runs_on_the_gpu(method: str, precision: str) -> None:
+    model, keys = METHODS[method]
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(model, efficiency__precision=precision, **keys))
+        require_on_gpu(cuda, program)
+
+
+def test_the_norms_of_dora_are_fp32_under_autocast() -> None:
+    recipe = recipe_of(LLAMA, efficiency__precision="bf16", lora__rank=4, lora__dora=True)
+    with fake_cuda() as (cuda, _):
+        steps(cuda, recipe)
+        changes = [c for c in cuda.named("mm") if (4 in c.inputs[0][2]) and 4 in c.inputs[1][2]]
+        wide = [c for c in changes if {dtype for _, dtype, _ in c.inputs} == {torch.float32}]
+        assert len(wide) >= 2 * 2
+        norms = cuda.named("linalg_vector_norm")
+        assert {c.inputs[0][1] for c in norms} == {torch.float32}
+
+
+def test_grouped_products_are_taken_where_cuda_has_them() -> None:
+    """In bf16, with rows of a multiple of 16 bytes, from compute capability 8.0 on."""
+    with fake_cuda():
+        for dtype, columns, expected in (
+            (torch.bfloat16, 64, True),
+            (torch.bfloat16, 60, False),
+            (torch.float16, 64, False),
+            (torch.float32, 64, False),
+        ):
+            weight = torch.empty(4, 32, columns, dtype=dtype, device="cuda")
+            assert _has_kernel(weight) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        (name, implementation)
+        for name in ("adamw", "adafactor", "muon", "sgd")
+        for implementation in ("auto", "fused", "foreach", "for-loop")
+        if (name, implementation) != ("adafactor", "fused")
+    ],
+)
+def test_moments_are_put_back_where_they_were(name: str, implementation: str) -> None:
+    """From a checkpoint, which has them on the host: a fused counter of steps is the GPU's."""
+    keys = {"optimizer__name": name, "optimizer__implementation": implementation}
+    with fake_cuda() as (cuda, _):
+        recipe = recipe_of(LLAMA, **keys)
+        program = steps(cuda, recipe)
+        before = {n: t.device.type for n, t in program.optimizer.state_pieces().items()}
+        saved = program.optimizer.state_tensors()
+        assert {t.device.type for t in saved.values()} == {"cpu"}
+        program.optimizer.load_state_tensors(saved)
+        after = {n: t.device.type for n, t in program.optimizer.state_pieces().items()}
+        assert after == before
+        program.step([batch_of(recipe).to(hardware().device)], share_of_peak=1.0)
+
+
+def test_unused_memory_is_given_back_every_so_many_steps() -> None:
+    recipe = recipe_of(efficiency__empty_cache_steps=2)
+    with fake_cuda() as (_, asked):
+        program = program_of(recipe)
+        given = []
+        for _ in range(4):
+            program.step([batch_of(recipe).to(hardware().device)], share_of_peak=1.0)
+            given.append(asked.names().count("empty_cache"))
+    assert given == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str) -> None:
+    keys = {"lora__rank": 4, "lora__quantize": "nf4", "efficiency__precision": precision}
+    # It asks torch for a GPU when it is imported.
+    pytest.importorskip("bitsandbytes.functional")
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(model, **keys))
+        require_on_gpu(cuda, program)
+        linear = cuda.named("nf4_linear")
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        assert linear
+        assert {c.outputs[0][1] for c in linear} == {half}
+        unpacked = cuda.named("dequantize_4bit")
+        assert {c.outputs[0][1] for c in unpacked} == {half}

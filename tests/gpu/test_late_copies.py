@@ -1,0 +1,180 @@
+"""Copies between GPU and host that come as late as CUDA lets them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstlight.checkpoint import Checkpoint, load_checkpoint
+from firstlight.data.loader import Batch, TokenLoader
+from firstlight.data.shards import TokenDataset
+from firstlight.efficiency.memory import offloaded_activations
+from firstlight.hardware import find_hardware
+from firstlight.models import empty_model
+from firstlight.recipe import CheckpointConfig
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.program import TrainingProgram
+from firstlight.training.saving import CheckpointSaver
+from firstlight.training.snapshot import Snapshot
+from firstlight.training.state import TrainState, capture
+from firstlight.weights import weights_to_save
+
+from .late_copies import Stream, late_copies
+from .no_gpu import needs_no_gpu
+from .test_fake_steps import GPT2, batch_of, recipe_of
+
+pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+
+def numbers(start: float = 0.0) -> dict[str, Tensor]:
+    """Tensors of several formats and layouts."""
+    matrix = torch.arange(start, start + 12).view(3, 4)
+    return {
+        "matrix": matrix,
+        "transposed": matrix.clone().t(),
+        "half": matrix.to(torch.bfloat16),
+        "count": torch.tensor([int(start)]),
+    }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_snapshot_is_whole_when_it_is_given(index: int) -> None:
+    """Of whichever GPU: the current device is 0, also where the run is on another."""
+    expected = {name: tensor.clone() for name, tensor in numbers().items()}
+    tensors = numbers()
+    with late_copies(index, devices=2) as gpu:
+        copies = Snapshot().take(tensors)
+        assert all(gpu.is_pinned(copy) for copy in copies.values())
+        assert not gpu.waits, "all copies run at once, and are waited for together"
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert same(copies, expected)
+
+
+def test_a_copy_that_is_not_waited_for_is_noise() -> None:
+    """What the other tests stand on: the fake GPU itself."""
+    with late_copies() as gpu:
+        source = torch.arange(4.0)
+        host = torch.empty(4, device="cpu", pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        assert host.isnan().all()
+        other: Any = Stream()
+        with torch.cuda.stream(other):
+            late = source.to("cpu", non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(host, source)
+        assert late.isnan().all()
+        torch.cuda.current_stream().wait_stream(other)
+        torch.cuda.synchronize()
+        assert torch.equal(late, source)
+        assert gpu.waits == []
+        assert source.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert gpu.waits == [(4,)]
+
+
+class LastMoment:
+    """Runs what it is given when somebody waits for it, as a busy thread might."""
+
+    def submit(self, act: Callable[..., Any], *args: Any) -> Future[None]:
+        future: Future[None] = Future()
+        future.result = lambda timeout=None: act(*args)  # type: ignore[method-assign]
+        future.done = lambda: True  # type: ignore[method-assign]
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing runs."""
+
+
+def test_a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on(tmp_path: Path) -> None:
+    """Its page-locked memory is taken again only when the checkpoint before is on the disk."""
+    tensors = numbers()
+    expected = {}
+    with late_copies() as gpu:
+        saver = CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True, keep_last=9))
+        saver._executor = LastMoment()  # type: ignore[assignment]
+        for step in (1, 2, 3):
+            expected[step] = {name: tensor.clone() for name, tensor in tensors.items()}
+            found = Checkpoint({"config.json": "{}"}, dict(tensors), {"m": tensors["matrix"]}, {})
+            saver.save(step, lambda found=found: found)  # type: ignore[misc]
+            for tensor in tensors.values():
+                tensor.add_(step)
+        saver.close()
+        assert not gpu.waits
+    for step, values in expected.items():
+        loaded = load_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}")
+        assert same(dict(loaded.model), values)
+        assert torch.equal(loaded.optimizer["m"], values["matrix"])
+
+
+def test_what_the_forward_pass_keeps_is_page_locked_and_comes_back() -> None:
+    layer = nn.Linear(32, 64)
+    large, small = torch.randn(64, 32), torch.randn(8)
+    expected = large.clone()
+    with late_copies() as gpu:
+        hooks: Any = offloaded_activations(layer)
+        packed = {name: hooks.pack_hook(t) for name, t in (("large", large), ("small", small))}
+        packed["weight"] = hooks.pack_hook(layer.weight)
+        assert gpu.is_pinned(packed["large"][1])
+        assert not gpu.waits, "the forward pass waits for no copy"
+        for name, tensor in (("small", small), ("weight", layer.weight)):
+            assert packed[name][1] is tensor
+        # The GPU's memory is given up, and taken by the next layer.
+        large.zero_()
+        back = hooks.unpack_hook(packed["large"])
+        assert not gpu.is_host(back)
+    assert torch.equal(back, expected)
+
+
+def test_batches_come_from_page_locked_memory_without_a_wait(data: Path) -> None:
+    dataset = TokenDataset(data, "train", verify=False)
+    with (
+        late_copies() as gpu,
+        TokenLoader(dataset, 16, 2, 0, workers=0, pin_memory=True, document_masking=True) as loader,
+    ):
+        batch = loader.next_batch()
+        fields = [f.name for f in dataclasses.fields(Batch)]
+        tensors = {n: t for n in fields if isinstance(t := getattr(batch, n), Tensor)}
+        assert tensors.keys() == {"input_ids", "labels", "document_ids"}
+        assert all(gpu.is_pinned(tensor) for tensor in tensors.values())
+        moved = batch.to(torch.device("cuda"))
+        for name, tensor in tensors.items():
+            assert getattr(moved, name).is_cuda
+            assert torch.equal(getattr(moved, name), tensor)
+        assert gpu.lates == len(tensors), "the host does not wait for a batch"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
+def test_a_run_stands_still_for_one_copy_of_its_state(
+    precision: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Weights and moments go to page-locked memory together: a run does not wait for each."""
+    model = GPT2 | {"vocab_size": tokenizer.vocab_size}
+    recipe = recipe_of(model, efficiency__precision=precision, run__device="cpu")
+    plain = empty_model(recipe.model)
+    plain.init_weights(torch.Generator().manual_seed(0))
+    program = TrainingProgram(recipe, plain, find_hardware("cpu"))
+    program.step([batch_of(recipe)], share_of_peak=1.0)
+    with program.optimizer.master_weights():
+        weights = {name: t.clone() for name, t in weights_to_save(program.model).items()}
+    moments = {name: t.clone() for name, t in program.optimizer.state_tensors().items()}
+    with late_copies() as gpu:
+        saver = CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True))
+        saver._executor = LastMoment()  # type: ignore[assignment]
+        saver.save(1, lambda: capture(TrainState(step=1), program, tokenizer, None, {}))
+        assert gpu.waits == []
+        program.step([batch_of(recipe)], share_of_peak=1.0)
+        saver.close()
+    loaded = load_checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    assert same(dict(loaded.model), weights)
+    assert same({n: t for n, t in loaded.optimizer.items() if n in moments}, moments)
