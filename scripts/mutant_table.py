@@ -554,9 +554,9 @@ MUTANTS = [
     ),
     Mutant(
         "tied head untied",
-        "firstlight/vocabulary.py",
-        "    model.finish_loading()\n",
-        "",
+        "firstlight/weights.py",
+        '"vocab_size": vocab_size})\n    model.finish_loading()\n',
+        '"vocab_size": vocab_size})\n',
         (_TEXT + "added_tokens_untie_a_tied_head",),
     ),
     Mutant(

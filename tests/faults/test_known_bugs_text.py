@@ -22,8 +22,7 @@ from firstlight.recipe import parse_recipe
 from firstlight.stored import save_weights
 from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.vocabulary import grow_vocabulary
-from firstlight.weights import embedding_name, weights_to_save
+from firstlight.weights import embedding_name, grow_vocabulary, weights_to_save
 from generated import generate_ids
 
 HI = [{"role": "user", "content": "hi"}]

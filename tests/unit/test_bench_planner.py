@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from firstlight.bench import planner_memory, planner_speed
-from firstlight.bench.planner_draw import draw_memory
-from firstlight.bench.planner_memory import Case, bench_memory, memory_grid, summary
+from firstlight.bench.planner_memory import Case, bench_memory, draw_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
 from firstlight.cli.bench_planner import planner_command
 from firstlight.recipe import parse_recipe

@@ -36,7 +36,6 @@ _LAYERS = {
     "publication": 2,
     "lora": 2,
     "weights": 2,
-    "vocabulary": 2,
     "huggingface": 2,
     "history": 2,
     "checkpoint": 2,

@@ -101,6 +101,22 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
     assert found.total_bytes == whole.total_bytes == whole.peak_bytes
 
 
+def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its gradient interrupts the pass after few operators, which were taken for a pass of their
+    # own: with 8 rows, two and three layers had their late peaks at different places.
+    deep = recipe(
+        model=GPT2 | {"num_hidden_layers": 7, "vocab_size": 20_000},
+        batch={"micro_batch_size": 8},
+        efficiency={"loss_chunk_tokens": 32},
+    )
+    whole = trace_memory(deep)
+    monkeypatch.setattr("firstlight.planner.recipes._FULLY_TRACED", 3)
+    found = trace_memory(deep)
+    assert (found.peak_bytes, found.phase) == (whole.peak_bytes, whole.phase)
+
+
 def _made_up(layers: int) -> MemoryPrediction:
     """Early in the backward pass 100 + 10 a layer, late 80 + 12 a layer."""
     early, late = 100 + 10 * layers, 80 + 12 * layers

@@ -18,8 +18,7 @@ from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.job import Job
 from firstlight.training.loop import train
-from firstlight.vocabulary import grow_vocabulary
-from firstlight.weights import embedding_name, file_tensors, weights_to_save
+from firstlight.weights import embedding_name, file_tensors, grow_vocabulary, weights_to_save
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 50,

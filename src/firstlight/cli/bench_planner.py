@@ -147,7 +147,7 @@ def _show_speed(found: dict[str, Any]) -> None:
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
-    from firstlight.bench.planner_draw import draw_memory
+    from firstlight.bench.planner_memory import draw_memory
 
     write_json(out / _JSON, result)
     names = [_JSON]

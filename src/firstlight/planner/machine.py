@@ -13,6 +13,7 @@ from firstlight.errors import ConfigError
 from firstlight.gpus import GPU, find_gpu
 from firstlight.hardware import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.planner.kernels import Target, cuda_target, this_cpu
+from firstlight.planner.measured_gpus import measured_gpu
 
 #: Of the memory of a GPU that is not in the table.
 _GPU_SHARE = 0.98
@@ -131,13 +132,17 @@ def parse_bytes(text: str) -> int:
 
 
 def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
-    if gpu.capability == (0, 0):
-        target = cuda_target(gpu.name, (8, 0))
-    else:
-        target = cuda_target(gpu.name, gpu.capability)
+    capability = (8, 0) if gpu.capability == (0, 0) else gpu.capability
+    target = cuda_target(gpu.name, capability, _context_bytes(gpu))
     precision = "bf16" if gpu.bf16 else "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
     memory = memory_bytes or gpu.memory_bytes
     return _gpu_machine(gpu.name, count, memory, target, gpu, precision)
+
+
+def _context_bytes(gpu: GPU) -> int | None:
+    """Memory of a process beside torch's allocator, where that was measured on this kind of GPU."""
+    found = measured_gpu(gpu)
+    return None if found is None else found.context_bytes
 
 
 def _this_gpu(found: Hardware, count: int) -> Machine:
@@ -145,7 +150,7 @@ def _this_gpu(found: Hardware, count: int) -> Machine:
     with contextlib.suppress(ConfigError):
         gpu = find_gpu(found.name, found.memory_bytes)
     capability = torch.cuda.get_device_capability(found.device)
-    target = cuda_target(found.name, capability)
+    target = cuda_target(found.name, capability, None if gpu is None else _context_bytes(gpu))
     precision = "bf16" if found.bf16 else "fp16" if capability >= (7, 0) else "fp32"
     machine = _gpu_machine(found.name, count, found.memory_bytes, target, gpu, precision)
     return Machine(**{**vars(machine), "is_here": True})

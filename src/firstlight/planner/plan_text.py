@@ -32,6 +32,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     )
     yield f"as it stands: {in_words(plan.as_it_stands)}"
     yield memory_table(plan.as_it_stands)
+    if plan.as_it_stands.speed is not None:
+        yield f"speed of {machine.name}: {plan.as_it_stands.speed.source}"
     found = plan.as_it_stands.training
     for note in (*machine.notes, *(found.notes if found else ())):
         yield f"note: {note}"

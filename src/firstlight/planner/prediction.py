@@ -29,6 +29,9 @@ PARTS = (
 #: See `predict`.
 MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
+#: Phases that come before a backward pass.
+_BEFORE_BACKWARD = ("setup", "forward", "loss")
+
 Ticks = npt.NDArray[np.int64]
 
 
@@ -251,8 +254,13 @@ class Timeline:
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
-        ticks = np.flatnonzero(self._phases == self._names.index("backward"))
+        own = self._names.index("backward")
+        # A pass ends where the next forward pass begins: the gradients of the loss, and updates
+        # in the pass itself, are phases that interrupt it.
+        before = [i for i, name in enumerate(self._names) if name in _BEFORE_BACKWARD]
+        ticks = np.flatnonzero(~np.isin(self._phases, before))
         for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
+            passed = passed[self._phases[passed] == own]
             for number in range(1, stretches):
                 first = len(passed) * number // stretches
                 self._phases[passed[first:]] = len(self._names) + number - 1

@@ -16,7 +16,8 @@ has beyond the edge and what the last turn leaves idle is lost (NVIDIA, "Matrix 
 Background User's Guide": tile and wave quantization), and each tile spends the time of some 64
 more of the inner dimension on its beginning and end.
 
-None of these figures was checked on a GPU by this project. The range was set wide enough for two
+The figures of a kind of GPU that was measured take the place of these (`measured_gpus.py`). These
+were not checked on a GPU by this project. The range was set wide enough for two
 published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024 tokens
 (nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323, PCIe).
 """
@@ -90,6 +91,10 @@ class Shares:
         kernel_seconds: the shortest kernel.
         launch_seconds: of the host, to start an operator from Python.
         compiled_launch_seconds: of the host, to start a compiled kernel.
+        fused_traffic: how often kernels of torch.compile move what stands between products: a norm
+            reads its input twice, a residual is read and written beside it, a gradient is summed
+            into a bias's.
+        source: the origin of these figures, for people.
     """
 
     products: Range = field(default_factory=lambda: Range(0.45, 0.65, 0.85))
@@ -101,6 +106,8 @@ class Shares:
     kernel_seconds: Range = field(default_factory=lambda: Range(6e-6, 3e-6, 2e-6))
     launch_seconds: Range = field(default_factory=lambda: Range(12e-6, 7e-6, 4e-6))
     compiled_launch_seconds: Range = field(default_factory=lambda: Range(5e-6, 3e-6, 1e-6))
+    fused_traffic: Range = field(default_factory=lambda: Range(2.6, 1.8, 1.2))
+    source: str = "from the data sheet"
 
 
 DEFAULT_SHARES = Shares()

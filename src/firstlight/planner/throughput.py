@@ -17,6 +17,7 @@ from typing import Any, Literal
 from firstlight.gpus import GPU
 from firstlight.planner.calibration import Calibration, Source
 from firstlight.planner.exchange import Exchange, bubble, exchange_seconds
+from firstlight.planner.measured_gpus import shares_for
 from firstlight.planner.prediction import MemoryPrediction, OperatorCount
 from firstlight.planner.roofline import (
     DEFAULT_SHARES,
@@ -43,9 +44,6 @@ Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 _OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
 #: The same of kernels that torch.compile fuses, whose bytes are an estimate too.
 _FUSED_OFF = 0.40
-#: How often fused kernels move what stands between products: a norm reads its input twice, a
-#: residual is read and written beside it, a gradient is summed into a bias's.
-_FUSED_TRAFFIC = Range(2.6, 1.8, 1.2)
 #: Phases in which torch.compile fuses.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
 #: Phases that pass through a pipeline's stages.
@@ -87,6 +85,7 @@ class SpeedPrediction:
         kinds: expected seconds by the names in `KINDS`.
         bound: what most of the time goes to.
         measured_share: of the expected time, from operators that were timed on the machine.
+        source: the origin of the rates, for people.
         notes: what is taken for granted, for people.
     """
 
@@ -97,6 +96,7 @@ class SpeedPrediction:
     kinds: dict[str, float]
     bound: Bound
     measured_share: float = 0.0
+    source: str = ""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def predict_speed(
     prediction: MemoryPrediction,
     work: Workload,
     machine: Calibration | GPU,
-    shares: Shares = DEFAULT_SHARES,
+    shares: Shares | None = None,
 ) -> SpeedPrediction:
     """How fast the step whose operators were counted goes.
 
@@ -144,8 +144,10 @@ def predict_speed(
         prediction: of one process, with the operators of an optimizer step.
         work: what the step is.
         machine: the calibrated machine that this runs on, or a GPU of the table.
-        shares: of a GPU's figures, that are achieved.
+        shares: of a GPU's figures, that are achieved; None is those of its kind.
     """
+    if shares is None:
+        shares = shares_for(machine) if isinstance(machine, GPU) else DEFAULT_SHARES
     if isinstance(machine, Calibration):
         sums, peak, notes = _on_calibrated(prediction.operators, work, machine)
     else:
@@ -173,6 +175,7 @@ def predict_speed(
         kinds=sums.kinds,
         bound=_bound(sums),
         measured_share=sums.measured / max(step.expected, 1e-12),
+        source=shares.source if isinstance(machine, GPU) else "timed on this machine",
         notes=tuple(notes),
     )
 
@@ -244,8 +247,11 @@ def _on_gpu(
     _add_launching(sums, launches, work, shares)
     copied = 16.0 * work.tokens_a_step / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
+    origin = "worked out from its data sheet, and was not measured"
+    if shares.source != DEFAULT_SHARES.source:
+        origin = shares.source
     notes = [
-        f"speed on a {gpu.name} is worked out from its data sheet, and was not measured: "
+        f"speed on a {gpu.name} is {origin}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
         f"{shares.products.fast:.0%} of the peak in large matrix products, "
         f"{shares.bandwidth.slow:.0%} to {shares.bandwidth.fast:.0%} of the bandwidth"
@@ -256,7 +262,7 @@ def _on_gpu(
 
 
 def _over_bandwidth(size: float, gpu: GPU, shares: Shares) -> Range:
-    moved, rates = _three(_FUSED_TRAFFIC), _three(shares.bandwidth)
+    moved, rates = _three(shares.fused_traffic), _three(shares.bandwidth)
     return Range(*(size * m / (gpu.bandwidth * r) for m, r in zip(moved, rates, strict=True)))
 
 
@@ -303,7 +309,7 @@ def _on_calibrated(
         else:
             sums.memory += seconds
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
-        seconds = size * _FUSED_TRAFFIC.expected / machine.reference.rates["stream"]
+        seconds = size * DEFAULT_SHARES.fused_traffic.expected / machine.reference.rates["stream"]
         sums.add(phase, "elementwise", _around(seconds, _FUSED_OFF))
         sums.memory += seconds
     for phase, count in calls.items():

@@ -68,8 +68,7 @@ from firstlight.training.resuming import changed_keys, continue_schedule, take_u
 from firstlight.training.starts import describe_start
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
-from firstlight.vocabulary import grow_vocabulary
-from firstlight.weights import fitting_tensors
+from firstlight.weights import fitting_tensors, grow_vocabulary
 
 
 @contextlib.contextmanager
