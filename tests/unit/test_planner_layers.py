@@ -117,6 +117,32 @@ def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
     assert (found.peak_bytes, found.phase) == (whole.peak_bytes, whole.phase)
 
 
+def test_rounded_weights_are_not_held_where_layers_are_computed_again() -> None:
+    found = trace_memory(
+        recipe(
+            model=GPT2 | {"num_hidden_layers": 8},
+            batch={"micro_batch_size": 1},
+            efficiency={
+                "precision": "bf16",
+                "activation_checkpointing": "full",
+                "loss_chunk_tokens": 32,
+            },
+        )
+    )
+    # All of them rounded would be half of the weights.
+    parts = found.phases["loss"].parts
+    assert parts.get("temporaries", 0) < parts["weights"] / 4
+
+
+def test_a_frozen_base_in_bf16_leaves_nothing_in_fp32() -> None:
+    model = LLAMA | {"vocab_size": 8192, "tie_word_embeddings": False}
+    efficiency = {"precision": "bf16_params"}
+    found = trace_memory(recipe(model=model, lora={"rank": 1}, efficiency=efficiency))
+    table = 8192 * 64
+    # While the second of embedding and head is rounded, the first is so already.
+    assert found.phases["setup"].bytes < (4 + 4 + 2) * table + 2**18
+
+
 def _made_up(layers: int) -> MemoryPrediction:
     """Early in the backward pass 100 + 10 a layer, late 80 + 12 a layer."""
     early, late = 100 + 10 * layers, 80 + 12 * layers

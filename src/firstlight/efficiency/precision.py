@@ -38,7 +38,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     """A context in which matrix products run in `dtype`; does nothing for fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+    # Without torch's cache of rounded weights: a forward pass multiplies with each weight once, and
+    # where layers are computed again the cache alone would hold them all, 2 bytes a parameter.
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager

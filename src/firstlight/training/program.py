@@ -72,8 +72,10 @@ class TrainingProgram:
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":
-            # The master weights are the fp32 values that the model is about to lose.
-            initial = {name: p.detach() for name, p in self.model.named_parameters()}
+            # The master weights are the fp32 values that the model is about to lose. A frozen base
+            # needs none.
+            trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
+            initial = {name: parameter.detach() for name, parameter in trained}
             self.model.to(torch.bfloat16)
         self.optimizer, forward = self._shared(initial)
         section = recipe.preference
