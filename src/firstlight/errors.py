@@ -126,3 +126,8 @@ def describe_os_error(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"permission denied{where}: choose a folder that you may write to"
     return f"{error.strerror or error}{where}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of a library, or its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

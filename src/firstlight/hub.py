@@ -9,7 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import FirstlightError, ModelError, StorageError, describe_os_error
+from firstlight.errors import (
+    FirstlightError,
+    ModelError,
+    StorageError,
+    describe_os_error,
+    first_line,
+)
 
 #: What a model folder is made of. Never pickled weights, never code.
 _WEIGHTS = "*.safetensors"
@@ -154,12 +160,8 @@ def _reason(error: Exception, text: str) -> str:
         lack = f"the cache in {constants.HF_HUB_CACHE} does not hold all of the model"
         if constants.HF_HUB_OFFLINE:
             return f"HF_HUB_OFFLINE is set, and {lack}: unset it to download"
-        cause = _first_line(error.__cause__ or error)
+        cause = first_line(error.__cause__ or error)
         return f"{constants.ENDPOINT} can't be used ({cause}), and {lack}: try later"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
         return f"the hub refused the token: {log_in} to a valid one"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

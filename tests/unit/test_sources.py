@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from firstlight.data.records import REASONS, Document, Rejected, read_documents
-from firstlight.data.sources import Source, by_ending, find_sources, listed, unread_files
+from firstlight.data.sources import DataSource, by_ending, find_sources, listed, unread_files
 from firstlight.errors import InputError, MissingDependencyError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -658,7 +658,7 @@ def test_a_dataset_without_its_package_names_the_install_command(
 
 def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [Source("hf:a/b:c", dataset="a/b:c")]
+    assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [DataSource("hf:a/b:c", dataset="a/b:c")]
 
 
 @pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2"])

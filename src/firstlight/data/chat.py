@@ -30,7 +30,7 @@ from firstlight.data.corpus import CorpusWriter
 from firstlight.data.examples import PLACES_NAME
 from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
-from firstlight.data.sources import Source, unread_files
+from firstlight.data.sources import DataSource, unread_files
 from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
 from firstlight.files import new_folder, remove_file
@@ -136,7 +136,7 @@ class _ChatPreparation:
         self._torn = 0
         self._warning: str | None = None
 
-    def run(self, sources: dict[str, list[Source]]) -> Iterator[int]:
+    def run(self, sources: dict[str, list[DataSource]]) -> Iterator[int]:
         """Write everything; after each example, how many there are.
 
         Raises:

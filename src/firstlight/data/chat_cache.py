@@ -24,8 +24,8 @@ from firstlight.data.records import find_records
 from firstlight.data.remote import cache_folder, held
 from firstlight.data.shard_file import LABELLED_VERSION
 from firstlight.data.shards import MANIFEST_NAME, read_manifest
-from firstlight.data.sources import Source
-from firstlight.errors import DataError, InputError, describe_os_error
+from firstlight.data.sources import DataSource
+from firstlight.errors import DataError, InputError, describe_os_error, first_line
 from firstlight.files import make_folder, remove_folder, sha256_of
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_fit import with_chat_template
@@ -82,7 +82,7 @@ def cached_chat(
     return folder
 
 
-def _key(sources: dict[str, list[Source]], tokenizer: Tokenizer, options: ChatOptions) -> str:
+def _key(sources: dict[str, list[DataSource]], tokenizer: Tokenizer, options: ChatOptions) -> str:
     content: dict[str, Any] = {
         "version": [_VERSION, LABELLED_VERSION],
         "options": asdict(options),
@@ -95,7 +95,7 @@ def _key(sources: dict[str, list[Source]], tokenizer: Tokenizer, options: ChatOp
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _fingerprint(source: Source) -> str:
+def _fingerprint(source: DataSource) -> str:
     """Of what a source holds at the moment."""
     if source.path is not None:
         try:
@@ -108,9 +108,8 @@ def _fingerprint(source: Source) -> str:
         return str(hub.HfApi().dataset_info(source.dataset.partition(":")[0]).sha)
     # Names, networks and servers fail here, each library with its own errors.
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"dataset {source.name} can't be asked for: {first_line}; without a connection, "
+            f"dataset {source.name} can't be asked for: {first_line(error)}; without a connection, "
             "train on a folder that `firstlight prepare --kind chat` made of it (data.dir)"
         ) from error
 

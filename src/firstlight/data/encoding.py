@@ -21,16 +21,16 @@ import numpy.typing as npt
 import tokenizers
 
 from firstlight.console import say
-from firstlight.data.pieces import Piece, batches
+from firstlight.data.pieces import TextPiece, batches
 from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import token_dtype
 from firstlight.errors import DataError
 from firstlight.tokenizer import Tokenizer
 
 #: Each piece with its tokens, in the order of the pieces.
-Encoded: TypeAlias = Generator[tuple[Piece, TokenArray], None, None]
+Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
 #: An engine: whatever does the work, the same comes out.
-Encode: TypeAlias = Callable[[Iterator[Piece]], Encoded]
+Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: A worker is handed about this many characters at a time.
 _BATCH_CHARACTERS = 1 << 20
@@ -38,7 +38,7 @@ _BATCH_CHARACTERS = 1 << 20
 _ATTEMPTS = 3
 
 
-def encode_in_order(pieces: Iterator[Piece], tokenizer: Tokenizer, workers: int) -> Encoded:
+def encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, workers: int) -> Encoded:
     """Each piece with its tokens, in the order of the pieces, however many processes work.
 
     Args:
@@ -102,17 +102,17 @@ class _Processes:
             initargs=(tokenizer.backend.to_str(),),
         )
         self._pool = self._start()
-        self._waiting: deque[tuple[list[Piece], Future[list[TokenArray]]]] = deque()
+        self._waiting: deque[tuple[list[TextPiece], Future[list[TokenArray]]]] = deque()
         self._any_done = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def submit(self, batch: list[Piece]) -> None:
+    def submit(self, batch: list[TextPiece]) -> None:
         """Hand a batch to whoever is free."""
         self._waiting.append((batch, self._submitted(batch)))
 
-    def oldest(self) -> Iterator[tuple[Piece, TokenArray]]:
+    def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
         """Take the oldest batch away, encoded.
 
         Raises:
@@ -142,7 +142,7 @@ class _Processes:
         """End the processes, whatever they have."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _submitted(self, batch: list[Piece]) -> Future[list[TokenArray]]:
+    def _submitted(self, batch: list[TextPiece]) -> Future[list[TokenArray]]:
         try:
             return self._pool.submit(_encode_in_worker, [piece.text for piece in batch])
         except BrokenProcessPool as error:

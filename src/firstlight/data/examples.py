@@ -231,7 +231,7 @@ class ExampleDataset(TokenDataset):
     def predicts_first(self, first_id: int | None) -> bool:
         return False
 
-    def num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
+    def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
         return self.num_learned
 
     def learned_share(self, seq_len: int) -> float:

@@ -20,7 +20,7 @@ _NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a document on its way to the encoder.
 
     Attributes:
@@ -73,9 +73,9 @@ def cut_long(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def batches(pieces: Iterable[Piece], characters: int) -> Iterator[list[Piece]]:
+def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
     """The pieces in their order, in lists of at least `characters` (the last may be shorter)."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

@@ -22,7 +22,7 @@ from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.corpus import CorpusWriter
 from firstlight.data.encoding import Encode, encode_in_order
-from firstlight.data.pieces import Piece, cut_long, cut_tail, look_ahead
+from firstlight.data.pieces import TextPiece, cut_long, cut_tail, look_ahead
 from firstlight.data.records import REASONS, Document, Rejected, read_documents
 from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import read_manifest
@@ -196,7 +196,7 @@ class _Preparation:
             else:
                 self.writer.reject(entry.origin, entry.line, entry.reason, entry.detail)
 
-    def _pieces(self, documents: Iterator[Document]) -> Iterator[Piece]:
+    def _pieces(self, documents: Iterator[Document]) -> Iterator[TextPiece]:
         """Assign each document to a split and cut long ones into pieces."""
         enough, documents = look_ahead(documents, self.fraction)
         if self.fraction:
@@ -219,9 +219,9 @@ class _Preparation:
             for split, text in shares:
                 texts = cut_long(text) if cuttable else [text]
                 for number, part in enumerate(texts if text else []):
-                    yield Piece(part, split, number == 0, number == len(texts) - 1)
+                    yield TextPiece(part, split, number == 0, number == len(texts) - 1)
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: TextPiece) -> None:
         size = len(piece.text.encode("utf-8"))
         counts = self.writer.counts
         counts[piece.split]["text_bytes"] += size

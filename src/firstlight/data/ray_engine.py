@@ -33,7 +33,7 @@ import tokenizers
 
 from firstlight.data.encoding import Encode, Encoded, encode, tokenizer_from_json
 from firstlight.data.opening import optional
-from firstlight.data.pieces import Piece, batches
+from firstlight.data.pieces import TextPiece, batches
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
 
@@ -170,7 +170,7 @@ def _quiet(ray: Any) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _encode_in_order(pieces: Iterator[Piece], tokenizer: Tokenizer, ray: Any) -> Encoded:
+def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
     """Each piece with its tokens, in the order of the pieces.
 
     Raises:
@@ -181,7 +181,7 @@ def _encode_in_order(pieces: Iterator[Piece], tokenizer: Tokenizer, ray: Any) ->
         "library": tokenizers.__version__,
     }
     blocks = batches(pieces, _BLOCK_CHARACTERS)
-    waiting: deque[tuple[list[list[Piece]], AsyncResult[list[Any]]]] = deque()
+    waiting: deque[tuple[list[list[TextPiece]], AsyncResult[list[Any]]]] = deque()
     stopped = threading.Event()
     # Its threads don't keep an interrupted process from ending.
     threads = ThreadPool(_DATASETS_AT_ONCE)
@@ -206,7 +206,7 @@ def _window_size(ray: Any) -> int:
 
 
 def _run_dataset(
-    ray: Any, window: list[list[Piece]], arguments: dict[str, Any], stopped: threading.Event
+    ray: Any, window: list[list[TextPiece]], arguments: dict[str, Any], stopped: threading.Event
 ) -> list[Any]:
     """The encoded tables of a dataset of these blocks, in order; their memory is the cluster's."""
     arrow = optional("pyarrow", _PURPOSE, "ray")
@@ -254,7 +254,7 @@ def _tokenizer(reference: Any) -> Tokenizer:
     return tokenizer_from_json(optional("ray", _PURPOSE, "ray").get(reference))
 
 
-def _results(waiting: deque[tuple[list[list[Piece]], AsyncResult[list[Any]]]]) -> Encoded:
+def _results(waiting: deque[tuple[list[list[TextPiece]], AsyncResult[list[Any]]]]) -> Encoded:
     """Wait for the oldest dataset, and take it away: its pieces with their tokens."""
     window, job = waiting[0]
     try:

@@ -30,11 +30,11 @@ from firstlight.data.sources import (
     COMPRESSIONS,
     LINES_SUFFIXES,
     TABLE_FILE_SUFFIXES,
-    Source,
+    DataSource,
     find_sources,
 )
 from firstlight.data.tables import read_rows
-from firstlight.errors import InputError, describe_os_error
+from firstlight.errors import InputError, describe_os_error, first_line
 
 RECORD_SUFFIXES = (
     *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
@@ -100,7 +100,7 @@ class Record:
         return f"{self.origin}:{self.line}" if self.is_line else f"{self.origin} record {self.line}"
 
 
-def find_records(inputs: Sequence[str | Path]) -> list[Source]:
+def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     """Resolve inputs to files of records and datasets: see `find_sources`.
 
     Raises:
@@ -110,7 +110,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[Source]:
 
 
 def read_records(
-    sources: Sequence[Source], text_key: str | None = None
+    sources: Sequence[DataSource], text_key: str | None = None
 ) -> Generator[Record, None, None]:
     """Every record of the sources, in order. Closing it closes the file that is being read.
 
@@ -151,7 +151,7 @@ def read_records(
 
 
 def read_documents(
-    sources: Sequence[Source], text_key: str = "text"
+    sources: Sequence[DataSource], text_key: str = "text"
 ) -> Generator[Document | Rejected, None, None]:
     """Every document of the sources, in order. Closing it closes the file that is being read.
 
@@ -286,7 +286,7 @@ def _parquet_record(batch: Any, place: int, origin: str, number: int) -> Record:
     return Record(origin, number, value, is_line=False)
 
 
-def _dataset_rows(source: Source) -> Iterator[object]:
+def _dataset_rows(source: DataSource) -> Iterator[object]:
     """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`.
 
     Raises:
@@ -300,8 +300,7 @@ def _dataset_rows(source: Source) -> Iterator[object]:
         yield from datasets.load_dataset(name, config or None, split="train", streaming=True)
     # Names, networks, servers and file formats fail here, each library with its own errors.
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"dataset {source.name} can't be read: {first_line}") from error
+        raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:
         # A scan that is not read to its end and lives on in a cycle until Python ends has pyarrow
         # abort the process (https://github.com/apache/arrow/issues/45214).

@@ -38,6 +38,7 @@ from firstlight.errors import (
     StorageError,
     TokenizerError,
     describe_os_error,
+    first_line,
 )
 from firstlight.files import (
     MAX_JSON_BYTES,
@@ -75,7 +76,7 @@ class _TransferError(Exception):
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _RemoteShard:
     """A file of a corpus, as its manifest describes it."""
 
     name: str
@@ -172,15 +173,14 @@ class _Store:
             raise _missing_package(self.url, error) from error
         except Exception as error:
             # Each protocol's package has errors of its own.
+            where, said = f"{self.url}/{name}", first_line(error)
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise DataError(
-                    f"{self.url}/{name} may not be read: {_reason(error)}; check your credentials"
+                    f"{where} may not be read: {said}; check your credentials"
                 ) from error
             if _is_refusal(error):
-                raise DataError(f"{self.url}/{name} can't be read: {_reason(error)}") from error
-            raise _TransferError(
-                f"{self.url}/{name} could not be fetched: {_reason(error)}"
-            ) from error
+                raise DataError(f"{where} can't be read: {said}") from error
+            raise _TransferError(f"{where} could not be fetched: {said}") from error
 
     def content(self, name: str, max_bytes: int) -> bytes:
         """All bytes of a file.
@@ -222,7 +222,7 @@ def _open_store(url: str) -> _Store:
     except ImportError as error:
         raise _missing_package(url, error) from error
     except ValueError as error:
-        raise DataError(f"{url} can't be opened: {_reason(error)}") from error
+        raise DataError(f"{url} can't be opened: {first_line(error)}") from error
     protocols = [system.protocol] if isinstance(system.protocol, str) else system.protocol
     return _Store(url, system, root, next((_STREAMED[p] for p in protocols if p in _STREAMED), {}))
 
@@ -239,11 +239,6 @@ def _is_refusal(error: Exception) -> bool:
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-
-
-def _reason(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text or type(error).__name__
 
 
 def _retried(work: Callable[[], Found]) -> Found:
@@ -265,28 +260,28 @@ def _retried(work: Callable[[], Found]) -> Found:
         ) from error
 
 
-def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Wanted]:
+def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_RemoteShard]:
     """The shards of the splits.
 
     Raises:
         DataError: one has a name that no shard has.
     """
     chosen = [name for name in manifest["splits"] if splits is None or name in splits]
-    found: dict[str, _Wanted] = {}
+    found: dict[str, _RemoteShard] = {}
     for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
         name = shard["file"]
         if not _SHARD_NAME.fullmatch(name):
             raise DataError(f"{url}: the manifest names a shard outside, or no shard: {name}")
-        wanted = _Wanted(name, shard["bytes"], shard["sha256"])
+        wanted = _RemoteShard(name, shard["bytes"], shard["sha256"])
         if found.setdefault(name, wanted) != wanted:
             raise DataError(f"{url}: the manifest names {name} twice")
     return list(found.values())
 
 
-def _missing(folder: Path, wanted: Sequence[_Wanted], verify: bool) -> list[_Wanted]:
+def _missing(folder: Path, wanted: Sequence[_RemoteShard], verify: bool) -> list[_RemoteShard]:
     """Those that are not in the folder as they have to be."""
 
-    def is_there(file: _Wanted) -> bool:
+    def is_there(file: _RemoteShard) -> bool:
         path = folder / file.name
         if not path.is_file() or path.stat().st_size != file.size:
             return False
@@ -325,7 +320,9 @@ def _fetch_tokenizer(store: _Store, folder: Path, fingerprint: str) -> None:
     _retried(fetch)
 
 
-def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Wanted], progress: bool) -> None:
+def _fetch_shards(
+    store: _Store, folder: Path, files: Sequence[_RemoteShard], progress: bool
+) -> None:
     total = sum(file.size for file in files)
     with storage_errors(folder):
         free = shutil.disk_usage(folder).free
@@ -346,7 +343,7 @@ def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Wanted], progres
             done += file.size
 
 
-def _fetch(store: _Store, folder: Path, file: _Wanted, show: Callable[[int], None]) -> None:
+def _fetch(store: _Store, folder: Path, file: _RemoteShard, show: Callable[[int], None]) -> None:
     """Fetch one shard.
 
     Args:

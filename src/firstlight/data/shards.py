@@ -33,6 +33,7 @@ the tokenizer's bos (if it adds one) and eos, and lies in one shard whole.
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,12 +289,13 @@ class TokenDataset:
         text, and there is nothing to predict it from. An example's first one is not learned."""
         return first_id is not None and int(self[0:1][0]) != first_id
 
-    def num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """The number of tokens that are predicted in an epoch.
+    def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
+        """Bits per byte of the text for each nat per token; see `evaluate_split`."""
+        predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
+        return predicted / self.text_bytes / math.log(2)
 
-        Args:
-            first_id: the id that the very first token is predicted from, if it is.
-        """
+    def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
+        """The number of tokens that are predicted in an epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))

@@ -36,7 +36,7 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One file, or one dataset, to read documents from."""
 
     name: str
@@ -51,7 +51,7 @@ class Source:
 
 def find_sources(
     inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES
-) -> list[Source]:
+) -> list[DataSource]:
     """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
 
     An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
@@ -66,7 +66,7 @@ def find_sources(
     """
     if not inputs:
         raise InputError("no input given: name files, folders, globs, `stdlib` or `hf:NAME`")
-    sources: dict[str, Source] = {}
+    sources: dict[str, DataSource] = {}
     for item in inputs:
         try:
             found = _resolve(str(item), suffixes)
@@ -80,7 +80,7 @@ def find_sources(
     return list(sources.values())
 
 
-def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
+def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if not item:
         raise InputError("an input is empty: name a file, a folder, a glob, `stdlib` or `hf:NAME`")
     if item == "stdlib" and suffixes == SUFFIXES and not Path(item).exists():
@@ -88,7 +88,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
     if item.startswith("hf:"):
         if not item[3:]:
             raise InputError("hf: needs a dataset's name, for instance hf:roneneldan/TinyStories")
-        return [Source(name=item, dataset=item[3:])]
+        return [DataSource(name=item, dataset=item[3:])]
     path = Path(item).expanduser()
     if path.is_dir():
         found = sorted(
@@ -98,7 +98,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
             others = listed(by_ending(unread_files([path], suffixes)))
             there = f"; it has {others}" if others else ""
             raise InputError(f"folder {item} holds no {_kinds(suffixes)}{there}")
-        return [Source(name=str(file), path=file) for file in found]
+        return [DataSource(name=str(file), path=file) for file in found]
     if path.is_file():
         if not path.name.lower().endswith(suffixes):
             way = _CONVERTERS.get(path.suffix.lower())
@@ -106,7 +106,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
                 f"{item} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
                 + (f" (text of it: {way})" if way else "")
             )
-        return [Source(name=item, path=path)]
+        return [DataSource(name=item, path=path)]
     if path.exists():
         raise InputError(f"{item} is neither a file nor a folder")
     if any(character in item for character in "*?["):
@@ -115,7 +115,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[Source]:
         files = [file for file in files if file.name.lower().endswith(suffixes)]
         if not files:
             raise InputError(f"{item} matches no {_kinds(suffixes)}")
-        return [Source(name=str(file), path=file) for file in files]
+        return [DataSource(name=str(file), path=file) for file in files]
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
 
@@ -195,7 +195,7 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
                 yield file
 
 
-def _standard_library() -> list[Source]:
+def _standard_library() -> list[DataSource]:
     """The .py files of the running interpreter's standard library, tests left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
@@ -205,4 +205,6 @@ def _standard_library() -> list[Source]:
     if not files:
         raise InputError(f"the standard library's source is not installed at {root}")
     files.sort(key=lambda file: file.relative_to(root).as_posix())
-    return [Source(name=f"stdlib/{file.relative_to(root).as_posix()}", path=file) for file in files]
+    return [
+        DataSource(name=f"stdlib/{file.relative_to(root).as_posix()}", path=file) for file in files
+    ]

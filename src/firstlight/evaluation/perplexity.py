@@ -199,7 +199,7 @@ def evaluate_split(
         **_figures(
             mean_loss(losses),
             standard_error(losses, total) if has_error else None,
-            bits_a_nat(dataset, document_masking=document_masking, first_id=first_id),
+            dataset.bits_a_nat(document_masking=document_masking, first_id=first_id),
         ),
         gzip_bits_per_byte=dataset.gzip_bits_per_byte,
         tokens=sum(row.tokens for row in losses),
@@ -229,14 +229,6 @@ def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
-
-
-def bits_a_nat(
-    dataset: TokenDataset, *, document_masking: bool, first_id: int | None = None
-) -> float:
-    """Bits per byte of a split's text for each nat per token; see `evaluate_split`."""
-    predicted = dataset.num_predicted(document_masking=document_masking, first_id=first_id)
-    return predicted / dataset.text_bytes / math.log(2)
 
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:

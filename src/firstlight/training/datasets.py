@@ -16,7 +16,7 @@ from firstlight.data.mixing import MixedDataset, whole_weights
 from firstlight.data.remote import is_url, local_folder
 from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
-from firstlight.evaluation.perplexity import Evaluation, bits_a_nat
+from firstlight.evaluation.perplexity import Evaluation
 from firstlight.recipe import DataConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
@@ -181,7 +181,7 @@ def evaluate_dataset(
     together = mixed_evaluation(
         [one.weight for one in dataset.parts],
         list(found.values()),
-        [bits_a_nat(one.dataset, document_masking=masking) for one in dataset.parts],
+        [one.dataset.bits_a_nat(document_masking=masking) for one in dataset.parts],
     )
     return together, found
 
@@ -198,7 +198,7 @@ def mixed_evaluation(
     Args:
         parts: the weight of each corpus.
         found: its evaluation: all with the same split, seq_len and document_masking.
-        bits_a_nat: its `perplexity.bits_a_nat`.
+        bits_a_nat: its `TokenDataset.bits_a_nat`.
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
