@@ -91,8 +91,7 @@ def is_url(location: str | Path) -> bool:
 
 def cache_folder() -> Path:
     """Where fetched corpora are kept: see the module's docstring."""
-    own = os.environ.get("FIRSTLIGHT_CACHE")
-    if own:
+    if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
 
@@ -354,7 +353,7 @@ def _fetch(store: _Store, folder: Path, file: _RemoteShard, show: Callable[[int]
         DataError: it is not there.
         StorageError: the disk refuses.
     """
-    digest, received = hashlib.sha256(), 0
+    digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file.name}"
     with (
         replacing(folder / file.name) as target,
         contextlib.closing(store.parts(file.name)) as parts,
@@ -368,11 +367,9 @@ def _fetch(store: _Store, folder: Path, file: _RemoteShard, show: Callable[[int]
             show(received)
         if received != file.size:
             more = "more than" if received > file.size else f"{received:,} of"
-            raise _TransferError(f"{store.url}/{file.name} has {more} its {file.size:,} bytes")
+            raise _TransferError(f"{shard} has {more} its {file.size:,} bytes")
         if digest.hexdigest() != file.sha256:
-            raise _TransferError(
-                f"{store.url}/{file.name} is damaged: its sha256 is not the manifest's"
-            )
+            raise _TransferError(f"{shard} is damaged: its sha256 is not the manifest's")
 
 
 @contextlib.contextmanager
