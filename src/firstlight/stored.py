@@ -48,7 +48,7 @@ FLOAT_FORMATS = {
 _CHUNK_BYTES = 1 << 20
 #: The same where they are moved to a GPU, each time with a wait; what is converted there lies there
 #: twice, for each thread that reads.
-_GPU_CHUNK_BYTES = 1 << 22
+_GPU_CHUNK_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)

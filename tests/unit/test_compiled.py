@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.compiled import RecordedSteps
 from firstlight.generation.int8 import quantize_int8
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 
@@ -98,3 +102,72 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
     decoder.add([1, 2])
     decoder.step([3])
     assert graphs() == 0
+
+
+class Recorder:
+    """torch's CUDA graphs without a GPU: what is asked for while a graph is recorded is computed
+    when it is replayed, and not before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plain = self.recorded = 0
+        self._graph: Recorder.Graph | None = None
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder.Graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "graph", self._recording)
+
+    class Graph:
+        """A recorded computation."""
+
+        replay: Callable[[], object]
+
+    @contextlib.contextmanager
+    def _recording(self, graph: Graph, **options: Any) -> Iterator[None]:
+        assert options == {"pool": (0, 1), "capture_error_mode": "thread_local"}
+        self._graph = graph
+        yield
+        self._graph = None
+
+    def compute(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
+        """A step whose logits say what it was given."""
+
+        def value() -> Tensor:
+            return torch.cat((input_ids_B1, lengths_B[:, None]), dim=1) * 1000.0 + reach
+
+        if self._graph is None:
+            self.plain += 1
+            return value()
+        self.recorded += 1
+        found = torch.full_like(value(), float("nan"))
+        self._graph.replay = lambda: found.copy_(value())
+        return found
+
+
+def test_a_shape_of_steps_is_recorded_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    steps = RecordedSteps(recorder.compute)
+    found, expected = [], []
+    for number in range(12):
+        size, reach = 1 + number % 2, 64 * (1 + number // 8)
+        ids = torch.arange(size)[:, None] + 10 * number
+        lengths = torch.full((size,), number)
+        found.append(steps(ids, lengths, reach))
+        expected.append(torch.cat((ids, lengths[:, None]), dim=1) * 1000.0 + reach)
+    # None is changed by the steps after it.
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert (recorder.plain, recorder.recorded) == (4, 4)
+
+
+def test_the_least_recently_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.generation.compiled._MOST_RECORDED", 2)
+    recorder = Recorder(monkeypatch)
+    steps = RecordedSteps(recorder.compute)
+
+    def step(reach: int) -> tuple[int, int]:
+        found = steps(torch.tensor([[3]]), torch.tensor([5]), reach)
+        assert found.tolist() == [[3000.0 + reach, 5000.0 + reach]]
+        return recorder.plain, recorder.recorded
+
+    assert [step(1), step(1), step(2), step(2)] == [(1, 0), (1, 1), (2, 1), (2, 2)]
+    assert step(1) == (2, 2)
+    assert [step(3), step(1), step(2)] == [(3, 2), (3, 2), (4, 2)]

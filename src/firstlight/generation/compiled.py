@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -12,7 +15,10 @@ from torch import Tensor
 from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
-from firstlight.models import KVCache, Model, RaggedCache
+from firstlight.models import KVCache, Model, MoEConfig, RaggedCache
+
+#: Recorded steps that are kept: each takes some hundred KiB of the GPU's memory for its kernels.
+_MOST_RECORDED = 64
 
 
 class CompiledStep:
@@ -22,6 +28,10 @@ class CompiledStep:
     out anew for its matrix products: a second copy of them. It compiles once for one sequence and
     once for several, whatever their number and lengths, when the first such step is taken; and
     once more for more of them than `few_rows` takes.
+
+    On a CUDA GPU, a step whose number of sequences and reach came before is replayed as a CUDA
+    graph: starting its kernels one by one would take longer than they do. Mixtures of experts are
+    not recorded.
 
     Args:
         model: in evaluation mode; its weights must not change any more.
@@ -41,6 +51,10 @@ class CompiledStep:
             )
         few_rows.ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
+        self._recorded: RecordedSteps | None = None
+        # Where experts have no grouped kernel, the host asks for how many rows each has.
+        if self._device.type == "cuda" and not isinstance(model.config, MoEConfig):
+            self._recorded = RecordedSteps(self._step)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
         """The logits [B, V] after one more token.
@@ -50,6 +64,10 @@ class CompiledStep:
             lengths_B: of each sequence before it.
             reach: see `RaggedCache`.
         """
+        step = self._step if self._recorded is None else self._recorded
+        return step(input_ids_B1, lengths_B, reach)
+
+    def _step(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
         # Its shape carries the reach into the compiled function as a size that may change.
         places_S = torch.empty(reach, 0, device=self._device)
         torch._dynamo.mark_dynamic(places_S, 0)
@@ -73,6 +91,65 @@ class CompiledStep:
         cache = RaggedCache(keys, values, lengths_B, places_S.shape[0])
         logits_BV: Tensor = self._model(input_ids_B1, cache=cache)[:, -1]
         return logits_BV
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A recorded step, and the memory that it reads from and writes to: the new tokens [B, 1], the
+    lengths [B] and the logits [B, V]."""
+
+    graph: torch.cuda.CUDAGraph
+    input_ids: Tensor
+    lengths: Tensor
+    logits: Tensor
+
+
+class RecordedSteps:
+    """A decoding step as CUDA graphs, one for each number of sequences and reach.
+
+    The first step of such a shape is computed plainly, since what it compiles, loads and allocates
+    for good can't be recorded; the second is recorded; it and all later ones are replayed. The
+    least recently used recording makes room for a new one.
+
+    Args:
+        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. What else it reads and
+            writes, weights and cache, stays where it is.
+    """
+
+    def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+        self._compute = compute
+        self._by_shape: OrderedDict[tuple[int, int], _Recorded | None] = OrderedDict()
+        self._pool: Any = None
+
+    def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
+        """See `CompiledStep`."""
+        shape = len(lengths_B), reach
+        if shape not in self._by_shape:
+            self._by_shape[shape] = None
+            if len(self._by_shape) > _MOST_RECORDED:
+                self._by_shape.popitem(last=False)
+            return self._compute(input_ids_B1, lengths_B, reach)
+        self._by_shape.move_to_end(shape)
+        recorded = self._by_shape[shape]
+        if recorded is None:
+            recorded = self._record(input_ids_B1.clone(), lengths_B.clone(), reach)
+            self._by_shape[shape] = recorded
+        else:
+            recorded.input_ids.copy_(input_ids_B1)
+            recorded.lengths.copy_(lengths_B)
+        recorded.graph.replay()
+        # The next step of any shape may write over it.
+        return recorded.logits.clone()
+
+    def _record(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> _Recorded:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            # No two steps are replayed at a time: their intermediate results may share memory.
+            self._pool = torch.cuda.graph_pool_handle()
+        # Other threads may go on using the GPU.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits_BV = self._compute(input_ids_B1, lengths_B, reach)
+        return _Recorded(graph, input_ids_B1, lengths_B, logits_BV)
 
 
 @contextlib.contextmanager
