@@ -1,18 +1,24 @@
 """Gradients of one global batch, cut over processes and micro-batches in many ways, each beside
-that of one process. Prints one JSON line a case: the largest relative difference."""
+that of one process. Prints one JSON line a case: the largest relative difference.
+
+RANKS_DEVICE is where all processes compute: cpu, or cuda, where they share one GPU, which NCCL
+refuses: gloo sends its tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.data.loader import IGNORE_INDEX, Batch
-from firstlight.distributed import find_world, process_group
+from firstlight.distributed import World, find_world, process_group
 from firstlight.distributed.pieces import whole
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
@@ -22,6 +28,7 @@ from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
 T, V = 12, 61
+DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
 
 #: Llamas with four heads, most of them with two for keys and values.
 _GROUPED: dict[str, dict[str, Any]] = {
@@ -108,7 +115,8 @@ def cut(ids: Tensor, labels: Tensor, micro: int, rank: int, size: int) -> list[B
     """One rank's micro-batches, as the loader hands them out."""
     starts = range(rank * micro, len(ids), micro * size)
     parts = [(ids[s : s + micro], labels[s : s + micro]) for s in starts]
-    return [Batch(i, target, int((target != IGNORE_INDEX).sum())) for i, target in parts]
+    batches = (Batch(i, target, int((target != IGNORE_INDEX).sum())) for i, target in parts)
+    return [batch.to(DEVICE) for batch in batches]
 
 
 def gradients(
@@ -126,7 +134,7 @@ def gradients(
         model = engine.new_model(model.config, multiple).to(dtype)
         model.load_state_dict({name: values[name] for name in model.state_dict()})
     recipe = recipe.model_copy(update={"model": model.config})
-    program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
+    program = TrainingProgram(recipe, model, find_hardware(str(DEVICE)), engine)
     found: dict[str, Tensor] = {}
     update = program.optimizer.step
 
@@ -153,11 +161,24 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     )
 
 
+@contextlib.contextmanager
+def _group(world: World) -> Iterator[None]:
+    if DEVICE.type == "cpu":
+        with process_group(world, DEVICE, 60):
+            yield
+        return
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def main(cases: list[dict[str, Any]]) -> None:
     world = find_world()
-    with process_group(world, torch.device("cpu"), 60):
+    with _group(world):
         for case in cases:
-            engine = Engine(DistributedConfig(**case["distributed"]), world, torch.device("cpu"))
+            engine = Engine(DistributedConfig(**case["distributed"]), world, DEVICE)
             rows = case["micro"] * case["accumulation"] * engine.size
             ids, labels = global_batch(rows, case["masks"])
             expected = gradients(case, cut(ids, labels, rows, 0, 1), None)
