@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +19,15 @@ from firstlight.tokenizer.config import chat_template_of, named_tokens, natural_
 from firstlight.tokenizer.formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
+    LLAMA3_PATTERN,
     find_tokenizer_file,
     read_tokenizer_file,
     require_unicode,
 )
-from firstlight.tokenizer.state import extends, fingerprint, splits_at_newline_after_letter
 from firstlight.tokenizer.trial import library_errors, may_panic
+
+#: What ids come from in tokenizer.json, besides the added tokens.
+_DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
 
@@ -131,7 +135,9 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 over all that decides which ids a text gets; equal for equal tokenizers."""
-        return fingerprint(self._state())
+        state = self._state()
+        deciding = [state.get(key) for key in ("added_tokens", *_DECIDING)]
+        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def _state(self) -> dict[str, Any]:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
@@ -139,7 +145,15 @@ class Tokenizer:
     def extends(self, other: Tokenizer) -> bool:
         """Whether every text gets the same ids as from `other`, and whatever tokens there are
         besides those of `other` are special ones with ids from `other.vocab_size` on."""
-        return extends(self._state(), other._state(), other.vocab_size)
+        state, before = self._state(), other._state()
+        if any(state.get(key) != before.get(key) for key in _DECIDING):
+            return False
+        old = {token["id"]: token for token in before["added_tokens"]}
+        now = {token["id"]: token for token in state["added_tokens"]}
+        new = [token for token_id, token in now.items() if token_id not in old]
+        return all(now.get(token_id) == token for token_id, token in old.items()) and all(
+            token["special"] and token["id"] >= other.vocab_size for token in new
+        )
 
     def extended(self, tokens: Sequence[str], chat_template: str | None = None) -> Tokenizer:
         """This tokenizer with further special tokens, which get the ids from `vocab_size` on.
@@ -238,7 +252,25 @@ class Tokenizer:
         letter to a following newline, and nothing in them looks back. It lets a long document
         be encoded in parts, several times faster and with bounded memory.
         """
-        return splits_at_newline_after_letter(self._state())
+        state = self._state()
+        if state.get("normalizer") is not None or state["model"].get("type") != "BPE":
+            return False
+        # Added tokens that are not special are looked for in the text, across any newline.
+        if any(not token["special"] for token in state["added_tokens"]):
+            return False
+        stage = state.get("pre_tokenizer") or {}
+        *splits, last = stage.get("pretokenizers") or [stage]
+        if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+            return False
+        if any(
+            step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"]
+            for step in splits
+        ):
+            return False
+        patterns = {step["pattern"].get("Regex") for step in splits}
+        if last.get("use_regex", True):
+            patterns.add(GPT2_PATTERN)
+        return bool(patterns) and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
