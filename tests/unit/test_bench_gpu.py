@@ -16,9 +16,16 @@ from firstlight.bench import gpu
 from firstlight.bench.gpu import GPUBench, bench_gpu, report
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_training import TRAINING
+from firstlight.bench.methods_data import ShardRows, open_rows
+from firstlight.bench.methods_rows import find_model
 from firstlight.bench.runner import Call, Outcome, Results, Row, order, run_rows
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError
+from firstlight.hardware import find_hardware
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.resolve import facts_here, resolve
 
 _GPU = Machine(
     device="cuda",
@@ -342,3 +349,66 @@ def test_an_outcome_puts_the_numbers_of_its_turns_together() -> None:
     assert outcome.median("a") == 2.0
     assert outcome.median("b") == 5.0
     assert outcome.median("c") is None
+
+
+def test_rows_of_a_prepared_corpus_come_in_their_order_and_again(data: Path) -> None:
+    rows = open_rows(data, 16)
+    assert isinstance(rows, ShardRows)
+    tokens = rows.dataset[slice(0, rows.count * 16 + 1)]
+    batch = rows.batch(rows.count - 1, 2, documents=False)
+    assert batch.input_ids.tolist() == [tokens[-17:-1].tolist(), tokens[:16].tolist()]
+    assert batch.labels.tolist() == [tokens[-16:].tolist(), tokens[1:17].tolist()]
+    assert rows.batch(0, 1, documents=True).document_ids is not None
+
+
+def _training(rates: Mapping[str, Sequence[float]], **machine: Any) -> Findings:
+    """Findings of `TRAINING` with steps of 1,000 tokens, by row."""
+    used = replace(_GPU, **machine)
+    outcomes = {
+        "training": {
+            name: Outcome(
+                runs=[
+                    {
+                        "step_seconds": [1000 / rate],
+                        "tokens": 1000,
+                        "first_step_seconds": 9.0,
+                        "peak_bytes": 2**30,
+                        "final_loss": 5.0,
+                    }
+                    for rate in these
+                ]
+            )
+            for name, these in rates.items()
+        },
+        "ceilings": {"bf16": Outcome(runs=[{"ceiling": 8e14}])},
+    }
+    return Findings(used, outcomes, {"training": TRAINING.rows(used)})
+
+
+def test_the_page_of_training_sets_rates_beside_ceilings_and_the_bare_loop() -> None:
+    rates = {"gpt2-124m, firstlight": [4e5, 6e5], "gpt2-124m, reference": [4e5, 4e5]}
+    page = TRAINING.page(_training(rates))
+    flops = train_flops_per_token(meta_model(find_model("gpt2-124m")), 1024)
+    assert f"500,000 tokens/s, {5e5 * flops / 8e14:.1%} of the measured" in page.summary
+    assert f"{5e5 * flops / 989e12:.1%} of the data sheet's" in page.summary
+    assert "1.25 times the bare loop's" in page.summary
+    assert "| 1.25 (1.00-1.50) | 1.0 |" in page.text
+    assert "llama-1b" not in page.text
+    assert page.pictures["gpu-training-gpt2-124m.png"].startswith(b"\x89PNG")
+
+
+def test_batches_are_as_large_as_the_gpu() -> None:
+    def rows(memory_gib: int) -> set[int]:
+        machine = replace(_GPU, memory_bytes=memory_gib * 2**30)
+        rows = TRAINING.rows(machine)
+        return {r.request["micro_batch_size"] for r in rows if r.name.startswith("gpt2")}
+
+    assert [rows(size) for size in (140, 80, 24)] == [{64}, {32}, {8}]
+    for row in TRAINING.rows(_GPU):
+        recipe = parse_recipe({**row.request["recipe"], "run": {"device": "cpu"}})
+        resolved = resolve(recipe, facts_here(find_hardware("cpu")))
+        assert resolved.batch.accumulation(resolved.data.seq_len) >= 1
+        rows_a_step = resolved.batch.micro_batch_size * resolved.batch.accumulation(
+            resolved.data.seq_len
+        )
+        assert rows_a_step == row.request["micro_batch_size"]

@@ -16,12 +16,13 @@ from firstlight.bench.fresh_process import ask, plain_environment, training_envi
 from firstlight.bench.gpu_ceilings import CEILINGS
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Part, write_pages
+from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.runner import Call, Job, Measure, Results, Row, run_rows, waiting_seconds
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, nearest
 
 #: In the order in which they stand on the page.
-PARTS: tuple[Part, ...] = (CEILINGS,)
+PARTS: tuple[Part, ...] = (CEILINGS, TRAINING)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"
 

@@ -1,6 +1,8 @@
-"""What `firstlight bench methods` trains on: the source of Python's standard library.
+"""What benchmarks train on: the source of Python's standard library.
 
-It is on every machine, it is real text, and it is the same for every row of a table. A word, a
+It is on every machine, it is real text, and it is the same for every row of a table. `bench gpu`
+trains on shards that a tokenizer of its own was trained for (`library_corpus`). The others take
+`write_tokens`, which needs no tokenizer: a word, a
 run of blanks or a sign is a token; its id is its CRC-32 modulo the vocabulary, so that ids of the
 whole vocabulary occur, as often as words do, whatever its size. A document is what lies between
 two lines that begin a function, method or class.
@@ -19,10 +21,15 @@ import numpy.typing as npt
 import safetensors.numpy
 import torch
 
-from firstlight.data.loader import Batch
+from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import row_span, separate_documents
+from firstlight.data.prepare import prepare
+from firstlight.data.records import Document, read_documents
+from firstlight.data.shards import TokenDataset
+from firstlight.data.sources import find_sources
 from firstlight.errors import InputError
 from firstlight.files import write_file
+from firstlight.tokenizer import train_tokenizer
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
@@ -69,6 +76,55 @@ def _documents() -> Iterator[str]:
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")
         yield from (part for part in _DOCUMENT.split(text) if part)
+
+
+def library_corpus(folder: Path, vocab_size: int) -> Path:
+    """Train a tokenizer on the standard library and prepare its source as token shards, unless
+    they are there: ten seconds for 50,257 tokens.
+
+    Args:
+        folder: gets tokenizer/ and corpus/.
+        vocab_size: of the tokenizer.
+
+    Returns:
+        The prepared corpus, with its splits "train" and "val".
+
+    Raises:
+        InputError: the library's source is not there.
+        StorageError: the disk refused.
+    """
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        found = read_documents(find_sources(["stdlib"]), "text")
+        texts = (entry.text for entry in found if isinstance(entry, Document))
+        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        prepare(["stdlib"], tokenizer, corpus, workers=1)
+    return corpus
+
+
+class ShardRows:
+    """The rows of a prepared corpus in their order, from its first again behind the last.
+
+    Args:
+        folder: the corpus.
+        seq_len: predictions a row.
+    """
+
+    def __init__(self, folder: Path, seq_len: int) -> None:
+        self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
+        # A last row that is short is left out.
+        self.count = max(1, (self.dataset.num_tokens - 1) // seq_len)
+
+    def batch(self, first: int, rows: int, documents: bool) -> Batch:
+        """Rows `first` to `first + rows` as one batch; see `Tokens.batch`."""
+        numbers = [row % self.count for row in range(first, first + rows)]
+        return rows_to_batch(self.dataset, numbers, self.seq_len, 0, document_masking=documents)
+
+
+def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
+    """The rows of a prepared corpus, or of a file of `write_tokens`."""
+    return ShardRows(path, seq_len) if path.is_dir() else Tokens(path, seq_len)
 
 
 class Tokens:

@@ -1,4 +1,4 @@
-"""Training loops that `firstlight bench training` compares with: GPT-2 in plain torch.
+"""Training loops that benchmarks compare with: GPT-2, and Llama, in plain torch.
 
 Each is what a careful person writes in one file, without this library: the model of linear layers
 and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64, and
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.models import GPT2Config
+from firstlight.models import GPT2Config, LlamaConfig
 
 _VOCAB_MULTIPLE = 64
 _BETAS = (0.9, 0.95)
@@ -91,8 +91,73 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
 
+class _LlamaLayer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        C, D = config.hidden_size, config.head_dim
+        self.counts = [config.num_attention_heads, *2 * [config.num_key_value_heads]]
+        self.head_dim = D
+        self.attention_norm = nn.RMSNorm(C, config.rms_norm_eps)
+        self.qkv = nn.Linear(C, sum(self.counts) * D, bias=False)
+        self.attention_out = nn.Linear(self.counts[0] * D, C, bias=False)
+        self.mlp_norm = nn.RMSNorm(C, config.rms_norm_eps)
+        self.mlp_in = nn.Linear(C, 2 * config.intermediate_size, bias=False)
+        self.mlp_out = nn.Linear(config.intermediate_size, C, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        heads_BTHD = self.qkv(self.attention_norm(x_BTC)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads_BTHD.transpose(1, 2).split(self.counts, dim=1)
+        q, k = (_rotated(part, cos_TD, sin_TD) for part in (q, k))
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x_BTC = x_BTC + self.attention_out(y_BHTD.transpose(1, 2).flatten(2))
+        gate, up = self.mlp_in(self.mlp_norm(x_BTC)).chunk(2, dim=-1)
+        return x_BTC + self.mlp_out(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def _rotated(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021) in the halves' order of Hugging Face."""
+    first, second = x_BHTD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
+
+
+class PlainLlama(nn.Module):
+    """Llama with the head tied to the embedding; its mean loss over all labels.
+
+    Args:
+        config: its shape; rotary positions are not scaled.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        rows = math.ceil(config.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        self.tokens = nn.Embedding(rows, config.hidden_size)
+        self.layers = nn.ModuleList(_LlamaLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.head.weight = self.tokens.weight
+        self.pairs = config.head_dim // 2
+        self.theta = config.rope_theta
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, 0.0, config.initializer_range)
+
+    def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Mean cross-entropy (nats)."""
+        device = input_ids_BT.device
+        places_T = torch.arange(input_ids_BT.shape[1], device=device, dtype=torch.float32)
+        exponents = torch.arange(self.pairs, device=device, dtype=torch.float32) / self.pairs
+        angles_TD = torch.outer(places_T, self.theta**-exponents).repeat(1, 2)
+        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
+        x_BTC = self.tokens(input_ids_BT)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC, cos_TD, sin_TD)
+        logits_BTV = self.head(self.norm(x_BTC))
+        return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+
 def autocast_loop(
-    config: GPT2Config, device: torch.device, *, bf16: bool, compile_model: bool
+    config: GPT2Config | LlamaConfig, device: torch.device, *, bf16: bool, compile_model: bool
 ) -> LoopStep:
     """The step of "reference", or without `bf16` of "reference-fp32".
 
@@ -102,7 +167,8 @@ def autocast_loop(
         bf16: matrix products by autocast.
         compile_model: False leaves torch.compile out, for tests.
     """
-    model = PlainGPT2(config).to(device)
+    plain = PlainGPT2(config) if isinstance(config, GPT2Config) else PlainLlama(config)
+    model = plain.to(device)
     forward = torch.compile(model) if compile_model else model
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]

@@ -45,7 +45,13 @@ class _Times(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def train_with_trainer(
-    recipe: Recipe, batches: Iterator[Batch], steps: int, rows: int, clock: _Clock
+    recipe: Recipe,
+    batches: Iterator[Batch],
+    steps: int,
+    rows: int,
+    clock: _Clock,
+    *,
+    compile_model: bool,
 ) -> list[float]:
     """Train a fresh model of the recipe's shape; the loss of each step.
 
@@ -58,6 +64,7 @@ def train_with_trainer(
         steps: how many.
         rows: of a batch.
         clock: told when each step begins and ends.
+        compile_model: False leaves torch.compile out, for dry runs.
     """
     assert recipe.model is not None
     values = recipe.model.to_hf()
@@ -69,7 +76,7 @@ def train_with_trainer(
             max_steps=steps,
             per_device_train_batch_size=rows,
             bf16=True,
-            torch_compile=True,
+            torch_compile=compile_model,
             use_cpu=recipe.run.device == "cpu",
             learning_rate=recipe.optimizer.learning_rate,
             lr_scheduler_type="constant",

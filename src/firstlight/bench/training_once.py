@@ -7,10 +7,11 @@ REQUEST is a JSON object:
     program           "firstlight", a name of `reference_loops`, or "trainer"
     recipe            a recipe's values, with its model, data.seq_len and device
     micro_batch_size  rows a step, which every program but firstlight computes at once
-    data              a file of `methods_data.write_tokens`
+    data              a file of `methods_data.write_tokens`, or a prepared corpus
     warmup_steps      steps that are not timed
     steps             steps that are
     threads           for torch
+    compile           false compiles no other program than firstlight, for dry runs
 
 What is measured, in this order:
 
@@ -47,11 +48,11 @@ import torch
 
 from firstlight.bench.fresh_process import answer
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
-from firstlight.bench.methods_data import Tokens
+from firstlight.bench.methods_data import ShardRows, Tokens, open_rows
 from firstlight.bench.reference_loops import LoopStep, autocast_loop, pure_bf16_loop
 from firstlight.data.loader import Batch
 from firstlight.hardware import Hardware, find_hardware, synchronize
-from firstlight.models import GPT2Config, empty_model
+from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 from firstlight.training.fit import largest_micro_batch
@@ -105,7 +106,7 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     torch.manual_seed(recipe.run.seed)
     assert recipe.data.seq_len is not None
-    tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
+    tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
     gc.collect()
     reset_peak()
     level = resident_bytes()
@@ -120,9 +121,10 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
         if request["program"] == "trainer":
             from firstlight.bench.reference_trainer import train_with_trainer
 
-            losses = train_with_trainer(recipe, batches, steps, rows, clock)
+            compiles = request.get("compile", True)
+            losses = train_with_trainer(recipe, batches, steps, rows, clock, compile_model=compiles)
         else:
-            loop = _loop(request["program"], recipe, hardware)
+            loop = _loop(request, recipe, hardware)
             losses = _run_loop(loop, recipe, batches, hardware, clock)
     # The kernel counts in batches, so that the peak may read lower than what was there.
     peak = max(peak_resident_bytes(), level)
@@ -153,7 +155,7 @@ def _share_of_peak(step: int) -> float:
 
 
 def _firstlight(
-    recipe: Recipe, tokens: Tokens, steps: int, hardware: Hardware, clock: StepClock
+    recipe: Recipe, tokens: Tokens | ShardRows, steps: int, hardware: Hardware, clock: StepClock
 ) -> tuple[list[float], dict[str, Any]]:
     """The losses, and what was chosen for the keys that the recipe leaves open."""
     facts = facts_here(
@@ -187,13 +189,14 @@ def _firstlight(
     return losses, chosen
 
 
-def _loop(program: str, recipe: Recipe, hardware: Hardware) -> LoopStep:
-    config = recipe.model
-    assert isinstance(config, GPT2Config)
+def _loop(request: dict[str, Any], recipe: Recipe, hardware: Hardware) -> LoopStep:
+    program, config, compiles = request["program"], recipe.model, request.get("compile", True)
+    assert isinstance(config, GPT2Config | LlamaConfig)
     if program == "pure-bf16":
-        return pure_bf16_loop(config, hardware.device, compile_model=True)
+        assert isinstance(config, GPT2Config)
+        return pure_bf16_loop(config, hardware.device, compile_model=compiles)
     bf16 = program == "reference"
-    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=True)
+    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compiles)
 
 
 def _run_loop(

@@ -51,14 +51,14 @@ def summarize(
     )
     for entry in result:
         if base is not None and entry["status"] == "measured":
-            ratios = _turn_ratios(runs[entry["name"]], runs[REFERENCE])
+            ratios = turn_ratios(runs[entry["name"]], runs[REFERENCE])
             entry["speed_ratio"] = entry["tokens_per_second"] / base["tokens_per_second"]
             entry["speed_ratio_min"], entry["speed_ratio_max"] = min(ratios), max(ratios)
             entry["memory_ratio"] = entry["total_peak_bytes"] / base["total_peak_bytes"]
     return result
 
 
-def _turn_ratios(
+def turn_ratios(
     runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """By how much the median step of each turn was faster than that of the base."""
