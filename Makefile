@@ -5,6 +5,8 @@
 # make test-mutants   known bugs put into a copy of the source, which its tests must notice
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
+# make test-gpu   the methods, families, runs and servers on a CUDA GPU; DEVICE=cpu runs what a CPU can
+#                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -16,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # wait for each other on the same cores are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo tour test test-faults test-mutants test-slow clean
+.PHONY: demo tour test test-faults test-mutants test-slow test-gpu clean
 
 demo: .venv/demo-ready
 	$(BIN)/python scripts/demo.py
@@ -39,6 +41,11 @@ test-mutants: .venv/test-ready
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
+
+# Two processes share the GPU: a test is mostly Python that starts kernels, or compiles them.
+DEVICE := cuda
+test-gpu: .venv/test-ready
+	FIRSTLIGHT_TEST_DEVICE=$(DEVICE) $(PYTEST) -m gpu tests/gpu
 
 # torch first and pinned: asked for by another package, it could come as another build.
 .venv/demo-ready: constraints.txt pyproject.toml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 from collections import Counter
@@ -24,6 +25,13 @@ _WORDS = (
     "the a light first dawn star river stone bird green small old sings falls runs over under "
     "through and but while every never 1 22 333 ä ö ü é 日本 🙂 def return class x_1 == ( ) : ."
 ).split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Machines with a GPU and no package registry may lack the plugin that pyproject.toml's
+    `--timeout` is for: there tests have no time limit."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addoption("--timeout", help="no effect: pytest-timeout is not installed")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,109 @@
+"""The frame of the tests on a GPU: their device, the skipped ones by reason, broken CUDA contexts.
+
+They run on CUDA, or with FIRSTLIGHT_TEST_DEVICE=cpu on the CPU, where `cuda_only(why)` skips a test
+whose method a CPU does not have. `needs(package, ...)` skips a test whose packages are absent.
+Several processes share one GPU: a test that fills its memory sets a limit of its own first
+(`torch.cuda.set_per_process_memory_fraction`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from firstlight.hardware import Hardware, find_hardware
+
+DEVICE = os.environ.get("FIRSTLIGHT_TEST_DEVICE", "cuda")
+_ON_CUDA = torch.device(DEVICE).type == "cuda"
+_FOLDER = Path(__file__).resolve().parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say in one line that there is no GPU, before any test has failed for it."""
+    # cuBLAS reads it when it starts; without it torch's deterministic mode refuses matrix products.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.option.markexpr == "gpu" and _ON_CUDA and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"the tests of the mark gpu need a CUDA GPU, and torch {torch.__version__} finds none: "
+            "run them on a machine with one, or `make test-gpu DEVICE=cpu` for those that a CPU "
+            "can run"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test of this folder the mark `gpu`, and skip what this machine does not have."""
+    for item in items:
+        if item.path.is_relative_to(_FOLDER):
+            item.add_marker(pytest.mark.gpu)
+            if reason := _reason_to_skip(item):
+                item.add_marker(pytest.mark.skip(reason=reason))
+            if _ON_CUDA:
+                # Libraries of other versions than the developers' warn of other things. That says
+                # nothing of the results: pytest's summary shows the warnings.
+                item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def _reason_to_skip(item: pytest.Item) -> str | None:
+    packages = [name for mark in item.iter_markers("needs") for name in mark.args]
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    if _ON_CUDA:
+        return None
+    return next((f"CUDA only: {mark.args[0]}" for mark in item.iter_markers("cuda_only")), None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped, and which, by reason."""
+    names: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        if report.nodeid.startswith("tests/gpu/"):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            names.setdefault(reason, []).append(report.nodeid.removeprefix("tests/gpu/"))
+    if names:
+        total = sum(map(len, names.values()))
+        terminalreporter.section(f"{total} skipped on {DEVICE}, by reason")
+        for reason, skipped in sorted(names.items()):
+            terminalreporter.write_line(f"{len(skipped):4} {reason}")
+            for name in sorted(skipped):
+                terminalreporter.write_line(f"       {name}")
+
+
+@pytest.fixture(scope="session")
+def hardware() -> Hardware:
+    """The device under test and its properties."""
+    return find_hardware(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def device(hardware: Hardware) -> torch.device:
+    """The device under test."""
+    return hardware.device
+
+
+@pytest.fixture(autouse=True)
+def _own_context() -> Iterator[None]:
+    """Each test begins with the GPU's memory free, and a kernel that failed is its own failure.
+
+    After an illegal access or a device-side assertion every later call of a process fails. Such a
+    process ends: pytest-xdist reports this test as the one that crashed, and starts another
+    process for those that follow.
+    """
+    yield
+    if not (_ON_CUDA and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"the CUDA context is lost, and with it all later tests: {error}", 1)
+    gc.collect()
+    torch.cuda.empty_cache()
