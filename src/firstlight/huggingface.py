@@ -26,9 +26,9 @@ from firstlight.lora.files import (
     load_adapter,
 )
 from firstlight.lora.layers import merge_lora
-from firstlight.models import FAMILIES, Model, ModelConfig, MoEConfig, build_model
+from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.stored import FileState, stored_tensors
-from firstlight.tokenizer import QWEN2_PATTERN, Tokenizer
+from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_fit import turn_end_ids
 from firstlight.weights import LoadingWay, count_tensors, load_weights
 
@@ -130,8 +130,8 @@ def unloaded_model(
     """
     count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
     sizes = {"num_hidden_layers": config.num_hidden_layers}
-    if isinstance(config, MoEConfig):
-        sizes["num_experts"] = config.num_experts
+    if config.expert_count:
+        sizes["num_experts"] = config.expert_count
     for name, size in sizes.items():
         if size > max(count, _FEW):
             raise ModelError(
@@ -293,13 +293,15 @@ def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list
         config: its config.json.
         tokenizer: its tokenizer.
     """
-    if config.get("model_type") != "qwen2" or tokenizer is None:
+    family = FAMILIES.get(str(config.get("model_type")))
+    split = None if family is None else family.spec.tokenizer_split
+    if split is None or tokenizer is None:
         return []
     pre_tokenizer = json.loads(tokenizer.backend.to_str())["pre_tokenizer"] or {}
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if any(step.get("pattern", {}).get("Regex") == QWEN2_PATTERN for step in steps):
+    if any(step.get("pattern", {}).get("Regex") == SPLIT_PATTERNS[split] for step in steps):
         return []
     return [
-        "transformers 5 reads every tokenizer of a qwen2 model with Qwen2's own split, and gives "
-        "other ids than this one: take model_type qwen3 or llama for it"
+        f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split of "
+        f"{split}, and gives other ids than this one: take model_type qwen3 or llama for it"
     ]

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
-from firstlight.models import Model, ModelConfig, MoEConfig, allocate, padded_vocab_size
+from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
+from firstlight.models.family import ExpertNames
 from firstlight.stored import (
     FLOAT_FORMATS,
     FileState,
@@ -42,25 +43,6 @@ LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-
-#: What the name of the token embedding's weight ends with.
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-
-#: Where an expert's gate, up and down weights and the router's stand in a family's files.
-_EXPERT_NAMES = {
-    "mixtral": (
-        "block_sparse_moe.experts.{}.w1.weight",
-        "block_sparse_moe.experts.{}.w3.weight",
-        "block_sparse_moe.experts.{}.w2.weight",
-        "block_sparse_moe.gate.weight",
-    ),
-    "qwen3_moe": (
-        "mlp.experts.{}.gate_proj.weight",
-        "mlp.experts.{}.up_proj.weight",
-        "mlp.experts.{}.down_proj.weight",
-        "mlp.gate.weight",
-    ),
-}
 
 
 class _Described(Protocol):
@@ -104,7 +86,7 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name == "lm_head.weight" or name.endswith(_EMBEDDINGS):
+        if name in ("lm_head.weight", embedding_name(model)):
             tensor = tensor[: config.vocab_size]
         tensors[name] = tensor
     return tensors if stacked else one_by_one(tensors, config)
@@ -115,8 +97,8 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     expert's matrices, under the names of their family's files."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if isinstance(config, MoEConfig) and ".mlp." in name:
-            found |= _expert_tensors(name, tensor, config)
+        if config.family.experts is not None and ".mlp." in name:
+            found |= _expert_tensors(name, tensor, config.family.experts)
         else:
             found[name] = tensor
     return found
@@ -124,23 +106,20 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 def embedding_name(model: Model) -> str:
     """The name of the token embedding's weight."""
-    names = (name for name, _ in model.named_parameters())
-    return next(name for name in names if name.endswith(_EMBEDDINGS))
+    return f"{model.embedding_name}.weight"
 
 
-def _expert_tensors(name: str, tensor: Tensor, config: MoEConfig) -> dict[str, Tensor]:
+def _expert_tensors(name: str, tensor: Tensor, names: ExpertNames) -> dict[str, Tensor]:
     layer, inner = name.split("mlp.", 1)
-    gate, up, down, router = (layer + part for part in _EXPERT_NAMES[config.model_type])
-    size = config.moe_intermediate_size
     if inner == "experts.gate_up_proj":
         return {
-            file_name.format(expert): half
+            layer + file_name.format(expert): half
             for expert, matrix in enumerate(tensor)
-            for file_name, half in ((gate, matrix[:size]), (up, matrix[size:]))
+            for file_name, half in zip((names.gate, names.up), matrix.chunk(2), strict=True)
         }
     if inner == "experts.down_proj":
-        return {down.format(expert): matrix for expert, matrix in enumerate(tensor)}
-    return {router if inner == "gate.weight" else name: tensor}
+        return {layer + names.down.format(expert): matrix for expert, matrix in enumerate(tensor)}
+    return {layer + names.router if inner == "gate.weight" else name: tensor}
 
 
 def load_weights(
@@ -196,9 +175,10 @@ def require_fit(
         ModelError: as `load_weights`.
     """
     expected = file_tensors(model, stacked=has_stacked_experts(stored))
-    if "transformer.wte.weight" in expected and "wte.weight" in stored:
+    prefix, _, short = embedding_name(model).partition(".")
+    if short in stored:  # saved without its head, and without the name that it has beside that
         stored = {
-            name if name.startswith("lm_head.") else f"transformer.{name}": tensor
+            name if name.startswith("lm_head.") else f"{prefix}.{name}": tensor
             for name, tensor in stored.items()
         }
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}

@@ -30,7 +30,7 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.files import new_folder, write_json
 from firstlight.hardware import Hardware, find_hardware, synchronize
 from firstlight.huggingface import CONFIG_NAME, read_config
-from firstlight.models import ModelConfig, MoEConfig, empty_model
+from firstlight.models import ModelConfig, empty_model
 from firstlight.models.accounting import meta_model
 from firstlight.stored import save_weights
 from firstlight.weights import embedding_name, weights_to_save
@@ -262,7 +262,7 @@ def _measure(
 def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
     """Bytes of weights that are read for one step of decoding: all but the tables in which
     tokens and positions are looked up. None where only some experts are visited."""
-    if isinstance(config, MoEConfig):
+    if config.expert_count:
         return None
     model = meta_model(config)
     looked_up = {"transformer.wpe.weight"}

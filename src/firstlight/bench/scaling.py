@@ -28,7 +28,6 @@ from firstlight.bench.methods_rows import SMALL, find_model
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 from firstlight.hardware import Hardware, find_hardware
-from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model
 
 _MODULE = "firstlight.bench.scaling_once"
@@ -107,8 +106,11 @@ class ScalingBench:
 
     def _usual(self) -> list[str]:
         left_out: set[str] = set()
-        if type(find_model(self.model)) is not LlamaConfig:  # nor a mixture of experts
-            left_out |= {"tensor", "pipeline"}
+        model = find_model(self.model)
+        if not model.tensor_parallel_sizes:
+            left_out.add("tensor")
+        if not model.has_pipeline:
+            left_out.add("pipeline")
         if importlib.util.find_spec("deepspeed") is None:
             left_out |= {"zero-1", "zero-2", "zero-3"}
         return [name for name in ENGINES if name not in left_out]

@@ -24,6 +24,7 @@ from firstlight.conversion.gguf_layout import (
     ModelShape,
     Rope,
     TensorRule,
+    require_known,
     rope_of,
     shape_of,
     tensor_rules,
@@ -31,6 +32,7 @@ from firstlight.conversion.gguf_layout import (
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files import replacing
+from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights import COMPUTED_BUFFERS
 
@@ -91,9 +93,10 @@ def write_gguf(
         StorageError: the operating system refuses, as when the disk is full.
     """
     gguf = import_gguf()
+    require_known(config)
     tied = _is_tied(config, tensors)
     shape = shape_of(config, tied=tied)
-    rope = None if shape.model_type == "gpt2" else rope_of(config)
+    rope = rope_of(config) if shape.rotary else None
     rules = list(tensor_rules(shape))
     _check_tensors(rules, tensors, tied)
     described = None if tokenizer is None else describe_tokenizer(tokenizer, shape.vocab_size)
@@ -174,7 +177,9 @@ def import_gguf() -> Any:
 def _window(config: Mapping[str, Any]) -> int | None:
     """The sliding window of attention, where the model has one and uses it."""
     window = config.get("sliding_window")
-    uses = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
+    family = FAMILIES[config["model_type"]].spec
+    always = "sliding_window" in family.own_keys and not family.has_window_switch
+    uses = config.get("use_sliding_window", always)
     return window if uses and isinstance(window, int) and window > 0 else None
 
 
@@ -184,10 +189,11 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
     Raises:
         ModelError: config.json and the tensors contradict each other.
     """
-    gpt2 = config.get("model_type") == "gpt2"
-    # transformers leaves its own default out of old GPT-2 files: tied.
-    tied = config.get("tie_word_embeddings", gpt2)
-    embedding = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
+    family = FAMILIES[config["model_type"]]
+    # transformers leaves its own default out of old files: GPT-2's are tied.
+    usual = family.config.model_fields["tie_word_embeddings"].default
+    tied = config.get("tie_word_embeddings", usual)
+    embedding = f"{family.model.embedding_name}.weight"
     if "lm_head.weight" not in tensors:
         if not tied:
             raise ModelError(
@@ -260,6 +266,8 @@ def _add_model(
     window = _window(config)
     if window is not None:
         writer.add_sliding_window(window)
+    for key, name in shape.family.gguf.numbers.items():
+        writer.add_float32(f"{shape.architecture}.{name}", float(config[key]))
     writer.add_string(KEPT, json.dumps(kept))
 
 

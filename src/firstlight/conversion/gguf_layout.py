@@ -15,41 +15,19 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
+from firstlight.models import DEFAULT_FAMILY, FAMILIES
+from firstlight.models.family import ExpertNames, FamilySpec
 
 #: model_type of Hugging Face's config.json -> general.architecture
-ARCHITECTURES = {
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-}
+ARCHITECTURES = {name: family.spec.gguf.architecture for name, family in FAMILIES.items()}
 
 #: The tensor of `Rope.factors`.
 ROPE_FACTORS = "rope_freqs.weight"
 
 _LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-#: (config.json's key, the values that llama.cpp computes with, what a missing key means)
-_Fixed = tuple[tuple[str, tuple[Any, ...], Any], ...]
-_FIXED: dict[str, _Fixed] = {
-    "gpt2": (
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), "gelu_new"),
-        ("scale_attn_weights", (True,), True),
-        ("scale_attn_by_inverse_layer_idx", (False,), False),
-        ("add_cross_attention", (False,), False),
-    ),
-    "qwen3": (("attention_bias", (False,), False),),
-    "qwen3_moe": (
-        ("attention_bias", (False,), False),
-        ("norm_topk_prob", (True,), False),
-        ("decoder_sparse_step", (1,), 1),
-        ("mlp_only_layers", ([], None), None),
-    ),
-}
-_FIXED_ROTARY: _Fixed = (
+#: What llama.cpp computes of all rotary families; see `GGUFSpec.fixed`.
+_FIXED_ROTARY = (
     ("hidden_act", ("silu",), "silu"),
     ("partial_rotary_factor", (1, None), None),
 )
@@ -89,11 +67,14 @@ class Rope:
 class ModelShape:
     """What decides which tensors a model has, and their shapes.
 
+    `family` is the entry of its `model_type`; `rotary`: positions are rotated, not learned.
     `expert_size` is the width inside an expert; 0, as `num_experts`, for dense models.
     `tied`: the head is the embedding, and has no tensor of its own.
     """
 
     model_type: str
+    family: FamilySpec
+    rotary: bool
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -112,7 +93,21 @@ class ModelShape:
     @property
     def architecture(self) -> str:
         """The value of general.architecture."""
-        return ARCHITECTURES[self.model_type]
+        return self.family.gguf.architecture
+
+
+def require_known(config: Mapping[str, Any]) -> str:
+    """The `model_type` of a config.json.
+
+    Raises:
+        ModelError: the family is none that can be put into GGUF.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"model_type '{model_type}' can't be put into GGUF (can: {', '.join(ARCHITECTURES)})"
+        )
+    return model_type
 
 
 def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
@@ -122,52 +117,53 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         ModelError: the family or one of its settings is none that llama.cpp computes, or a
             number is missing or can't be meant.
     """
-    model_type = str(config.get("model_type"))
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"model_type '{model_type}' can't be put into GGUF (can: {', '.join(ARCHITECTURES)})"
-        )
-    gpt2 = model_type == "gpt2"
-    for key, values, default in _FIXED.get(model_type, ()) + (() if gpt2 else _FIXED_ROTARY):
+    model_type = require_known(config)
+    family, config_class = FAMILIES[model_type].spec, FAMILIES[model_type].config
+    rotary = config_class.has_rotary
+    for key, values, default in family.gguf.fixed + (_FIXED_ROTARY if rotary else ()):
         value = config.get(key, default)
         if value not in values:
             raise ModelError(
                 f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
                 "put into GGUF"
             )
-    hidden = _positive(config, "n_embd" if gpt2 else "hidden_size")
-    heads = _positive(config, "n_head" if gpt2 else "num_attention_heads")
-    head_dim = 128 if model_type == "qwen3" and "head_dim" not in config else hidden // heads
+
+    def size(ours: str, default: Any = None) -> int:
+        return _positive(config, config_class.hf_names.get(ours, ours), default)
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = family.hf_defaults.get("head_dim") if "head_dim" not in config else None
     experts = expert_size = 0
-    if model_type in ("mixtral", "qwen3_moe"):
-        # transformers 5 writes num_local_experts for both.
+    if family.experts is not None:
+        # transformers 5 writes num_local_experts for all.
         experts = _positive(config, "num_local_experts", config.get("num_experts"))
-        expert_size = _positive(
-            config, "intermediate_size" if model_type == "mixtral" else "moe_intermediate_size"
-        )
+        expert_size = _positive(config, family.experts.size)
+    width = (expert_size or None) if rotary else 4 * hidden
     shape = ModelShape(
         model_type=model_type,
-        vocab_size=_positive(config, "vocab_size"),
+        family=family,
+        rotary=rotary,
+        vocab_size=size("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=(
-            _positive(config, "n_inner", 4 * hidden)
-            if gpt2
-            else _positive(config, "intermediate_size", expert_size or None)
-        ),
-        num_layers=_positive(config, "n_layer" if gpt2 else "num_hidden_layers"),
+        intermediate_size=size("intermediate_size", width),
+        num_layers=size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=heads if gpt2 else _positive(config, "num_key_value_heads", heads),
-        head_dim=hidden // heads if gpt2 else _positive(config, "head_dim", head_dim),
-        max_positions=_positive(config, "n_positions" if gpt2 else "max_position_embeddings"),
+        num_kv_heads=size("num_key_value_heads", heads) if rotary else heads,
+        head_dim=size("head_dim", head_dim or hidden // heads) if rotary else hidden // heads,
+        max_positions=size("max_position_embeddings"),
         num_experts=experts,
-        num_experts_per_tok=_positive(config, "num_experts_per_tok") if experts else 0,
+        num_experts_per_tok=size("num_experts_per_tok") if experts else 0,
         expert_size=expert_size,
-        attention_bias=model_type == "llama" and config.get("attention_bias") is True,
-        mlp_bias=model_type == "llama" and config.get("mlp_bias") is True,
+        attention_bias=_has_own(family, config, "attention_bias"),
+        mlp_bias=_has_own(family, config, "mlp_bias"),
         tied=tied,
     )
     _check(shape)
     return shape
+
+
+def _has_own(family: FamilySpec, config: Mapping[str, Any], key: str) -> bool:
+    return key in family.own_keys and config.get(key) is True
 
 
 def _check(shape: ModelShape) -> None:
@@ -177,11 +173,11 @@ def _check(shape: ModelShape) -> None:
             f"config.json: num_attention_heads {shape.num_heads} is not a multiple of "
             f"num_key_value_heads {shape.num_kv_heads}"
         )
-    if shape.model_type == "gpt2" and shape.hidden_size % shape.num_heads:
+    if not shape.rotary and shape.hidden_size % shape.num_heads:
         raise ModelError(
             f"config.json: n_embd {shape.hidden_size} is not a multiple of n_head {shape.num_heads}"
         )
-    if shape.model_type != "gpt2" and shape.head_dim % 2:
+    if shape.rotary and shape.head_dim % 2:
         raise ModelError(f"config.json: head_dim {shape.head_dim} is odd: rotary positions pair")
     if shape.num_experts_per_tok > shape.num_experts:
         raise ModelError(
@@ -203,7 +199,7 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
         raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
     model_type = str(config.get("model_type"))
     # The first Llamas' config.json leaves it out; the other families' always have it.
-    usual = 10_000.0 if model_type == "llama" else None
+    usual = 10_000.0 if model_type == DEFAULT_FAMILY else None
     theta = _number(settings, "rope_theta", config.get("rope_theta") or usual)
     kind = str(settings.get("rope_type") or settings.get("type") or "default")
     keys: dict[str, tuple[str, ...]] = {
@@ -211,10 +207,12 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
         "linear": ("factor",),
         "llama3": ("factor", *_LLAMA3_KEYS),
     }
-    if kind not in keys or (kind == "llama3" and ARCHITECTURES.get(model_type) != "llama"):
+    family = FAMILIES.get(model_type)
+    if kind not in (() if family is None else family.spec.gguf.rope_kinds):
+        named = [n for n, family in FAMILIES.items() if "llama3" in family.spec.gguf.rope_kinds]
         raise ModelError(
             f"rope type '{kind}' can't be put into GGUF for {model_type}: default and linear can, "
-            "and llama3 for the Llama, Mistral and Mixtral families"
+            f"and llama3 for {', '.join(named)}"
         )
     scaling = {key: _number(settings, key) for key in keys[kind]}
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
@@ -294,10 +292,7 @@ class TensorRule:
 
 def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
     """All tensors of a model, in the order of the file; `rope_freqs.weight` aside."""
-    if shape.model_type == "gpt2":
-        yield from _gpt2_rules(shape)
-    else:
-        yield from _llama_rules(shape)
+    yield from _llama_rules(shape) if shape.rotary else _gpt2_rules(shape)
 
 
 def _gpt2_rules(shape: ModelShape) -> Iterator[TensorRule]:
@@ -338,8 +333,8 @@ def _llama_rules(shape: ModelShape) -> Iterator[TensorRule]:
         yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
         norm = f"{ours}post_attention_layernorm.weight"
         yield TensorRule(f"{theirs}ffn_norm.weight", (norm,), (C,))
-        if shape.num_experts:
-            yield from _expert_rules(shape, theirs, ours)
+        if shape.family.experts is not None:
+            yield from _expert_rules(shape, shape.family.experts, theirs, ours)
         else:
             yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
     yield TensorRule("output_norm.weight", ("model.norm.weight",), (C,))
@@ -349,8 +344,8 @@ def _llama_rules(shape: ModelShape) -> Iterator[TensorRule]:
 
 def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
     C, D = shape.hidden_size, shape.head_dim
-    qkv_bias = shape.attention_bias or shape.model_type == "qwen2"
-    rotary: Literal["none", "rotary"] = "rotary" if shape.architecture == "llama" else "none"
+    qkv_bias = shape.attention_bias or shape.family.qkv_bias
+    rotary: Literal["none", "rotary"] = "rotary" if shape.family.gguf.rotates_pairs else "none"
     for letter, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
         for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if qkv_bias else 1]:
             name = f"{ours}{letter}_proj.{kind}"
@@ -358,7 +353,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
             yield TensorRule(
                 f"{theirs}attn_{letter}.{kind}", (name,), (rows, *rest), rotary, heads=heads
             )
-        if shape.model_type in ("qwen3", "qwen3_moe"):
+        if shape.family.qk_norm:
             name = f"{ours}{letter}_norm.weight"
             yield TensorRule(f"{theirs}attn_{letter}_norm.weight", (name,), (D,))
     rows = shape.num_kv_heads * D
@@ -380,14 +375,17 @@ def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule
             yield TensorRule(f"{name}.bias", (f"{source}.bias",), (outputs,))
 
 
-def _expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _expert_rules(
+    shape: ModelShape, names: ExpertNames, theirs: str, ours: str
+) -> Iterator[TensorRule]:
     C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
-    mixtral = shape.model_type == "mixtral"
-    block = f"{ours}block_sparse_moe." if mixtral else f"{ours}mlp."
-    yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{block}gate.weight",), (E, C))
-    for word, w, outputs, inputs in (("gate", 1, F, C), ("up", 3, F, C), ("down", 2, C, F)):
-        name = f"w{w}" if mixtral else f"{word}_proj"
-        sources = tuple(f"{block}experts.{expert}.{name}.weight" for expert in range(E))
+    yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
+    for word, name, outputs, inputs in (
+        ("gate", names.gate, F, C),
+        ("up", names.up, F, C),
+        ("down", names.down, C, F),
+    ):
+        sources = tuple(ours + name.format(expert) for expert in range(E))
         yield TensorRule(
             f"{theirs}ffn_{word}_exps.weight", sources, (outputs, inputs), stacked=True
         )

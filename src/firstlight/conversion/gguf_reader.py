@@ -28,16 +28,8 @@ from firstlight.conversion.gguf_layout import (
 )
 from firstlight.conversion.gguf_parser import GGUFParser, StoredTensor
 from firstlight.errors import ModelError, describe_os_error
-
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
+from firstlight.models import FAMILIES
+from firstlight.models.family import ExpertNames
 
 #: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
@@ -166,6 +158,7 @@ def _config_of(
             f"(supported: {', '.join(dict.fromkeys(ARCHITECTURES.values()))})"
         )
     values = _Values(metadata, architecture)
+    rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
     # Before any table of all tensors is made: a damaged count must not make it endless.
@@ -174,16 +167,16 @@ def _config_of(
     config: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in stored,
-        **(_gpt2_config(values) if architecture == "gpt2" else _llama_config(values, stored)),
+        **(_llama_config(values, stored) if rotary else _gpt2_config(values)),
     }
     config |= {key: kept[key] for key in KEPT_KEYS if key in kept}
     for name in ("bos_token_id", "eos_token_id"):
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
-    if architecture != "gpt2":
+    if rotary:
         config |= _rope_config(values, kept, factors, config["head_dim"])
         rope_of(config)
-    return {"architectures": [_CLASSES[config["model_type"]]], **config}
+    return {"architectures": [FAMILIES[config["model_type"]].spec.architecture], **config}
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -225,10 +218,10 @@ def _llama_config(values: _Values, stored: Mapping[str, StoredTensor]) -> dict[s
     }:
         raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
     window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
-    llama = "mixtral" if experts else "mistral" if window else "llama"
-    families = {"llama": llama, "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+    model_type = _family_of(values.architecture, experts, window)
+    family = FAMILIES[model_type].spec
     config: dict[str, Any] = {
-        "model_type": families[values.architecture],
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": values.whole("feed_forward_length"),
         "num_hidden_layers": values.whole("block_count"),
@@ -241,16 +234,31 @@ def _llama_config(values: _Values, stored: Mapping[str, StoredTensor]) -> dict[s
         # Said even where there is none: Mistral's default is a window.
         "sliding_window": window or None,
     }
-    if values.architecture == "llama":
+    if "mlp_bias" in family.own_keys:
         config["attention_bias"] = "blk.0.attn_q.bias" in stored
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
     if experts:
-        config |= _expert_config(values, stored, experts)
-    return config
+        config |= _expert_config(values, stored, family.experts, experts)
+    return config | {key: values.real(name) for key, name in family.gguf.numbers.items()}
+
+
+def _families_of(architecture: str) -> list[str]:
+    return [name for name in FAMILIES if ARCHITECTURES[name] == architecture]
+
+
+def _family_of(architecture: str, experts: int, window: int) -> str:
+    """The first family of an architecture that has what the file has."""
+    named = _families_of(architecture)
+    for name in named:
+        family = FAMILIES[name].spec
+        has_window = not window or "sliding_window" in family.own_keys
+        if has_window and (family.experts is not None) == (experts > 0):
+            return name
+    return named[0]
 
 
 def _expert_config(
-    values: _Values, stored: Mapping[str, StoredTensor], experts: int
+    values: _Values, stored: Mapping[str, StoredTensor], names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
     """What a mixture of experts has beside the rest."""
     router = stored.get("blk.0.ffn_gate_inp.weight")
@@ -258,7 +266,7 @@ def _expert_config(
     if router is None or router.shape[0] != experts:
         raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
     used = {"num_experts_per_tok": values.whole("expert_used_count")}
-    if values.architecture == "llama":
+    if names is not None and names.size == "intermediate_size":
         return {"num_local_experts": experts, **used}
     size = values.whole("expert_feed_forward_length", values.whole("feed_forward_length"))
     return {

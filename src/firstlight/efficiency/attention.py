@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.models import GPT2Config, Model, ModelConfig
+from firstlight.models import Model, ModelConfig
 from firstlight.models.blockwise import blockwise_attention
-from firstlight.models.gpt2 import Attention as GPT2Attention
-from firstlight.models.llama import Attention as LlamaAttention
 from firstlight.models.ops import (
     AttentionFunction,
     MaskFunction,
+    SelfAttention,
     attention,
     dense_mask,
     plain_attention,
@@ -57,7 +56,7 @@ def resolve_attention(
     """
     if config.attention != "auto":
         return config.attention
-    dropout = model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
+    dropout = model.attention_spec(0).dropout
     if documents and device == "cuda":
         return "flex" if not dropout and compiles else "sdpa"
     return "blockwise" if device == "cpu" and takes_blockwise(model, dtype, seq_len) else "sdpa"
@@ -72,7 +71,7 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
     heads of 32 1.2.
     """
     half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
-    if isinstance(model, GPT2Config) and model.attn_pdrop > 0:
+    if model.attention_spec(0).dropout:
         return half or large
     return half and large and seq_len <= _BLOCKWISE_TOKENS
 
@@ -82,7 +81,7 @@ def choose_attention(model: Model, way: str) -> None:
     attend, make_mask = _ways()[way]
     model.make_mask = make_mask
     for module in model.modules():
-        if isinstance(module, GPT2Attention | LlamaAttention):
+        if isinstance(module, SelfAttention):
             module.attend = attend
 
 
@@ -106,13 +105,14 @@ def _by_kernel(
     *,
     dropout: float,
     mask: Any,
+    scale: float | None = None,
 ) -> Tensor:
     # Keys and values of grouped queries are repeated: not every kernel groups them itself.
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     if groups > 1:
         k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
-        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask)
+        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
 
 
 def flex_mask(
@@ -141,15 +141,22 @@ def flex_mask(
 
 
 def flex_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float, mask: Any
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    dropout: float,
+    mask: Any,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention over a block mask by torch's compiled FlexAttention (Dong et al. 2024); over
     another mask, or none, by torch's fused kernels."""
     if mask is None or isinstance(mask, Tensor):
-        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask)
+        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
     assert dropout == 0.0, "flex attention has no dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
-    result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
     return result
 
 

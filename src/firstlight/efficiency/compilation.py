@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.efficiency.memory import decoder_layers
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
 from firstlight.models import Model
@@ -62,7 +61,7 @@ def compiled(
         options["mode"] = config.compile_mode
     if not config.compile_regional:
         return torch.compile(forward, **options)
-    for layer in decoder_layers(model):
+    for layer in model.layers:
         plain = layer.forward
         layer.forward = functools.partial(
             _compiled_in_training, layer, plain, torch.compile(plain, **options)

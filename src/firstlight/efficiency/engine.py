@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from firstlight.distributed import World, all_reduce_sum
 from firstlight.distributed.pieces import gather_to_main
 from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.efficiency.memory import decoder_layers
 from firstlight.efficiency.pipeline import Pipeline, stage_model, unstageable
 from firstlight.efficiency.tensor_parallel import cut_tensors
 from firstlight.errors import ConfigError
-from firstlight.models import Llama, LlamaConfig, Model, ModelConfig, build_model, empty_model
+from firstlight.models import Model, ModelConfig, build_model, empty_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,7 +87,6 @@ class Engine:
         if stages > 1:
             if problems := list(unstageable(config, stages)):
                 raise ConfigError("; ".join(problems))
-            assert isinstance(config, LlamaConfig)
             return stage_model(config, vocab_multiple, self.group_rank, stages, generator)
         model = empty_model(config, vocab_multiple)
         if generator is not None:
@@ -134,12 +132,10 @@ class Engine:
                 gradients up in fp32.
         """
         if self.config.pipeline > 1:
-            assert isinstance(model, Llama)
             self.pipeline = Pipeline(model, self.world, self.device)
             return self.pipeline.forward
         mesh = self._mesh() if self.cuts else None
         if self.config.tensor_parallel > 1:
-            assert isinstance(model, Llama)
             assert mesh is not None
             # It tells that numbers are added up over two dimensions, one after the other.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -202,7 +198,7 @@ class Engine:
             ),
             "offload_policy": offload,
         }
-        for layer in decoder_layers(model):
+        for layer in model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
         self._cut_modules = [part for part in model.modules() if isinstance(part, FSDPModule)]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 # Imported for their operators, which `_KEPT` names; that of MoE is there with the models.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
-from firstlight.models import GPT2, Model
+from firstlight.models import Model
 
 _aten = torch.ops.aten
 
@@ -38,11 +38,6 @@ _KEPT = [
 _OFFLOADED_ELEMENTS = 1024
 
 
-def decoder_layers(model: Model) -> nn.ModuleList:
-    """The model's layers, first to last."""
-    return model.transformer.h if isinstance(model, GPT2) else model.model.layers
-
-
 def checkpoint_layers(model: Model, selective: bool) -> None:
     """Let the backward pass compute every layer's activations again (Chen et al. 2016), the
     matrix products' and attention's excepted where `selective`.
@@ -50,7 +45,7 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
     Random numbers are put back for that, so that dropout repeats itself; the result is the same
     to the last bit.
     """
-    for layer in decoder_layers(model):
+    for layer in model.layers:
         layer.forward = functools.partial(_recomputed, layer, layer.forward, selective)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from firstlight.distributed import World, all_reduce_sum
-from firstlight.models import Llama, LlamaConfig, ModelConfig, build_model
+from firstlight.models import Model, ModelConfig, build_model, families_with
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -49,10 +49,10 @@ class _Elsewhere(nn.Module):
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
     """Why a model can't be cut into so many stages, each reason a sentence."""
-    if not isinstance(config, LlamaConfig):
+    if not config.has_pipeline:
         yield (
-            "distributed.pipeline cuts llama, mistral, qwen2 and qwen3, and the model is "
-            f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
+            f"distributed.pipeline cuts {families_with(lambda family: family.has_pipeline)}, and "
+            f"the model is {config.model_type}: set it to 1, and distributed.engine to fsdp"
         )
     elif config.num_hidden_layers < stages:
         yield (
@@ -69,12 +69,12 @@ def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
 
 @torch.no_grad()
 def stage_model(
-    config: LlamaConfig,
+    config: ModelConfig,
     vocab_multiple: int,
     stage: int,
     stages: int,
     generator: torch.Generator | None = None,
-) -> Llama:
+) -> Model:
     """One stage of a model, on the CPU. No process ever holds more than its own parameters and
     one other.
 
@@ -86,12 +86,11 @@ def stage_model(
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
-    assert isinstance(model, Llama)
     own = _own_layers(config.num_hidden_layers, stage, stages)
     elsewhere = [
-        *(layer for number, layer in enumerate(model.model.layers) if number not in own),
-        *([model.model.embed_tokens] if stage > 0 else []),
-        *([model.model.norm, model.lm_head] if stage < stages - 1 else []),
+        *(layer for number, layer in enumerate(model.layers) if number not in own),
+        *([model.embedding] if stage > 0 else []),
+        *(map(model.get_submodule, model.final_modules) if stage < stages - 1 else []),
     ]
     others = {id(p) for module in elsewhere for p in module.parameters()}
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
@@ -109,16 +108,20 @@ def stage_model(
                 module._parameters[name] = nn.Parameter(place)
     if generator is not None:
         model.init_weights(generator)
-    for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+    for weight in (model.embedding.weight, model.lm_head.weight):
         if not weight.is_meta:
             weight[config.vocab_size :].zero_()
     for number in range(config.num_hidden_layers):
         if number not in own:
-            model.model.layers[number] = _Elsewhere()
+            model.layers[number] = _Elsewhere()
     if stage > 0:
-        model.model.embed_tokens = _Received()  # type: ignore[assignment]
+        received = _Received()
+        model.set_submodule(model.embedding_name, received)
+        model.embed = received.forward  # type: ignore[method-assign]
     if stage < stages - 1:
-        model.model.norm, model.lm_head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+        for name in model.final_modules:
+            model.set_submodule(name, nn.Identity())
+        model.finish = lambda x_BTC: x_BTC  # type: ignore[method-assign]
     model.finish_loading()
     return model
 
@@ -141,7 +144,7 @@ class Pipeline:
         forward: this stage's own part of the forward pass.
     """
 
-    def __init__(self, model: Llama, world: World, device: torch.device) -> None:
+    def __init__(self, model: Model, world: World, device: torch.device) -> None:
         self.forward: Callable[..., Tensor] = model.forward
         self._stage, self._stages, self._device = world.rank, world.size, device
         self._model = model
@@ -163,7 +166,7 @@ class Pipeline:
 
     def take(self, hidden: Tensor) -> None:
         """Have the next call of `forward` go on from what the stage before has computed."""
-        received = self._model.model.embed_tokens
+        received: nn.Module = self._model.embedding
         assert isinstance(received, _Received)
         received.hidden = hidden
 

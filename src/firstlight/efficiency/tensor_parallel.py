@@ -9,6 +9,7 @@ norms, logits, loss) is whole on each.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from firstlight.models import Llama, LlamaConfig, ModelConfig
+from firstlight.models import Model, ModelConfig, families_with
 from firstlight.models.cache import KVCache
 from firstlight.models.llama import RMSNorm
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 def uncuttable(config: ModelConfig, size: int) -> Iterator[str]:
     """Why a model can't be cut over so many processes, each reason a sentence."""
-    if not isinstance(config, LlamaConfig):
+    if not config.tensor_parallel_sizes:
         yield (
-            f"distributed.tensor_parallel cuts llama, mistral, qwen2 and qwen3, and the model is "
+            "distributed.tensor_parallel cuts "
+            f"{families_with(lambda family: family.tensor_parallel_sizes)}, and the model is "
             f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
         )
-        return
-    for name in ("num_key_value_heads", "intermediate_size"):
+    for name in config.tensor_parallel_sizes:
         count = getattr(config, name)
         if count % size:
             most = max(n for n in range(1, size) if count % n == 0)
@@ -44,7 +45,7 @@ def uncuttable(config: ModelConfig, size: int) -> Iterator[str]:
             )
 
 
-def cut_tensors(model: Llama, mesh: DeviceMesh) -> None:
+def cut_tensors(model: Model, mesh: DeviceMesh) -> None:
     """Cut a model over processes, in place; its forward pass is then to be called on all of them
     with the same inputs, and gives the same outputs.
 
@@ -61,31 +62,32 @@ def cut_tensors(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module,
     )
 
-    whole, none = Replicate(), None
-    # The inputs become DTensors once for several matrices: their gradients are added up before
-    # they are sent.
-    plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
-        "model.layers.*.self_attn": PrepareModuleInput(
-            input_layouts=(whole, none, none, none, none),
-            desired_input_layouts=(whole, none, none, none, none),
-        ),
-        **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=(whole,), desired_input_layouts=(whole,)
-        ),
-        **{f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=whole),
-    }
+    whole = Replicate()
+
+    def style(name: str, kind: str) -> ParallelStyle:
+        if kind == "inputs":
+            # The first input becomes a DTensor once for several matrices: their gradients are added
+            # up before they are sent.
+            count = len(
+                inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
+            )
+            layouts = (whole, *(None,) * (count - 1))
+            return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+        return {
+            "table": RowwiseParallel(input_layouts=whole),
+            "columns": ColwiseParallel(),
+            "rows": RowwiseParallel(),
+            "head": ColwiseParallel(output_layouts=whole),
+        }[kind]
+
+    plan = {name: style(name, kind) for name, kind in model.tensor_parallel_plan.items()}
     # Every process has the weights already: nothing is sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight = model.embedding.weight
     model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
@@ -115,9 +117,9 @@ def _norm_with_plain_weight(norm: RMSNorm, gradient: Any, x: Tensor) -> Tensor:
 
 
 def _cache_of_own_heads(
-    model: Llama, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
+    model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """`Llama.make_cache` for the key-value heads of one of `size` processes."""
+    """The model's `make_cache` for the key-value heads of one of `size` processes."""
     config = model.config
     return KVCache(
         config.num_hidden_layers,
@@ -126,5 +128,5 @@ def _cache_of_own_heads(
         batch_size=batch_size,
         max_tokens=max_tokens,
         dtype=dtype,
-        device=model.model.embed_tokens.weight.device,
+        device=model.embedding.weight.device,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
-from firstlight.models import KVCache, Model, MoEConfig, RaggedCache
+from firstlight.models import KVCache, Model, RaggedCache
 
 #: Recorded steps that are kept: each takes some hundred KiB of the GPU's memory for its kernels.
 _MOST_RECORDED = 64
@@ -53,7 +53,7 @@ class CompiledStep:
         self._compiled = torch.compile(self._forward, fullgraph=True)
         self._recorded: RecordedSteps | None = None
         # Where experts have no grouped kernel, the host asks for how many rows each has.
-        if self._device.type == "cuda" and not isinstance(model.config, MoEConfig):
+        if self._device.type == "cuda" and not model.config.expert_count:
             self._recorded = RecordedSteps(self._step)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:

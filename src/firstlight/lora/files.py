@@ -33,7 +33,7 @@ from firstlight.lora.layers import (
     wrap,
 )
 from firstlight.lora.peft_config import ADAPTER_CONFIG_NAME, PeftConfig, read_peft_config
-from firstlight.models import GPT2, Model
+from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.stored import (
     FLOAT_FORMATS,
@@ -295,8 +295,7 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "rank_pattern": {},
         "alpha_pattern": {},
         "bias": "none",
-        # The weights of GPT-2's layers are stored [in, out].
-        "fan_in_fan_out": isinstance(model, GPT2),
+        "fan_in_fan_out": model.config.stores_transposed,
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,

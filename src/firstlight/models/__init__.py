@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from firstlight.models.cache import Cache, KVCache, RaggedCache
+from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
 
 __all__ = [
+    "DEFAULT_FAMILY",
     "FAMILIES",
     "GPT2",
     "Cache",
@@ -27,6 +30,7 @@ __all__ = [
     "allocate",
     "build_model",
     "empty_model",
+    "families_with",
     "padded_vocab_size",
 ]
 
@@ -36,22 +40,28 @@ ModelConfig = GPT2Config | LlamaConfig | MoEConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A family's config class and model class."""
+    """A family's config class, model class and facts."""
 
     config: type[GPT2Config] | type[LlamaConfig] | type[MoEConfig]
     model: type[GPT2] | type[Llama]
+    spec: FamilySpec
 
 
 #: `model_type` of config.json -> family
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(GPT2Config, GPT2),
-    "llama": Family(LlamaConfig, Llama),
-    "mistral": Family(LlamaConfig, Llama),
-    "qwen2": Family(LlamaConfig, Llama),
-    "qwen3": Family(LlamaConfig, Llama),
-    "mixtral": Family(MoEConfig, Llama),
-    "qwen3_moe": Family(MoEConfig, Llama),
+    "gpt2": Family(GPT2Config, GPT2, GPT2Config.families["gpt2"]),
+    **{name: Family(LlamaConfig, Llama, spec) for name, spec in LlamaConfig.families.items()},
+    **{name: Family(MoEConfig, Llama, spec) for name, spec in MoEConfig.families.items()},
 }
+
+#: The family of a recipe that names none.
+DEFAULT_FAMILY = LlamaConfig.default_type
+
+
+def families_with(has: Callable[[type[ModelConfig]], object]) -> str:
+    """The families whose config class has something, for a sentence: "llama and qwen2"."""
+    *others, last = (name for name, family in FAMILIES.items() if has(family.config))
+    return f"{', '.join(others)} and {last}"
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
@@ -62,9 +72,7 @@ def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
         vocab_multiple: the embedding's and the head's rows are padded to a multiple of this.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
-    if isinstance(config, GPT2Config):
-        return GPT2(config, rows)
-    return Llama(config, rows)
+    return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
@@ -87,6 +95,5 @@ def allocate(model: Model, device: torch.device) -> None:
     vocabulary: they are zero, for what they hold would reach the gradients."""
     model.to_empty(device=device)
     model.finish_loading()
-    embedding = model.transformer.wte if isinstance(model, GPT2) else model.model.embed_tokens
-    for weight in (embedding.weight, model.lm_head.weight):
+    for weight in (model.embedding.weight, model.lm_head.weight):
         weight[model.config.vocab_size :].zero_()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firstlight.models import GPT2Config, Model, ModelConfig, MoEConfig, build_model
+from firstlight.models import Model, ModelConfig, MoEConfig, build_model
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
             matrix_weights += parameter.numel()
     seen = 0.0
     for layer in range(config.num_hidden_layers):
-        window = None if isinstance(config, GPT2Config) else config.window(layer)
+        window = config.attention_spec(layer).window
         width = min(window or seq_len, seq_len)
         seen += width - width * width / (2 * max(seq_len, 1))
     return (

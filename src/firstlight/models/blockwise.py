@@ -25,7 +25,13 @@ QUERIES, SCORES, _LEAST_HEADS = 128, 2**21, 4
 
 
 def blockwise_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    dropout: float = 0.0,
+    mask: Any = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention, a block of queries at a time.
 
@@ -33,8 +39,11 @@ def blockwise_attention(
     a weight.
 
     Args:
-        mask: as in `ops.attention`.
+        mask, scale: as in `ops.attention`.
     """
+    if scale is not None:
+        # The operator divides by sqrt(D).
+        q_BHTD = q_BHTD * (scale * math.sqrt(q_BHTD.shape[-1]))
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
     kept_BHTS = None

@@ -9,47 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
 from firstlight.models.cache import Cache, KVCache
+from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GGUFSpec
 from firstlight.models.ops import (
-    AttentionFunction,
     Embedding,
     HeadLoss,
     MaskFunction,
+    SelfAttention,
     attention,
     dense_mask,
     document_positions,
     head_loss,
 )
 
-#: our name -> the name in Hugging Face's config.json
-_HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "layer_norm_epsilon": "layer_norm_epsilon",
-    "embd_pdrop": "embd_pdrop",
-    "attn_pdrop": "attn_pdrop",
-    "resid_pdrop": "resid_pdrop",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-}
-
 #: Hugging Face's names of the activations -> ours
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu"}
 
+_GGUF = GGUFSpec(
+    "gpt2",
+    fixed=(
+        ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), "gelu_new"),
+        ("scale_attn_weights", (True,), True),
+        ("scale_attn_by_inverse_layer_idx", (False,), False),
+        ("add_cross_attention", (False,), False),
+    ),
+)
 
-class GPT2Config(BaseModel):
+
+class GPT2Config(FamilyConfig):
     """Shape of a GPT-2 model. Dropout is off unless asked for, as is usual for pretraining today.
 
     model_type: "gpt2".
@@ -69,7 +64,23 @@ class GPT2Config(BaseModel):
     initializer_range: standard deviation of the initial weights.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    families: ClassVar[Mapping[str, FamilySpec]] = {"gpt2": FamilySpec("GPT2LMHeadModel", _GGUF)}
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_epsilon": "layer_norm_epsilon",
+        "embd_pdrop": "embd_pdrop",
+        "attn_pdrop": "attn_pdrop",
+        "resid_pdrop": "resid_pdrop",
+        "tie_word_embeddings": "tie_word_embeddings",
+        "initializer_range": "initializer_range",
+    }
+    has_rotary = False
+    stores_transposed = True
 
     model_type: Literal["gpt2"] = "gpt2"
     vocab_size: int = Field(0, ge=0)
@@ -125,7 +136,7 @@ class GPT2Config(BaseModel):
             )
         known = {
             ours: config[theirs]
-            for ours, theirs in _HF_NAMES.items()
+            for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
@@ -142,12 +153,16 @@ class GPT2Config(BaseModel):
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            **{theirs: getattr(self, ours) for ours, theirs in _HF_NAMES.items()},
+            **{theirs: getattr(self, ours) for ours, theirs in self.hf_names.items()},
             "n_ctx": self.max_position_embeddings,
             "activation_function": self.activation_function,
             "scale_attn_weights": True,
             **({} if self.qkv_bias else {"qkv_bias": False}),
         }
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0: the same in all."""
+        return AttentionSpec(dropout=self.attn_pdrop)
 
     @property
     def head_dim(self) -> int:
@@ -175,19 +190,14 @@ class Conv1D(nn.Module):
         return flat.view(*x.shape[:-1], -1)
 
 
-class Attention(nn.Module):
-    """Multi-head causal self-attention.
-
-    Attributes:
-        attend: how; replaced from outside to choose another way.
-    """
-
-    attend: AttentionFunction
+class Attention(SelfAttention):
+    """Multi-head causal self-attention."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
         C = config.hidden_size
-        self.layer, self.heads, self.dropout = layer, config.num_attention_heads, config.attn_pdrop
+        self.layer, self.heads = layer, config.num_attention_heads
+        self.dropout = config.attention_spec(layer).dropout
         self.c_attn = Conv1D(C, 3 * C, bias=config.qkv_bias)
         self.c_proj = Conv1D(C, C)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
@@ -261,10 +271,18 @@ class GPT2(nn.Module):
     Attributes:
         head_loss: how the loss is computed from the last hidden states; replaced from outside.
         make_mask: what makes the mask for the layers' `attend`; replaced with it.
+        router_statistics: None, as there are no experts.
     """
 
     head_loss: HeadLoss
     make_mask: MaskFunction
+    router_statistics: None = None
+
+    #: Names of the module with the token embedding, and of the modules behind the layers.
+    embedding_name = "transformer.wte"
+    final_modules = ("transformer.ln_f", "lm_head")
+    #: No plan: see `Llama`.
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int | None = None) -> None:
         super().__init__()
@@ -274,6 +292,16 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.head_loss, self.make_mask = head_loss, dense_mask
         self.finish_loading()
+
+    @property
+    def embedding(self) -> Embedding:
+        """The token embedding."""
+        return self.transformer.wte
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, first to last."""
+        return self.transformer.h
 
     def finish_loading(self) -> None:
         """Tie the head to the embedding where the config says so."""

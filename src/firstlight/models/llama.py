@@ -8,8 +8,8 @@ keys and values), Qwen3 (queries and keys normalised), Mixtral and Qwen3-MoE (`m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ from firstlight.models.llama_config import LlamaConfig, MoEConfig
 from firstlight.models.moe import RouterStatistics, SparseMLP, load_balancing_loss
 from firstlight.models.ops import (
     IGNORE_INDEX,
-    AttentionFunction,
     Embedding,
     HeadLoss,
     MaskFunction,
+    SelfAttention,
     apply_rope,
     at_least_fp32,
     attention,
@@ -52,25 +52,21 @@ class RMSNorm(nn.Module):
         )
 
 
-class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions.
-
-    Attributes:
-        attend: how; replaced from outside to choose another way.
-    """
-
-    attend: AttentionFunction
+class Attention(SelfAttention):
+    """Grouped-query self-attention with rotary positions."""
 
     def __init__(self, config: AnyLlamaConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.scale = config.attention_spec(layer).scale
         C, D, bias = config.hidden_size, config.head_dim, config.qkv_bias
         self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=bias)
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=config.attention_bias)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        has_norms = config.family.qk_norm
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if has_norms else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if has_norms else None
         self.attend = attention
 
     def forward(
@@ -87,7 +83,7 @@ class Attention(nn.Module):
         q_BHTD, k_BKSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BKSD, cos, sin)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
-        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, dropout=0.0, mask=mask)
+        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, dropout=0.0, mask=mask, scale=self.scale)
         return self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
@@ -110,10 +106,13 @@ class Block(nn.Module):
 
     def __init__(self, config: AnyLlamaConfig, layer: int) -> None:
         super().__init__()
-        self.has_window = config.window(layer) is not None
+        self.has_window = config.attention_spec(layer).window is not None
         self.self_attn = Attention(config, layer)
-        has_experts = isinstance(config, MoEConfig) and config.has_experts(layer)
-        self.mlp: MLP | SparseMLP = SparseMLP(config) if has_experts else MLP(config)  # type: ignore[arg-type]
+        self.mlp: MLP | SparseMLP
+        if isinstance(config, MoEConfig) and config.has_experts(layer):
+            self.mlp = SparseMLP(config)
+        else:
+            self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -170,6 +169,26 @@ class Llama(nn.Module):
     head_loss: HeadLoss
     make_mask: MaskFunction
 
+    #: Names of the module with the token embedding, and of the modules behind the layers.
+    embedding_name = "model.embed_tokens"
+    final_modules = ("model.norm", "lm_head")
+    #: The cut of each module under tensor parallelism: "inputs" are whole on all processes and
+    #: used by several cut modules, of which "columns" keep their own outputs, and "rows" add theirs
+    #: up; the "table" is cut by rows of the vocabulary, the "head" too, whose outputs are gathered.
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "table",
+        "model.layers.*.self_attn": "inputs",
+        "model.layers.*.self_attn.q_proj": "columns",
+        "model.layers.*.self_attn.k_proj": "columns",
+        "model.layers.*.self_attn.v_proj": "columns",
+        "model.layers.*.self_attn.o_proj": "rows",
+        "model.layers.*.mlp": "inputs",
+        "model.layers.*.mlp.gate_proj": "columns",
+        "model.layers.*.mlp.up_proj": "columns",
+        "model.layers.*.mlp.down_proj": "rows",
+        "lm_head": "head",
+    }
+
     def __init__(self, config: AnyLlamaConfig, padded_vocab_size: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -177,10 +196,29 @@ class Llama(nn.Module):
         self.model = Decoder(config, rows)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.head_loss, self.make_mask = head_loss, dense_mask
-        self.router_statistics = RouterStatistics() if isinstance(config, MoEConfig) else None
+        self.router_statistics = RouterStatistics() if config.expert_count else None
         self.rope_frequencies: Tensor
         self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
         self.finish_loading()
+
+    @property
+    def embedding(self) -> Embedding:
+        """The token embedding."""
+        return self.model.embed_tokens
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, first to last."""
+        return self.model.layers
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The first layer's input, [B, T, C]; a later stage of a pipeline replaces it."""
+        return self.model.embed_tokens(input_ids)  # type: ignore[no-any-return]
+
+    def finish(self, x_BTC: Tensor) -> Tensor:
+        """The head's input from the last layer's output, both [B, T, C]; all but the last stage
+        of a pipeline replace it."""
+        return self.model.norm(x_BTC)  # type: ignore[no-any-return]
 
     def finish_loading(self) -> None:
         """Make what is not in the weights' file: the tie of the head and the rotary table."""
@@ -264,7 +302,7 @@ class Llama(nn.Module):
         masks = (mask, mask)
         if window is not None:
             masks = (mask, self.make_mask(places, total, window, document_ids))
-        x_BTC = self.model.embed_tokens(input_ids)
+        x_BTC = self.embed(input_ids)
         router_logits: list[Tensor] = []
         for layer in self.model.layers:
             x_BTC, logits_NE = layer(x_BTC, cos, sin, masks, cache)
@@ -272,7 +310,7 @@ class Llama(nn.Module):
                 router_logits.append(logits_NE)
         if cache is not None:
             cache.advance(T)
-        x_BTC = self.model.norm(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
+        x_BTC = self.finish(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         vocab_size = self.config.vocab_size
         if labels is None:
             return self.lm_head(x_BTC)[..., :vocab_size]  # type: ignore[no-any-return]

@@ -1,41 +1,19 @@
 """Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral and
-Qwen3-MoE. They are one architecture; what differs between them stands in this file.
+Qwen3-MoE. They are one architecture; what differs between them stands in `llama_families.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from firstlight.errors import ModelError
+from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
+from firstlight.models.llama_families import DENSE, HF_DEFAULTS, OWN_KEYS, ROUTED
 from firstlight.models.ops import RopeScaling
-
-#: Families whose query, key and value projections have biases and the output's has none.
-_QKV_BIAS = ("qwen2",)
-#: Families that normalise each head's queries and keys.
-_QK_NORM = ("qwen3", "qwen3_moe")
-#: Which keys of ours a family's Hugging Face config has, beyond those that all have.
-_OWN_KEYS = {
-    "llama": ("attention_bias", "mlp_bias"),
-    "mistral": ("sliding_window",),
-    "qwen2": ("sliding_window", "max_window_layers"),
-    "qwen3": ("attention_bias", "sliding_window", "max_window_layers"),
-    "mixtral": ("sliding_window",),
-    "qwen3_moe": ("attention_bias", "sliding_window"),
-}
-_OPTIONAL = ("attention_bias", "mlp_bias", "sliding_window", "max_window_layers")
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 
 #: What each kind of rotary scaling reads.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -47,71 +25,16 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: What Hugging Face's config classes take for a key that config.json leaves out, where it is not
-#: what a recipe's default is.
-_HF_DEFAULTS: dict[str, dict[str, Any]] = {
-    "": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "rms_norm_eps": 1e-6,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-    },
-    "mixtral": {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-    },
-    "qwen3_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
-    },
-}
+if TYPE_CHECKING:
+    # A type checker can not see which names the tables have.
+    DenseType: TypeAlias = str
+    RoutedType: TypeAlias = str
+else:
+    DenseType, RoutedType = Literal[tuple(DENSE)], Literal[tuple(ROUTED)]
 
 
-class _DecoderConfig(BaseModel):
+class _DecoderConfig(FamilyConfig):
     """What all families of this file share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     #: The family of a config that doesn't name it.
     default_type: ClassVar[str] = "llama"
@@ -167,9 +90,10 @@ class _DecoderConfig(BaseModel):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
-        for name in _OPTIONAL:
-            if getattr(self, name) and name not in _OWN_KEYS[self.model_type]:
-                has = ", ".join(kind for kind, keys in _OWN_KEYS.items() if name in keys)
+        for name in sorted(OWN_KEYS - set(self.family.own_keys)):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                families = (DENSE | ROUTED).items()
+                has = ", ".join(kind for kind, spec in families if name in spec.own_keys)
                 raise ValueError(f"{name} is not a key of {self.model_type} models (of {has})")
         if self.max_window_layers and self.sliding_window is None:
             raise ValueError("max_window_layers means nothing without sliding_window")
@@ -178,16 +102,11 @@ class _DecoderConfig(BaseModel):
     @property
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have biases."""
-        return self.attention_bias or self.model_type in _QKV_BIAS
+        return self.attention_bias or self.family.qkv_bias
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether each head's queries and keys are normalised before they are rotated."""
-        return self.model_type in _QK_NORM
-
-    def window(self, layer: int) -> int | None:
-        """How many tokens, itself included, a token of this layer sees; None is all before it."""
-        return self.sliding_window if layer >= self.max_window_layers else None
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0."""
+        return AttentionSpec(self.sliding_window if layer >= self.max_window_layers else None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -201,31 +120,31 @@ class _DecoderConfig(BaseModel):
                 f"hidden_act '{config['hidden_act']}' is not supported: only 'silu' is"
             )
         kind = str(config.get("model_type", cls.default_type))
-        values = {**_HF_DEFAULTS[""], **_HF_DEFAULTS[kind]}
-        names = set(cls.model_fields) - {"rope_theta", "rope_scaling", *_OPTIONAL}
+        spec = cls.families[kind]
+        values = {**HF_DEFAULTS, **spec.hf_defaults}
+        names = set(cls.model_fields) - {"rope_theta", "rope_scaling", *OWN_KEYS}
         given = {ours: ours for ours in names if ours in config} | _other_names(cls, config)
         for ours, theirs in given.items():
             if config[theirs] is not None:
                 values[ours] = config[theirs]
             elif ours in ("num_key_value_heads", "head_dim"):
                 values.pop(ours, None)  # null: worked out from the other sizes
-        own = [name for name in ("attention_bias", "mlp_bias") if name in _OWN_KEYS[kind]]
+        own = set(spec.own_keys) - {"sliding_window", "max_window_layers"}
         values |= {name: config[name] for name in own if config.get(name) is not None}
-        values |= _windows_from_hf(kind, config, values)
+        values |= _windows_from_hf(spec, config, values)
         return cls(**{**values, **_rope_from_hf(config, values), "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""
-        kind = self.model_type
-        values = self.model_dump(exclude={"rope_theta", "rope_scaling", *_OPTIONAL})
-        own = {name: getattr(self, name) for name in _OWN_KEYS[kind]}
-        if kind.startswith("qwen"):
+        values = self.model_dump(exclude={"rope_theta", "rope_scaling", *OWN_KEYS})
+        own = {name: getattr(self, name) for name in self.family.own_keys}
+        if self.family.has_window_switch:
             own["use_sliding_window"] = self.sliding_window is not None
         if "max_window_layers" in own and self.sliding_window is None:
             own["max_window_layers"] = self.num_hidden_layers
         scaling = self.rope_scaling.model_dump() if self.rope_scaling else None
         return {
-            "architectures": [_ARCHITECTURES[kind]],
+            "architectures": [self.family.architecture],
             **values,
             **own,
             "hidden_act": "silu",
@@ -248,18 +167,18 @@ def _other_names(cls: type[BaseModel], config: Mapping[str, Any]) -> dict[str, s
 
 
 def _windows_from_hf(
-    kind: str, config: Mapping[str, Any], values: Mapping[str, Any]
+    spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`sliding_window` and `max_window_layers` of a config.json."""
-    if "sliding_window" not in _OWN_KEYS[kind]:
+    if "sliding_window" not in spec.own_keys:
         return {}
-    if not kind.startswith("qwen"):
-        window = config.get("sliding_window", _HF_DEFAULTS[kind].get("sliding_window"))
+    if not spec.has_window_switch:
+        window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
         return {"sliding_window": window}
     if not config.get("use_sliding_window"):
         return {}
     window = config.get("sliding_window", 4096)
-    if "max_window_layers" not in _OWN_KEYS[kind] or window is None:
+    if "max_window_layers" not in spec.own_keys or window is None:
         return {"sliding_window": window}
     layers = values["num_hidden_layers"]
     first = config.get("max_window_layers", 28)
@@ -330,7 +249,11 @@ class LlamaConfig(_DecoderConfig):
     initializer_range: standard deviation of the initial weights.
     """
 
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    families = DENSE
+    tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
+    has_pipeline = True
+
+    model_type: DenseType = "llama"
 
 
 class MoEConfig(_DecoderConfig):
@@ -354,16 +277,17 @@ class MoEConfig(_DecoderConfig):
     mlp_only_layers: layers, counted from 0, without experts (qwen3_moe).
     """
 
+    families = ROUTED
     default_type: ClassVar[str] = "mixtral"
 
-    model_type: Literal["mixtral", "qwen3_moe"] = "mixtral"
+    model_type: RoutedType = "mixtral"
     num_experts: int = Field(8, gt=0, le=10_000)
     num_experts_per_tok: int = Field(2, gt=0)
     moe_intermediate_size: int = Field(0, ge=0)
     norm_topk_prob: bool = True
     router_aux_loss_coef: float = Field(0.01, ge=0)
     decoder_sparse_step: int = Field(1, gt=0)
-    mlp_only_layers: list[int] = []
+    mlp_only_layers: list[int] = Field([])
 
     @model_validator(mode="before")
     @classmethod
@@ -397,6 +321,16 @@ class MoEConfig(_DecoderConfig):
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
             raise ValueError("no layer has experts: use a dense model_type")
         return self
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of a layer that has some."""
+        return self.num_experts
+
+    @property
+    def router_loss_coefficient(self) -> float:
+        """Weight of the load-balancing loss in training."""
+        return self.router_aux_loss_coef
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (counted from 0) has experts in place of an MLP."""

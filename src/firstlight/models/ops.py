@@ -109,21 +109,45 @@ class AttentionFunction(Protocol):
     S - T + t + 1.
 
     Keyword arguments: `dropout` of the weights; `mask`, what the model's `make_mask` gave, which
-    replaces the causal mask; None is causal.
+    replaces the causal mask; None is causal; `scale` of the scores, None is 1 / sqrt(D).
     """
 
     def __call__(
-        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float, mask: Any
+        self,
+        q_BHTD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        *,
+        dropout: float,
+        mask: Any,
+        scale: float | None = None,
     ) -> Tensor: ...
 
 
+class SelfAttention(nn.Module):
+    """Base of the families' attention layers.
+
+    Attributes:
+        attend: how; replaced from outside to choose another way.
+    """
+
+    attend: AttentionFunction
+
+
 def attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    dropout: float = 0.0,
+    mask: Any = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention by torch's fused kernels, which choose among themselves.
 
     Args:
         mask: bool [T, S] or [B, 1, T, S], true where a query may look; replaces the causal mask.
+        scale: factor of the scores; None is 1 / sqrt(D).
     """
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     if mask is None and 1 < new < total:
@@ -135,25 +159,32 @@ def attention(
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=mask is None and new > 1,
+        scale=scale,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
 
 
 def plain_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, dropout: float = 0.0, mask: Any = None
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    dropout: float = 0.0,
+    mask: Any = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention as it is written down (Vaswani et al. 2017): two matrix products with a
     softmax between them in fp32. All T x S scores are in memory at once.
 
     Args:
-        mask: as in `attention`.
+        mask, scale: as in `attention`.
     """
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     if groups > 1:
         k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
-    q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1])
+    q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1))
     scores = scores.masked_fill(~mask, float("-inf"))
     weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)

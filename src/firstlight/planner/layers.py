@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from firstlight.models import GPT2Config, ModelConfig, MoEConfig
+from firstlight.models import ModelConfig
 from firstlight.planner.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -206,12 +206,8 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 def _are_alike(config: ModelConfig) -> bool:
     """Whether all layers attend to as many tokens, and all or none have experts."""
-    if isinstance(config, GPT2Config):
-        return True
     layers = range(config.num_hidden_layers)
-    has_experts = isinstance(config, MoEConfig) and config.has_experts
-    kinds = {(config.window(i), bool(has_experts and has_experts(i))) for i in layers}
-    return len(kinds) == 1
+    return len({(config.attention_spec(i), config.has_experts(i)) for i in layers}) == 1
 
 
 def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:

@@ -17,7 +17,7 @@ from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.efficiency.pipeline import unstageable
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
-from firstlight.models import LlamaConfig, ModelConfig
+from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
@@ -49,13 +49,11 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         batch = batch.model_copy(update={"global_batch_tokens": tokens})
     if problems := list(why_not_cut(model, cut)):
         raise ConfigError("; ".join(problems))
-    if isinstance(model, LlamaConfig):
-        size = cut.tensor_parallel
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        changes = {name: getattr(model, name) // size for name in names}
-        # Not all stages have as many.
-        changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
-        model = model.model_copy(update=changes)
+    names = ("num_attention_heads", *model.tensor_parallel_sizes)
+    changes = {name: getattr(model, name) // cut.tensor_parallel for name in names}
+    # Not all stages have as many.
+    changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
+    model = model.model_copy(update=changes)
     efficiency = recipe.efficiency
     if is_put_together_in_bf16(recipe, processes):
         # What lies between layers is of the weights' dtype.

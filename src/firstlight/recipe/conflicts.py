@@ -9,7 +9,7 @@ from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
-from firstlight.models import GPT2Config, ModelConfig, MoEConfig
+from firstlight.models import ModelConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
 from firstlight.recipe.schema import Recipe
 
@@ -89,12 +89,12 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
             f"efficiency.compile_mode {config.compile_mode} is inductor's: set "
             "efficiency.compile_backend to inductor, or compile_mode to default"
         )
-    if config.precision == "fp8" and isinstance(model, GPT2Config):
+    if config.precision == "fp8" and model.stores_transposed:
         yield (
-            "efficiency.precision fp8 converts linear layers, and GPT-2's are stored transposed: "
-            "use bf16, or model.model_type llama"
+            "efficiency.precision fp8 converts linear layers, and those of "
+            f"{model.model_type} are stored transposed: use bf16, or model.model_type llama"
         )
-    if config.attention in ("flex", "flash") and _attention_dropout(model):
+    if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (
             f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
             "or efficiency.attention to auto"
@@ -151,7 +151,7 @@ def _conflicts_of_pairs(
             "each answer's log-probability: set it to 0 (a smaller batch.micro_batch_size frees "
             "memory too)"
         )
-    if isinstance(recipe.model, MoEConfig):
+    if recipe.model is not None and recipe.model.expert_count:
         yield (
             f"preference pairs are not for experts ({recipe.model.model_type}), whose balancing "
             "loss is not part of theirs: use a dense model"
@@ -310,9 +310,5 @@ def _missing_units(recipe: Recipe, name: str, capability: tuple[int, int]) -> It
 
 
 def _window(model: ModelConfig) -> float:
-    window = None if isinstance(model, GPT2Config) else model.sliding_window
-    return float("inf") if window is None else window
-
-
-def _attention_dropout(model: ModelConfig) -> float:
-    return model.attn_pdrop if isinstance(model, GPT2Config) else 0.0
+    windows = (model.attention_spec(layer).window for layer in range(model.num_hidden_layers))
+    return min((window for window in windows if window is not None), default=float("inf"))

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files import read_file
+from firstlight.models import DEFAULT_FAMILY
 from firstlight.recipe.schema import Recipe, ResolvedRecipe
 from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 
@@ -84,7 +85,7 @@ def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> Any
     model = values.get("model")
     if isinstance(model, Mapping):
         # A resolved recipe of --init-from may leave the family out; "llama" is the default one.
-        values = {**values, "model": {"model_type": "llama", **model}}
+        values = {**values, "model": {"model_type": DEFAULT_FAMILY, **model}}
     try:
         return kind.model_validate(values)
     except ValidationError as error:

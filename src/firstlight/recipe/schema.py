@@ -14,7 +14,7 @@ from firstlight.efficiency import EfficiencyConfig
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
 from firstlight.lora.config import LoraConfig
-from firstlight.models import GPT2Config, LlamaConfig, MoEConfig
+from firstlight.models import ModelConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
 
@@ -226,7 +226,7 @@ class PreferenceConfig(_Section):
 
 
 #: Model configuration, told apart by `model_type`.
-AnyModelConfig = Annotated[GPT2Config | LlamaConfig | MoEConfig, Field(discriminator="model_type")]
+AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
 class PlanningConfig(_Section):

@@ -13,6 +13,7 @@ from firstlight.tokenizer.formats import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
+    SPLIT_PATTERNS,
 )
 from firstlight.tokenizer.text_stream import TextStream
 from firstlight.tokenizer.tokenizer import Tokenizer, train_tokenizer
@@ -22,6 +23,7 @@ __all__ = [
     "GPT2_PATTERN",
     "LLAMA3_PATTERN",
     "QWEN2_PATTERN",
+    "SPLIT_PATTERNS",
     "TextStream",
     "Tokenizer",
     "train_tokenizer",

@@ -41,6 +41,9 @@ LLAMA3_PATTERN = (
 #: The split of the Qwen2 tokenizer: Llama 3's, with numbers cut into digits.
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
+#: Splits by the name that families call them by.
+SPLIT_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}
+
 _LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

@@ -24,7 +24,7 @@ from firstlight.efficiency.deepspeed_optimizer import ZeroOptimizer
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.hardware import Hardware
-from firstlight.models import Llama, Model, MoEConfig
+from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import Recipe
@@ -172,9 +172,8 @@ class TrainingProgram:
     @property
     def router_loss_coefficient(self) -> float:
         """Of the balancing loss in the training loss; 0 for a dense model."""
-        config = self.model.config
-        return config.router_aux_loss_coef if isinstance(config, MoEConfig) else 0.0
+        return self.model.config.router_loss_coefficient
 
     @property
     def _router_statistics(self) -> RouterStatistics | None:
-        return self.model.router_statistics if isinstance(self.model, Llama) else None
+        return self.model.router_statistics

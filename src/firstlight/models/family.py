@@ -1,0 +1,144 @@
+"""The description of a model family: facts that loading, conversion, parallelism and planning need.
+
+Nothing outside of `models/` knows a family by its name. A Llama-like family is one entry of a table
+in `llama_config.py`; a family of its own architecture is a file with a config class that derives
+from `FamilyConfig`, and a model class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer.
+
+    Attributes:
+        window: number of tokens, itself included, that a token sees; None is all before it.
+        dropout: probability with which an attention weight is dropped in training.
+        scale: factor of the scores; None is 1 / sqrt(head_dim).
+    """
+
+    window: int | None = None
+    dropout: float = 0.0
+    scale: float | None = None
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts in a family's files, {} standing for an expert's number.
+
+    Attributes:
+        gate, up, down: matrices of an expert.
+        router: matrix of the router.
+        size: key of config.json for the width inside an expert.
+    """
+
+    gate: str
+    up: str
+    down: str
+    router: str
+    size: str
+
+
+@dataclass(frozen=True)
+class GGUFSpec:
+    """Form of a family in llama.cpp's files.
+
+    Attributes:
+        architecture: the value of general.architecture.
+        rotates_pairs: whether llama.cpp turns neighbouring rows of a head, where Hugging Face
+            turns halves: rows of queries and keys lie in another order.
+        rope_kinds: kinds of rotary scaling that llama.cpp computes.
+        fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
+            computes with, value of a missing key).
+        numbers: config.json's key of a number -> GGUF's key.
+    """
+
+    architecture: str
+    rotates_pairs: bool = False
+    rope_kinds: tuple[str, ...] = ("default", "linear")
+    fixed: tuple[tuple[str, tuple[Any, ...], Any], ...] = ()
+    numbers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """Facts of one `model_type`.
+
+    Attributes:
+        architecture: transformers' class, as in config.json's "architectures".
+        gguf: form in llama.cpp's files.
+        own_keys: config keys that not all families of the config class have.
+        hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
+            them, where they differ from a recipe's.
+        qkv_bias: whether queries, keys and values always have biases.
+        qk_norm: whether queries and keys are normalised by head.
+        has_window_switch: whether config.json has use_sliding_window.
+        experts: names of the experts in the files; None for dense models.
+        tokenizer_split: split of text that transformers gives every tokenizer of the family; None
+            is the tokenizer's own.
+    """
+
+    architecture: str
+    gguf: GGUFSpec
+    own_keys: tuple[str, ...] = ()
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    has_window_switch: bool = False
+    experts: ExpertNames | None = None
+    tokenizer_split: str | None = None
+
+
+class FamilyConfig(BaseModel):
+    """Base of the config classes: what can be asked of every model.
+
+    Attributes:
+        families: facts by `model_type`.
+        hf_names: config.json's name of a key of ours, where it has another.
+        has_rotary: whether queries and keys are rotated by their positions, which else are learned.
+        stores_transposed: whether linear layers keep their weights as [in, out].
+        tensor_parallel_sizes: sizes that tensor parallelism divides by the number of processes;
+            without any, there is no tensor parallelism.
+        has_pipeline: whether the layers can be spread over the stages of a pipeline.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {}
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    has_rotary: ClassVar[bool] = True
+    stores_transposed: ClassVar[bool] = False
+    tensor_parallel_sizes: ClassVar[tuple[str, ...]] = ()
+    has_pipeline: ClassVar[bool] = False
+
+    model_type: str
+
+    @property
+    def family(self) -> FamilySpec:
+        """The facts of this model's family."""
+        return self.families[self.model_type]
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of a layer that has some; 0 for dense models."""
+        return 0
+
+    @property
+    def router_loss_coefficient(self) -> float:
+        """Weight of the load-balancing loss in training; 0 for dense models."""
+        return 0.0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has experts in place of an MLP."""
+        return False
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0."""
+        return AttentionSpec()
