@@ -21,12 +21,11 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 #: is the faster one here, too (38 against 80 ms).
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: Memory that is used again and again is worth making huge pages of, memory that is filled once,
-#: as by loading a model, is not (2 to 8 times slower to fill were seen). On CPUs, where page faults
-#: cost most, training with memory that is kept between steps (efficiency/allocator.py) takes 0.7 of
-#: the time; without, it can cost.
+#: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
+#: (efficiency/allocator.py) has few page faults left, and glibc can't use a freed tensor's place
+#: for the next one of its size where both are aligned to pages, so the heap grew from step to step.
 #: Of a connection that another process has broken, torch would tell with a page of addresses.
-TRAINING = SHORT_SPIN | {"THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def for_generation() -> dict[str, str]:

@@ -105,14 +105,14 @@ class Row:
         needs_gpu: why it is skipped on a CPU; "" is where it isn't.
         in_quick: whether `--quick` has it; not what takes minutes to start, or is much like
             another row.
-        huge_pages: whether torch takes huge pages for large tensors, as `firstlight train` does.
+        huge_pages: whether torch takes huge pages for large tensors; `firstlight train` does not.
     """
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     needs_gpu: str = ""
     in_quick: bool = True
-    huge_pages: bool = True
+    huge_pages: bool = False
 
 
 PLAIN = Row("plain")
@@ -184,7 +184,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
-        Row("no-huge-pages", huge_pages=False),
+        Row("huge-pages", huge_pages=True),
         Row("accumulation", accumulation(micro_batch_size)),
         Row("checkpointing-full", {"efficiency.activation_checkpointing": "full"}),
         Row("checkpointing-selective", {"efficiency.activation_checkpointing": "selective"}),
@@ -309,7 +309,7 @@ def why_skipped(row: Row, hardware: Hardware, micro_batch_size: int, quick: bool
     """Why a row is not even tried on this machine; "" is where it is."""
     if row.needs_gpu and hardware.device.type != "cuda":
         return row.needs_gpu
-    if not row.huge_pages and hardware.device.type != "cpu":
+    if row.huge_pages and hardware.device.type != "cpu":
         return "is about the memory of CPUs"
     if row.name.endswith("accumulation") and micro_batch_size == 1:
         return "one row can't be cut: take a larger --micro-batch-size"

@@ -164,7 +164,7 @@ def measure(outcome: Outcome, huge_pages: bool, work: Work) -> None:
     try:
         if seconds is not None and seconds <= 0:
             raise TimeoutError
-        if work.server is not None and huge_pages:
+        if work.server is not None and not huge_pages:
             code, out, err = work.server.run(request, seconds)
         else:
             environment = child_environment(huge_pages, work.caches)
@@ -191,8 +191,8 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
         caches: for what torch.compile keeps.
     """
     environment = TRAINING | os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    if not huge_pages:
-        environment["THP_MEM_ALLOC_ENABLE"] = "0"
+    if huge_pages:
+        environment["THP_MEM_ALLOC_ENABLE"] = "1"
     return environment
 
 

@@ -40,7 +40,7 @@ from firstlight.cli.output import show, show_table, with_json
 @click.option(
     "--same-environment",
     is_flag=True,
-    help="Run the other programs in the environment of `firstlight train` (huge pages), too.",
+    help="Run the other programs in the environment of `firstlight train` (spinning threads), too.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
 @click.option("--quick", is_flag=True, help="A small model, one turn.")

@@ -30,7 +30,7 @@ _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second"
 #: what the C library keeps between them. docs/benchmarks/planner.md says how they were measured.
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
-_KEPT_SHARE = 0.3
+_KEPT_SHARE = 0.2
 
 #: Steps at a start that are slower than the others: the first touches memory, and compiles.
 _SLOW_STEPS = 2
