@@ -155,7 +155,7 @@ def bench_generation(
         for _ in range(bench.repeats or 1):
             for row in rows:
                 bar.update(task, description=f"generation: {row.name}")
-                found = _copy_rate(hardware.device)
+                found = copy_rate(hardware.device)
                 rate = max(head["machine"]["copy_bytes_per_second"], found)
                 head["machine"]["copy_bytes_per_second"] = rate
                 # What failed once fails again.
@@ -215,7 +215,7 @@ def _head(bench: GenerationBench, hardware: Hardware, config: ModelConfig) -> di
     }
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes read and written a second in copying a tensor larger than the caches; best of five."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source).copy_(source)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,19 @@ def _firstlight(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
     longest = request["prompt_tokens"] + request["new_tokens"]
     largest = max(request["batch_sizes"])
     decoder = BatchDecoder(loaded.model, largest, longest, compile=request["compile"])
+    return continue_with_sampling(decoder, request)
+
+
+def continue_with_sampling(
+    decoder: BatchDecoder, request: Mapping[str, Any]
+) -> Callable[[list[list[int]]], Timing]:
+    """What continues prompts as `firstlight generate` does, greedily.
+
+    Args:
+        decoder: empty, with room for all prompts.
+        request: "prompt_tokens", "new_tokens".
+    """
+    longest = request["prompt_tokens"] + request["new_tokens"]
     config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
 
     def continue_texts(prompts: list[list[int]]) -> Timing:
@@ -117,7 +130,19 @@ def _transformers(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing
     device = torch.device(request["device"])
     dtype = getattr(torch, request["dtype"])
     model = AutoModelForCausalLM.from_pretrained(Path(request["folder"]), dtype=dtype)
-    model = model.to(device).eval()
+    return continue_with_generate(model.to(device).eval(), device, request)
+
+
+def continue_with_generate(
+    model: Any, device: torch.device, request: Mapping[str, Any]
+) -> Callable[[list[list[int]]], Timing]:
+    """What continues prompts with transformers' `generate`, greedily.
+
+    Args:
+        model: transformers', in evaluation mode.
+        device: where it lies.
+        request: "new_tokens".
+    """
 
     def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
         ids = torch.tensor(prompts, device=device)

@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.bench.fresh_process import ask, plain_environment, training_environment
+from firstlight.bench.gpu_bert import GUIDE_PART
 from firstlight.bench.gpu_ceilings import CEILINGS
+from firstlight.bench.gpu_generation import GENERATION
+from firstlight.bench.gpu_ladder import LADDER
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Part, write_pages
+from firstlight.bench.gpu_planner_page import PLANNER
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.runner import Call, Job, Measure, Results, Row, run_rows, waiting_seconds
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, nearest
 
 #: In the order in which they stand on the page.
-PARTS: tuple[Part, ...] = (CEILINGS, TRAINING)
+PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"
 

@@ -82,11 +82,13 @@ class Findings:
         machine: the machine that measured.
         outcomes: of each part's rows, by name; rows that were never tried have an empty one.
         rows: each part's rows, in the order of their declaration.
+        folder: the folder of the results; None writes nothing there.
     """
 
     machine: Machine
     outcomes: Outcomes
     rows: Mapping[str, Sequence[Row]]
+    folder: Path | None = None
 
     def outcome(self, part: str, row: str) -> Outcome:
         """The outcome of a row; an empty one where there is none."""
@@ -125,7 +127,8 @@ def findings_of(parts: Sequence[Part], results: Results) -> Findings | None:
     if not results.machine:
         return None
     machine = Machine.from_json(results.machine)
-    return Findings(machine, results.outcomes, {part.name: part.rows(machine) for part in parts})
+    rows = {part.name: part.rows(machine) for part in parts}
+    return Findings(machine, results.outcomes, rows, results.folder)
 
 
 def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[Path]:

@@ -46,10 +46,7 @@ def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
         predicted = trace_memory(recipe)
     seconds = time.perf_counter() - start
     torch._dynamo.reset()
-    if kind == "generation":
-        found = _generation(recipe, request["generation"])
-    else:
-        found = _training(recipe, evaluates=kind == "evaluation")
+    found = measure_on_cpu(recipe, kind, request.get("generation"))
     return {
         "predicted_bytes": predicted.peak_bytes,
         "phase": predicted.phase,
@@ -58,6 +55,22 @@ def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "resident_bytes": found.resident_bytes,
     }
+
+
+def measure_on_cpu(
+    recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
+) -> MeasuredMemory:
+    """What a recipe's steps take on this machine's CPU.
+
+    Args:
+        recipe: with its model.
+        kind: "training", "evaluation" or "generation".
+        generation: see `planner_memory.Case`.
+    """
+    if kind == "generation":
+        assert generation is not None
+        return _generation(recipe, generation)
+    return _training(recipe, evaluates=kind == "evaluation")
 
 
 def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
@@ -70,7 +83,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
         if recipe.lora is not None:
             attach(model, recipe, hardware)
         program = TrainingProgram(recipe, model, hardware)
-        batch = _batch(recipe)
+        batch = random_batch(recipe)
         batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
         for _ in range(1 if evaluates or compiles else 3):
             program.step(batches, share_of_peak=1.0)
@@ -106,7 +119,9 @@ def _held(program: TrainingProgram) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _batch(recipe: ResolvedRecipe) -> Batch:
+def random_batch(recipe: ResolvedRecipe) -> Batch:
+    """One micro-batch of random tokens [rows, seq_len] on the CPU; with document masking of several
+    documents a row, and of preference pairs with references."""
     shape = (recipe.batch.rows, recipe.data.seq_len)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
