@@ -1,0 +1,173 @@
+"""Every model family on a device beside transformers on the same one."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.huggingface import load_model
+from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, MoEConfig
+
+pytest.importorskip("transformers", reason="not installed: transformers")
+
+from drawn import NAMES, draw, hf_model, some_ids
+
+ROWS, TOKENS = 2, 96
+
+#: Sizes for which the fused kernels of a GPU are taken: heads of 64, experts of a multiple of 16.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": TOKENS,
+}
+_GROUPED: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 320,
+    "tie_word_embeddings": False,
+}
+#: All experts for each token: which one it visits may hang on a rounding.
+_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 4}
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(**_SIZES),
+    "llama": LlamaConfig(**_GROUPED),
+    "mistral": LlamaConfig(**_GROUPED, model_type="mistral", sliding_window=40),
+    "qwen2": LlamaConfig(**_GROUPED, model_type="qwen2"),
+    "qwen3": LlamaConfig(**_GROUPED, model_type="qwen3"),
+    "mixtral": MoEConfig(**_EXPERTS, model_type="mixtral"),
+    "qwen3_moe": MoEConfig(**_EXPERTS, model_type="qwen3_moe", moe_intermediate_size=96),
+}
+assert CONFIGS.keys() == set(NAMES)
+
+
+def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
+    """The same fp32 weights in our model, which reads them from a file to the device, and in that
+    of transformers."""
+    theirs = hf_model(config, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        own = load_model(folder, device).model
+    assert {p.device.type for p in own.parameters()} == {device.type}
+    return own, theirs.to(device)
+
+
+def scaled_down(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
+    """As `both`, with weights as small as wide layers have them."""
+    own, theirs = both(config, seed, device)
+    with torch.no_grad():
+        for model in (own, theirs):
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(0.2)
+    return own, theirs
+
+
+def ids_of(config: ModelConfig, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, config.vocab_size, (ROWS, TOKENS), generator=generator).to(device)
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference relative to that of `other`."""
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm() / other.norm())
+
+
+def gradients(loss: Tensor, model: Any) -> Tensor:
+    """As one vector, in the order of the names."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    named = sorted((name, p) for name, p in model.named_parameters())
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
+    return torch.cat([gradient.flatten().double() for gradient in found])
+
+
+def own_outcome(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of the mean loss of the next tokens."""
+    with torch.no_grad():
+        logits = model(ids)
+    loss = model.train()(ids[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()
+    return logits, gradients(loss, model)
+
+
+def their_outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of transformers' model; experts' balancing loss is in neither."""
+    with torch.no_grad():
+        logits = model(ids).logits
+    return logits, gradients(model(input_ids=ids, labels=ids).loss, model)
+
+
+def without_balancing(config: ModelConfig) -> ModelConfig:
+    if isinstance(config, MoEConfig):
+        return config.model_copy(update={"router_aux_loss_coef": 0.0})
+    return config
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_fp32_logits_of_odd_shapes_are_those_of_transformers(
+    family: str, device: torch.device
+) -> None:
+    assert torch.get_float32_matmul_precision() == "highest", "tf32 would be compared"
+    for seed in range(4):
+        own, theirs = both(draw(family, seed), seed, device)
+        ids = some_ids(seed).to(device)
+        with torch.no_grad():
+            logits, expected = own(ids), theirs(ids).logits
+        assert logits.device.type == device.type
+        bound = 5e-5 * max(float(expected.abs().max()), 0.2)
+        torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_fp32_logits_and_gradients_of_usual_shapes_are_those_of_transformers(
+    family: str, device: torch.device
+) -> None:
+    config = without_balancing(CONFIGS[family])
+    own, theirs = scaled_down(config, 1, device)
+    ids = ids_of(config, device)
+    (logits, found), (expected_logits, expected) = own_outcome(own, ids), their_outcome(theirs, ids)
+    # tf32 is 1e-3 off, a mask of one token too many more.
+    assert relative_difference(logits, expected_logits) <= 2e-5
+    assert relative_difference(found, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_bf16_is_as_near_to_fp32_as_transformers_bf16(family: str, device: torch.device) -> None:
+    config = without_balancing(CONFIGS[family])
+    own, theirs = scaled_down(config, 2, device)
+    exact = copy.deepcopy(theirs)
+    # Both round the same weights; the reference has the rounded ones.
+    own, theirs = own.bfloat16(), theirs.bfloat16()
+    exact = exact.bfloat16().float()
+    ids = ids_of(config, device)
+    logits, found = own_outcome(own, ids)
+    their_logits, their_gradients = their_outcome(theirs, ids)
+    exact_logits, expected = their_outcome(exact, ids)
+    assert logits.dtype == torch.bfloat16
+    their_error = relative_difference(their_logits, exact_logits)
+    assert relative_difference(logits, exact_logits) <= 1.5 * their_error + 2**-9
+    their_error = relative_difference(their_gradients, expected)
+    assert relative_difference(found, expected) <= 1.5 * their_error + 2**-8
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_through_the_cache_are_those_of_the_whole_text(
+    family: str, device: torch.device
+) -> None:
+    """A prompt, then a few tokens, then one at a time, beyond mistral's window."""
+    config = CONFIGS[family]
+    own, _ = scaled_down(config, 3, device)
+    ids = ids_of(config, device)
+    cache = own.make_cache(ROWS, TOKENS, torch.float32)
+    with torch.inference_mode():
+        steps = torch.split(ids, [41, 4, *[1] * (TOKENS - 45)], dim=1)
+        found = torch.cat([own(step, cache=cache) for step in steps], dim=1)
+        expected = own(ids)
+    assert relative_difference(found, expected) <= 2e-5

@@ -1,0 +1,313 @@
+"""Texts that are generated on a device: compiled, in 8 bits, in batches, by a server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny import CONTEXT, PATIENCE, Collected, new_job, new_scheduler, tiny_loaded, tiny_tokenizer
+
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import generate, generate_batch
+from firstlight.generation.few_rows import use_few_rows
+from firstlight.generation.int8 import Int8Linear, quantize_int8
+from firstlight.generation.sampling import SamplingConfig
+from firstlight.huggingface import LoadedModel
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": tiny_tokenizer().vocab_size,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+_GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 1}
+_FAMILIES: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config(**_SIZES),
+    "llama": LlamaConfig(**_GROUPED),
+    "mistral": LlamaConfig(**_GROUPED, model_type="mistral", sliding_window=30),
+    "mixtral": MoEConfig(**_GROUPED, model_type="mixtral", num_experts=4, num_experts_per_tok=2),
+}
+PROMPTS = [
+    "the star",
+    "a light first dawn " * 9,
+    "bird",
+    "stone never runs under the old river and",
+    "22 333",
+    "dawn " * 30,
+]
+
+
+def loaded_of(
+    family: str, device: torch.device, dtype: torch.dtype = torch.float32, *, int8: bool = False
+) -> LoadedModel:
+    """A model whose continuations are no constant."""
+    model = empty_model(_FAMILIES[family]).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.15, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+        model.lm_head.weight[:257] *= 0.1
+    model = model.to(dtype).to(device)
+    if int8:
+        quantize_int8(model)
+    use_few_rows(model)
+    tiny = tiny_loaded()
+    return LoadedModel(model, tiny.tokenizer, (), tiny.folder)
+
+
+def greedy(loaded: LoadedModel, prompt: str, **options: Any) -> list[int]:
+    return generate(loaded, prompt, temperature=0, **options).token_ids
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.cuda_only("compiling takes a minute on a CPU"))
+            for name in ("gpt2", "mistral", "mixtral")
+        ),
+    ],
+)
+def test_compiled_steps_give_the_greedy_text_of_plain_ones(
+    family: str, device: torch.device
+) -> None:
+    """On a GPU replayed as CUDA graphs, over two reaches of the cache."""
+    torch._dynamo.reset()
+    loaded = loaded_of(family, device)
+    expected = greedy(loaded, PROMPTS[0], max_new_tokens=90)
+    assert len(set(expected)) > 8
+    assert greedy(loaded, PROMPTS[0], max_new_tokens=90, compile=True) == expected
+
+
+@pytest.mark.cuda_only("CUDA graphs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    torch._dynamo.reset()
+    model = loaded_of("llama", device, dtype).model
+    plain, compiled = BatchDecoder(model, 4, 200), BatchDecoder(model, 4, 200, compile=True)
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
+
+    def same(one: torch.Tensor, other: torch.Tensor) -> None:
+        one, other = one.double(), other.double()
+        assert float((one - other).norm() / other.norm()) < bound
+
+    for size in range(1, 5):
+        text = [(7 * size + i) % 300 for i in range(50 * size - 40)]
+        same(compiled.add(text), plain.add(text))
+        for step in range(4):
+            ids = [(11 * step + row) % 300 for row in range(size)]
+            same(compiled.step(ids), plain.step(ids))
+    for decoder in (plain, compiled):
+        decoder.remove(1)
+        decoder.remove(0)
+    earlier = []
+    for step in range(8):
+        ids = [step, 3]
+        earlier.append((compiled.step(ids), plain.step(ids)))
+    for found, expected in earlier:  # what was returned stays as it was
+        same(found, expected)
+    assert compiled._compiled is not None
+    recorded = compiled._compiled._recorded
+    assert recorded is not None
+    assert sum(entry is not None for entry in recorded._by_shape.values()) >= 4
+
+
+@pytest.mark.cuda_only("CUDA graphs")
+def test_compiled_weights_of_eight_bits_give_the_logits_of_plain_ones(
+    device: torch.device,
+) -> None:
+    torch._dynamo.reset()
+    model = loaded_of("llama", device, torch.bfloat16, int8=True).model
+    plain, compiled = BatchDecoder(model, 1, 100), BatchDecoder(model, 1, 100, compile=True)
+    for decoder in (plain, compiled):
+        decoder.add([1, 2, 3])
+    for step in range(6):
+        one, other = compiled.step([step]).double(), plain.step([step]).double()
+        assert float((one - other).norm() / other.norm()) < 5e-2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_weights_of_eight_bits_are_near_to_their_fp32(family: str, device: torch.device) -> None:
+    exact = loaded_of(family, device).model
+    small = loaded_of(family, device, torch.bfloat16, int8=True).model
+    layers = [module for module in small.modules() if isinstance(module, Int8Linear)]
+    assert layers
+    assert {layer.weight_int8.device.type for layer in layers} == {device.type}
+    for tokens in (1, 5, 40):  # one row, few, many
+        ids = (torch.arange(tokens, device=device)[None] * 7) % 300
+        with torch.no_grad():
+            expected, found = exact(ids), small(ids).float()
+        difference = float((found - expected).std() / expected.std())
+        assert 1e-4 < difference < (0.08 if family != "mixtral" else 0.25)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_texts_of_a_batch_that_they_join_and_leave_are_those_alone(
+    family: str, device: torch.device
+) -> None:
+    loaded = loaded_of(family, device)
+    alone = [greedy(loaded, prompt, max_new_tokens=20) for prompt in PROMPTS]
+    config = SamplingConfig(max_new_tokens=20, temperature=0)
+    for size in (2, 3, 6):
+        together = generate_batch(loaded, PROMPTS, config, batch_size=size)
+        assert [text.token_ids for text in together] == alone
+
+
+def test_the_same_seed_gives_the_same_text_on_every_device(device: torch.device) -> None:
+    loaded, on_cpu = loaded_of("llama", device), loaded_of("llama", torch.device("cpu"))
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "max_new_tokens": 30}
+    first = generate(loaded, PROMPTS[0], seed=7, **options)
+    assert generate(loaded, PROMPTS[0], seed=7, **options).text == first.text
+    assert generate(loaded, PROMPTS[0], seed=8, **options).text != first.text
+    assert generate(on_cpu, PROMPTS[0], seed=7, **options).token_ids == first.token_ids
+    config = SamplingConfig(seed=7, **options)
+    for text in generate_batch(loaded, [PROMPTS[0]] * 3, config, batch_size=3):
+        assert text.token_ids == first.token_ids
+
+
+def test_a_beginning_that_was_computed_before_is_used_again(device: torch.device) -> None:
+    model = loaded_of("llama", device).model
+    decoder = BatchDecoder(model, 2, 200, reuse_prefixes=True)
+    text = [(13 * i) % 300 for i in range(60)]
+    decoder.add([7, 8])
+    decoder.add(text)
+    decoder.remove(0)  # the other takes its row
+    for more in ([5, 6], [9]):
+        found = decoder.add([*text, *more])
+        with torch.no_grad():
+            whole = model(torch.tensor([[*text, *more]], device=device))[0, -1]
+        torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)
+        decoder.remove(1)
+
+
+# Many texts at a time
+
+_STREAMS = 64
+
+
+def test_sixty_four_texts_at_a_time_are_those_alone(device: torch.device) -> None:
+    """By the scheduler of the server, which they join and leave when they will."""
+    model = tiny_loaded().model
+    on_device = empty_model(model.config).eval()
+    on_device.load_state_dict(model.state_dict())
+    on_device.to(device)
+    prompts = [PROMPTS[i % 3][:30] + " dawn" * (i % 5) for i in range(_STREAMS)]
+    lengths = [4 + i % 13 for i in range(_STREAMS)]
+
+    def texts(most: int) -> list[str]:
+        collected = Collected()
+        scheduler = new_scheduler(BatchDecoder(on_device, most, CONTEXT), collected)
+        try:
+            jobs = [
+                new_job(prompt, max_new_tokens=length)
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            scheduler.submit(jobs)
+            collected.wait(*jobs)
+            for job, length in zip(jobs, lengths, strict=True):
+                last = collected.updates[job][-1]
+                assert (last.error, last.finish_reason) == (None, "length")
+                assert len(job.text.token_ids) == length
+            return [collected.text(job) for job in jobs]
+        finally:
+            scheduler.stop()
+
+    alone = texts(1)
+    assert len(set(alone)) > 10
+    assert texts(_STREAMS) == alone
+
+
+@contextmanager
+def served(loaded: LoadedModel, streams: int) -> Iterator[tuple[str, int]]:
+    """A server on a port of this machine; where."""
+    from firstlight.serving.server import ServerOptions, listening_socket, new_server, new_service
+
+    options = ServerOptions(port=0, model_name="tiny", max_batch_size=streams, shutdown_timeout=0)
+    service = new_service(loaded, options)
+    with listening_socket(options) as listening:
+        service.start()
+        ready = threading.Event()
+        server = new_server(service, options, ready.set)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            assert ready.wait(PATIENCE)
+            host, port = listening.getsockname()[:2]
+            yield host, port
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            service.stop()
+            assert not thread.is_alive()
+
+
+def streamed(where: tuple[str, int], request: dict[str, Any]) -> str:
+    """The text of a stream, which must end as OpenAI's do."""
+    connection = http.client.HTTPConnection(*where, timeout=PATIENCE)
+    try:
+        body = json.dumps({"stream": True, "temperature": 0, **request})
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        assert response.status == 200, text
+    finally:
+        connection.close()
+    *events, end, rest = text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert pieces[-1]["finish_reason"] == "length"
+    return "".join(piece["text"] for piece in pieces)
+
+
+def at_once(where: tuple[str, int], requests: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts of streams that begin together."""
+    found: dict[int, str] = {}
+    begin = threading.Barrier(len(requests))
+
+    def ask(number: int) -> None:
+        begin.wait(PATIENCE)
+        found[number] = streamed(where, requests[number])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return [found[number] for number in range(len(requests))]
+
+
+@pytest.mark.needs("fastapi", "uvicorn", "prometheus_client")
+def test_sixty_four_streams_of_a_server_end_with_the_texts_alone(device: torch.device) -> None:
+    loaded = loaded_of("llama", device)
+    requests: list[dict[str, Any]] = [
+        {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 6 + i % 9} for i in range(_STREAMS)
+    ]
+    with served(loaded, _STREAMS) as where:
+        texts = at_once(where, requests)
+    for request, text in zip(requests, texts, strict=True):
+        alone = generate(
+            loaded, request["prompt"], temperature=0, max_new_tokens=request["max_tokens"]
+        )
+        assert text == alone.text

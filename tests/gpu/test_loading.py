@@ -1,0 +1,111 @@
+"""Loading straight to a device: the weights are there once, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import cast
+
+import pytest
+import safetensors.torch
+import torch
+
+from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.generation.engine import load
+from firstlight.huggingface import model_files
+from firstlight.models import LlamaConfig, empty_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights import LoadingWay, weights_to_save
+
+#: 70 million parameters, most of them in a few large tensors, as in a model of some layers.
+CONFIG = LlamaConfig(
+    vocab_size=320,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    max_position_embeddings=64,
+)
+_MIB = 2**20
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
+) -> Path:
+    """A model folder in a number format."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = CONFIG.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model = model.to(getattr(torch, request.param))
+    for name, content in model_files(config, tokenizer).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    safetensors.torch.save_file(weights_to_save(model), folder / "model.safetensors")
+    return folder
+
+
+def warm_up(device: torch.device) -> None:
+    """What a process takes for its first work on a device is not the weights'."""
+    one = torch.ones(64, 64, device=device)
+    assert float((one @ one).sum()) == 64**3
+    gc.collect()
+
+
+@pytest.mark.cuda_only("it measures the GPU's allocator")
+@pytest.mark.parametrize("way", ["auto", "sequential", "mmap"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_the_device_holds_little_more_than_the_weights_while_they_are_loaded(
+    folder: Path, way: str, dtype: str, device: torch.device
+) -> None:
+    warm_up(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    loaded = load(folder, device, dtype=dtype, way=cast(LoadingWay, way))
+    weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
+    assert weights > 100 * _MIB
+    assert torch.cuda.memory_allocated(device) - before >= weights
+    assert torch.cuda.max_memory_allocated(device) - before <= 1.1 * weights
+
+
+def test_the_host_holds_no_copy_of_what_is_loaded_to_a_gpu(
+    folder: Path, device: torch.device
+) -> None:
+    """On a CPU, it holds the weights themselves, once."""
+    first = load(folder, device, way="sequential")  # what is imported and pooled first
+    weights = sum(parameter.nbytes for parameter in first.model.parameters())
+    del first
+    warm_up(device)
+    reset_peak()
+    before = resident_bytes()
+    loaded = load(folder, device, way="sequential")
+    grown = peak_resident_bytes() - before
+    assert next(loaded.model.parameters()).device.type == device.type
+    assert grown <= (1.1 if device.type == "cpu" else 0.1) * weights + 16 * _MIB
+
+
+def test_each_way_gives_the_numbers_of_the_file(folder: Path, device: torch.device) -> None:
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    ways: tuple[LoadingWay, ...] = ("auto", "sequential", "mmap", "straight")
+    for way in ways:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            model = load(folder, device, dtype=name, way=way).model
+            found = weights_to_save(model)
+            assert found.keys() == stored.keys()
+            for key, tensor in found.items():
+                assert torch.equal(tensor, stored[key].to(dtype)), (way, name, key)
+
+
+def test_a_model_that_was_loaded_to_the_device_computes_there(
+    folder: Path, device: torch.device
+) -> None:
+    """Tables and buffers included, which no file has."""
+    loaded = load(folder, device)
+    tensors = (*loaded.model.parameters(), *loaded.model.buffers())
+    assert {tensor.device.type for tensor in tensors} == {device.type}
+    with torch.no_grad():
+        logits = loaded.model(torch.arange(40, device=device)[None])
+    assert logits.device.type == device.type
+    assert bool(logits.isfinite().all())

@@ -1,0 +1,139 @@
+"""Checkpoints that are written while a device goes on training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.schema import CheckpointConfig
+from firstlight.training import saving
+from firstlight.training.loop import train
+from firstlight.training.saving import CheckpointSaver
+from firstlight.training.snapshot import Snapshot
+
+_ELEMENTS = 1 << 22
+#: Cycles of a GPU: about a quarter of a second.
+_BUSY_CYCLES = 500_000_000
+
+
+def keep_busy(device: torch.device) -> None:
+    """Have the device work for a while, so that what is asked of it next has not happened when the
+    call returns."""
+    if device.type == "cuda":
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def test_a_snapshot_is_complete_when_it_is_taken(device: torch.device) -> None:
+    """Red where the copies to page-locked memory are not waited for."""
+    tensors = {"a": torch.zeros(_ELEMENTS, device=device), "b": torch.zeros(7, device=device)}
+    snapshot = Snapshot()
+    snapshot.take(tensors)  # the memory is there from now on, filled with zeros
+    keep_busy(device)
+    for tensor in tensors.values():
+        tensor.add_(3)
+    found = snapshot.take(tensors)
+    sums = {name: float(tensor.sum()) for name, tensor in found.items()}
+    assert sums == {"a": 3.0 * _ELEMENTS, "b": 21.0}
+
+
+def test_a_snapshot_does_not_change_with_the_tensors(device: torch.device) -> None:
+    tensor = torch.arange(1000.0, device=device)
+    found = Snapshot().take({"a": tensor, "tied": tensor, "turned": tensor.view(10, 100).t()})
+    tensor.mul_(-7)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        assert all(copy.is_pinned() for copy in found.values())
+    assert all(copy.device.type == "cpu" for copy in found.values())
+    assert torch.equal(found["a"], torch.arange(1000.0))
+    assert torch.equal(found["tied"], found["a"])
+    assert torch.equal(found["turned"], torch.arange(1000.0).view(10, 100).t())
+
+
+def test_a_snapshot_uses_its_memory_again(device: torch.device) -> None:
+    snapshot, tensor = Snapshot(), torch.ones(100, dtype=torch.bfloat16, device=device)
+    first = snapshot.take({"a": tensor})["a"]
+    second = snapshot.take({"a": tensor * 2})["a"]
+    assert first.data_ptr() == second.data_ptr()
+    assert second.tolist() == [2.0] * 100
+    assert snapshot.take({"a": tensor.float()})["a"].dtype == torch.float32
+
+
+def test_what_is_written_is_the_state_at_the_save_though_training_goes_on(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, trained = threading.Event(), threading.Event()
+
+    def late(*arguments: Any) -> Path:
+        started.set()
+        assert trained.wait(60)
+        return save_checkpoint(*arguments)
+
+    monkeypatch.setattr(saving, "save_checkpoint", late)
+    weight = torch.zeros(_ELEMENTS, device=device)
+    with closing(CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True))) as saver:
+        for step in (1, 2):
+            trained.clear()
+            keep_busy(device)
+            weight.add_(1)
+            tensors = {"w": weight}
+            saver.save(step, lambda t=tensors: Checkpoint({"config.json": "{}"}, t, t, {}))  # type: ignore[misc]
+            assert started.wait(60)
+            weight.fill_(99)  # as the next steps would, while the writer waits
+            trained.set()
+            saver.wait()
+            weight.fill_(step)
+    for step in (1, 2):
+        loaded = load_checkpoint(checkpoint_folder(tmp_path, step))
+        for written in (loaded.model, loaded.optimizer):
+            assert torch.equal(written["w"], torch.full((_ELEMENTS,), float(step)))
+
+
+def run_of(recipe: dict[str, Any], device: torch.device, run: Path, **keys: Any) -> list[float]:
+    """A run that saves after every second step; the seconds that training stood still."""
+    stalls: list[float] = []
+    recipe = {
+        **recipe,
+        "run": {"dir": str(run), "device": device.type, "deterministic": True},
+        "schedule": {"max_steps": 7, "warmup_steps": 1},
+        "evaluation": {"every_steps": 0, "max_rows": 1, "sample_tokens": 1},
+        "checkpoint": {"every_steps": 2, "keep_last": 9, "keep_best": 0, **keys},
+    }
+    train(parse_recipe(recipe), on_step=lambda record: stalls.append(record["save_stall_seconds"]))
+    return stalls[2::2]
+
+
+def test_checkpoints_of_a_run_are_the_same_however_they_are_written(
+    recipe: dict[str, Any], device: torch.device, tmp_path: Path
+) -> None:
+    """How long training stands still is printed: with -s, or by `firstlight bench gpu`."""
+    recipe["model"] |= {"hidden_size": 256, "intermediate_size": 1024}
+    recipe["efficiency"] = {"precision": "fp32", "compile": False, "attention": "plain"}
+    means: dict[str, float] = {}
+    for name, asynchronous in (("waited for", False), ("asynchronous", True)):
+        begun = time.perf_counter()
+        stalls = run_of(recipe, device, tmp_path / name, asynchronous=asynchronous)
+        means[name] = sum(stalls) / len(stalls)
+        took = time.perf_counter() - begun
+        print(f"{name}: {1e3 * means[name]:.1f} ms a save, run of {took:.1f} s")  # noqa: T201
+    share = means["asynchronous"] / means["waited for"]
+    print(f"an asynchronous save stops training for {share:.0%} of one that is waited for")  # noqa: T201
+    one, other = (list_checkpoints(tmp_path / name) for name in means)
+    assert [folder.name for folder in one] == [folder.name for folder in other]
+    assert len(one) == 4
+    for folder, same in zip(one, other, strict=True):
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (folder / file).read_bytes() == (same / file).read_bytes(), (folder, file)
