@@ -136,7 +136,8 @@ def torch_cuda(devices: int = 1) -> Iterator[Asked]:
         "current_device": lambda: asked.current,
         "set_device": set_device,
         "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        # Another function: torch's compiler has a rule for each of the two.
+        "_maybe_exchange_device": lambda index: exchange(index),
         "get_device_capability": lambda device=None: (H100.major, H100.minor),
         "get_device_properties": lambda device=None: H100,
         "get_device_name": lambda device=None: H100.name,

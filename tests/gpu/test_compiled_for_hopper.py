@@ -1,0 +1,56 @@
+"""Compiled training steps become machine code of an H100 on a machine without a GPU.
+
+They need triton, which torch's build for CPUs comes without, and which would tell firstlight that a
+GPU can compile. So it is best put elsewhere:
+
+    pip install --no-deps --target DIR triton
+    PYTHONPATH=DIR make test-gpu DEVICE=cpu
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .no_gpu import needs_no_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs_no_gpu,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="not installed: triton"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("gpt2", ("gelu", "nll_loss_forward", "native_layer_norm_backward")),
+        ("llama in regions", ("silu", "rsqrt")),
+        ("mixtral", ("silu",)),
+        ("documents", ("flex_attention", "flex_attention_backward")),
+    ],
+)
+def test_each_kernel_of_a_step_compiles_for_compute_capability_9(
+    case: str, parts: tuple[str, ...]
+) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu.compile_driver", case],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert {architecture for architecture, _ in kernels.values()} == {"sm_90a"}
+    assert all(size > 1000 for _, size in kernels.values())
+    for part in parts:
+        assert any(part in name for name in kernels), (part, sorted(kernels))
