@@ -697,8 +697,8 @@ MUTANTS = [
     Mutant(
         "autocast of the CPU on a GPU",
         "firstlight/efficiency/precision.py",
-        "return torch.autocast(device.type, dtype=dtype)",
-        'return torch.autocast("cpu", dtype=dtype)',
+        "return torch.autocast(device.type, dtype=dtype, cache_enabled=False)",
+        'return torch.autocast("cpu", dtype=dtype, cache_enabled=False)',
         (_FAKE_STEPS + "a_step_runs_on_the_gpu_in_its_precision",),
     ),
     Mutant(

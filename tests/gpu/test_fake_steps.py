@@ -179,7 +179,7 @@ def flex_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     Returns the masks that it was called with."""
     masks: list[Any] = []
 
-    def flex(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
+    def flex(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool, **_: Any) -> Any:
         assert block_mask.kv_num_blocks.device == q.device
         assert enable_gqa == (q.shape[1] != k.shape[1])
         masks.append(block_mask)
