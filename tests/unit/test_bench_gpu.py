@@ -16,6 +16,7 @@ from firstlight.bench import gpu
 from firstlight.bench.gpu import GPUBench, bench_gpu, report
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.methods_data import ShardRows, open_rows
 from firstlight.bench.methods_rows import find_model
@@ -412,3 +413,29 @@ def test_batches_are_as_large_as_the_gpu() -> None:
             resolved.data.seq_len
         )
         assert rows_a_step == row.request["micro_batch_size"]
+
+
+def test_the_page_of_the_run_shows_its_curve_and_its_report(tmp_path: Path) -> None:
+    (tmp_path / "run-report.png").write_bytes(b"PNG of the run")
+    run = {
+        "steps": 1200,
+        "tokens_per_step": 65536,
+        "median_rate": 4.1e5,
+        "wall_seconds": 190.0,
+        "curve": [[65536, 10.8], [78643200, 1.5]],
+        "validation": [[6553600, 3.5]],
+        "last": {"tokens_seen": 78643200, "epoch": 25.2, "memory_bytes": 2**34, "train/loss": 1.5},
+        "lowest": {"step": 100, "val/loss": 3.5, "bits_per_byte": 1.25, "epoch": 2.0},
+        "stopped": False,
+        "diverged": False,
+    }
+    (row,) = RUN.rows(_GPU)
+    outcomes = {"run": {row.name: Outcome(runs=[run])}}
+    page = RUN.page(Findings(_GPU, outcomes, {"run": [row]}, tmp_path))
+    assert "410,000 tokens/s; lowest validation loss 3.500, 1.250 bits per byte, at step 100" in (
+        page.summary
+    )
+    assert "| first and last training loss | 10.800, 1.500 |" in page.text
+    assert "diverged" not in page.text
+    assert page.pictures["gpu-run-report.png"] == b"PNG of the run"
+    assert page.pictures["gpu-run.png"].startswith(b"\x89PNG")

@@ -20,13 +20,14 @@ from firstlight.bench.gpu_ladder import LADDER
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Part, write_pages
 from firstlight.bench.gpu_planner_page import PLANNER
+from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.runner import Call, Job, Measure, Results, Row, run_rows, waiting_seconds
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, nearest
 
 #: In the order in which they stand on the page.
-PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART)
+PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"
 
@@ -99,6 +100,8 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
                     results.outcome(name, row, retry=True)
         results.machine = machine.to_json()
         results.calls.append({"date": _today(), "seconds": 0.0, "turns": 0})
+        # The folder is there before a measurement leaves a file in it.
+        results.write()
         left = run_rows(rows, results, call)
     results.write()
     _say_end(bench, rows, results, left)
