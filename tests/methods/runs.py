@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from switches import CPU, Combination, recipe_of
+from switches import CPU, Combination, of_kinds, recipe_of, switches
 from torch import Tensor
 
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.data.shards import TokenDataset
+from firstlight.hardware import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.recipe import Recipe
@@ -40,7 +41,8 @@ class Outcome:
 
     Attributes:
         losses: of each step, and of the validation rows after the last.
-        start, weights: the trained parameters before the first step and after the last.
+        start, weights: the trained parameters before the first step and after the last, on the
+            CPU.
         skipped: steps that fp16 left out.
         graphs: what torch.compile made.
     """
@@ -52,18 +54,50 @@ class Outcome:
     graphs: int
 
 
-def train_tiny(combination: Combination, data: Path) -> Outcome:
-    """20 steps of a combination, on the rows that every combination gets."""
-    return train_recipe(recipe_of(combination, str(data)))
+class Runs:
+    """Runs over one data folder, each done once.
+
+    Args:
+        data: the folder.
+        hardware: that the runs are on.
+        further: settings of all runs, by `section.key`.
+
+    Attributes:
+        measured: a method's and a model's name, and how far that run was from the plain one.
+    """
+
+    def __init__(
+        self, data: Path, hardware: Hardware = CPU, further: Mapping[str, object] | None = None
+    ) -> None:
+        self.data, self.hardware, self.further = data, hardware, further or {}
+        self._done: dict[Combination, Outcome] = {}
+        self.measured: dict[tuple[str, str], Difference] = {}
+
+    def of(self, combination: Combination) -> Outcome:
+        """20 steps of a combination, on the rows that every combination gets."""
+        wanted = frozenset((s.factor, s.value) for s in switches(combination))
+        if wanted not in self._done:
+            self._done[wanted] = train_recipe(self.recipe(wanted), hardware=self.hardware)
+        return self._done[wanted]
+
+    def recipe(
+        self, combination: Combination, further: Mapping[str, object] | None = None
+    ) -> Recipe:
+        """A combination's recipe, with settings by `section.key` beside those of all runs."""
+        return recipe_of(combination, str(self.data), {**self.further, **(further or {})})
+
+    def plain(self, combination: Combination) -> Outcome:
+        """The fp32 run with no method, and the same mathematics."""
+        return self.of(of_kinds(combination, "mathematics"))
 
 
-def train_recipe(recipe: Recipe, seed: int = SEED) -> Outcome:
+def train_recipe(recipe: Recipe, seed: int = SEED, hardware: Hardware = CPU) -> Outcome:
     """20 steps of a recipe; the seed decides the order of the rows and dropout."""
     # What was compiled before counts towards a limit.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(seed)
-    program = _program(recipe)
+    program = make_program(recipe, hardware)
     start = _trained(program)
     losses, skipped = _steps(program, seed)
     return Outcome(
@@ -75,13 +109,14 @@ def train_recipe(recipe: Recipe, seed: int = SEED) -> Outcome:
     )
 
 
-def _program(recipe: Recipe) -> TrainingProgram:
+def make_program(recipe: Recipe, hardware: Hardware = CPU) -> TrainingProgram:
+    """A recipe's methods on a device, around a model with the weights of every other run."""
     assert recipe.model is not None
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(SEED))
     if recipe.lora is not None:
-        attach(model, recipe, CPU)
-    program = TrainingProgram(recipe, model, CPU)
+        attach(model, recipe, hardware)
+    program = TrainingProgram(recipe, model, hardware)
     if program.scaler is not None:
         # A run finds a scale that fits by skipping some of its first steps; a comparison can't.
         program.scaler.scale = 2.0**8
@@ -89,11 +124,12 @@ def _program(recipe: Recipe) -> TrainingProgram:
 
 
 def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
-    recipe = program.recipe
+    recipe, device = program.recipe, program.hardware.device
     assert recipe.data.dir is not None
     assert recipe.data.seq_len is not None
     dataset = TokenDataset(recipe.data.dir, "train", verify=False)
     losses, skipped = [], 0
+    pinned = recipe.data.pin_memory
     with TokenLoader(
         dataset,
         recipe.data.seq_len,
@@ -102,11 +138,13 @@ def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
         document_masking=recipe.data.document_masking,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
+        pin_memory=device.type == "cuda" if pinned is None else pinned,
     ) as loader:
         for step in range(STEPS):
             count = recipe.batch.accumulation(recipe.data.seq_len)
             batches = [loader.next_batch() for _ in range(count)]
-            result = program.step(batches, warmup_cosine(step, STEPS, 4, 0.1))
+            on_device = (batch.to(device) for batch in batches)
+            result = program.step(on_device, warmup_cosine(step, STEPS, 4, 0.1))
             losses.append(result.loss)
             skipped += result.skipped
     return losses, skipped
@@ -120,7 +158,7 @@ def _validation_loss(program: TrainingProgram) -> float:
     dataset = TokenDataset(recipe.data.dir, "val", verify=False)
     batch = rows_to_batch(
         dataset, [0, 1, 2], recipe.data.seq_len, 0, document_masking=recipe.data.document_masking
-    )
+    ).to(program.hardware.device)
     program.model.eval()
     loss = program.evaluation_loss(batch.input_ids, batch.labels, batch.document_ids)
     return float(loss) / batch.num_valid
@@ -129,7 +167,7 @@ def _validation_loss(program: TrainingProgram) -> float:
 def _trained(program: TrainingProgram) -> dict[str, Tensor]:
     with program.optimizer.master_weights():
         return {
-            name: p.detach().clone()
+            name: p.detach().to("cpu", copy=True)
             for name, p in program.model.named_parameters()
             if p.requires_grad
         }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from firstlight.recipe.conflicts import require_combination
 #: beside it has the value too. "exact": the same numbers to the last bit. "rounding": the same
 #: sums in another order, in fp32. "approximate": numbers of fewer bits.
 Kind = Literal["plain", "mathematics", "exact", "rounding", "approximate"]
+
+#: Device that a switch's kind and bounds are for; "any" is both.
+On = Literal["any", "cpu", "cuda"]
 
 CPU = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=True)
 
@@ -38,6 +42,7 @@ class Switch:
         amplifies: by how much it makes differences of the others grow.
         needs: a package beyond those that the tests install.
         slow: it takes half a minute.
+        on: device that kind and bounds are for.
     """
 
     factor: str
@@ -49,6 +54,7 @@ class Switch:
     amplifies: float = 1.0
     needs: str | None = None
     slow: bool = False
+    on: On = "any"
 
     @property
     def missing(self) -> bool:
@@ -70,12 +76,13 @@ def _optimizer(value: str, kind: Kind, rate: float, **more: Any) -> Switch:
 
 #: Bounds of loss and weights.
 _ROUNDING = (1e-5, 1e-3)
+_FP8 = (0.05, 0.3)
 
 SWITCHES = [
     Switch("model", "llama", "mathematics"),
     Switch("model", "gpt2", "mathematics"),
     _efficiency("precision", "fp32", "plain"),
-    _efficiency("precision", "tf32", "exact", precision="tf32"),
+    replace(_efficiency("precision", "tf32", "exact", precision="tf32"), on="cpu"),
     _efficiency("precision", "bf16", "approximate", 0.01, 0.05, precision="bf16"),
     _efficiency("precision", "bf16_params", "approximate", 0.01, 0.05, precision="bf16_params"),
     _efficiency("precision", "fp16", "approximate", 0.001, 0.03, precision="fp16"),
@@ -83,7 +90,7 @@ SWITCHES = [
     _efficiency("attention", "plain", "rounding", *_ROUNDING, attention="plain"),
     _efficiency("attention", "blockwise", "rounding", *_ROUNDING, attention="blockwise"),
     _efficiency("attention", "math", "rounding", *_ROUNDING, attention="math"),
-    _efficiency("attention", "flash", "rounding", *_ROUNDING, attention="flash"),
+    replace(_efficiency("attention", "flash", "rounding", *_ROUNDING, attention="flash"), on="cpu"),
     _efficiency("checkpointing", "none", "plain"),
     _efficiency("checkpointing", "full", "exact", activation_checkpointing="full"),
     _efficiency("checkpointing", "selective", "exact", activation_checkpointing="selective"),
@@ -99,7 +106,10 @@ SWITCHES = [
     _efficiency("cache", "kept", "plain"),
     _efficiency("cache", "emptied", "exact", empty_cache_steps=2),
     _efficiency("compile", "no", "plain"),
-    _efficiency("compile", "aot_eager", "exact", compile=True, compile_backend="aot_eager"),
+    replace(
+        _efficiency("compile", "aot_eager", "exact", compile=True, compile_backend="aot_eager"),
+        on="cpu",
+    ),
     _efficiency(
         "compile",
         "regional",
@@ -177,7 +187,69 @@ ALONE = [
     ),
 ]
 
-_BY_CHOICE: dict[Choice, Switch] = {(s.factor, s.value): s for s in [*SWITCHES, *ALONE]}
+#: Further settings of torch.compile's inductor, and the bounds of its loss and weights.
+INDUCTOR: list[dict[str, Any]] = [
+    {},
+    {"compile_regional": True},
+    {"compile_mode": "reduce-overhead"},
+    {"compile_mode": "max-autotune"},
+    {"compile_mode": "max-autotune-no-cudagraphs"},
+    {"activation_checkpointing": "budget"},
+    {"activation_checkpointing": "full"},
+    {"loss_chunk_tokens": 24, "vocab_multiple": 64},
+]
+INDUCTOR_BOUNDS = (2e-5, 2e-3)
+
+#: What a CPU does not have, or is nearer to the plain run there than on a GPU.
+ON_CUDA = [
+    replace(switch, on="cuda")
+    for switch in (
+        _efficiency("precision", "tf32", "approximate", 0.001, 0.03, precision="tf32"),
+        replace(
+            _efficiency("precision", "fp8", "approximate", *_FP8, precision="fp8"), needs="torchao"
+        ),
+        _efficiency("attention", "efficient", "rounding", *_ROUNDING, attention="efficient"),
+        _efficiency("attention", "flex", "rounding", *_ROUNDING, attention="flex"),
+        *(
+            _efficiency(
+                "attention",
+                f"{name}-bf16",
+                "approximate",
+                0.01,
+                0.05,
+                attention=name,
+                precision="bf16",
+            )
+            for name in ("flash", "cudnn")
+        ),
+        # While it is traced, torch may take other kernels than where it runs at once.
+        _efficiency(
+            "compile",
+            "aot_eager",
+            "rounding",
+            *_ROUNDING,
+            compile=True,
+            compile_backend="aot_eager",
+        ),
+        *(
+            _efficiency(
+                "compile", mode, "rounding", *INDUCTOR_BOUNDS, compile=True, compile_mode=mode
+            )
+            for mode in ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        ),
+        Switch(
+            "readers",
+            "pinned",
+            "exact",
+            (("data.pin_memory", True), ("data.workers", 3), ("data.prefetch", 5)),
+        ),
+        _optimizer(
+            "paged_adamw8bit", "approximate", 2e-3, loss=0.005, weights=0.2, needs="bitsandbytes"
+        ),
+    )
+]
+
+_BY_CHOICE: dict[Choice, Switch] = {(s.factor, s.value): s for s in [*ON_CUDA, *SWITCHES, *ALONE]}
 
 #: A value of each factor; a factor left out has its plain one.
 Combination = frozenset[Choice]
@@ -203,8 +275,15 @@ def of_kinds(combination: Combination, *kinds: Kind) -> Combination:
     return frozenset((s.factor, s.value) for s in switches(combination) if s.kind in kinds)
 
 
-def recipe_of(combination: Combination, data: str = "data") -> Recipe:
+def recipe_of(
+    combination: Combination, data: str = "data", further: Mapping[str, Any] | None = None
+) -> Recipe:
     """20 steps of a model small enough to be trained in a fraction of a second.
+
+    Args:
+        combination: its switches.
+        data: the folder of prepared text.
+        further: settings beside the combination's, by `section.key`.
 
     Raises:
         ConfigError: the keys can't stand in one recipe.
@@ -221,10 +300,10 @@ def recipe_of(combination: Combination, data: str = "data") -> Recipe:
         "optimizer": {"learning_rate": 2e-3},
         "efficiency": {"precision": "fp32", "attention": "sdpa", "compile": False},
     }
-    for switch in switches(combination):
-        for name, value in switch.settings:
-            section, key = name.split(".")
-            values.setdefault(section, {})[key] = value
+    settings = [setting for switch in switches(combination) for setting in switch.settings]
+    for name, value in [*settings, *(further or {}).items()]:
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = value
     return parse_recipe(values)
 
 

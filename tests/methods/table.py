@@ -34,6 +34,7 @@ def bounds_table(switches: Iterable[Switch]) -> str:
             for name, value in switch.settings
             if name != "optimizer.learning_rate"
         )
+        keys += {"any": "", "cpu": ", on a CPU", "cuda": ", on a GPU"}[switch.on]
         loss, weights = f"{switch.loss:.6g}", f"{100 * switch.weights:g} %"
         if switch.kind == "mathematics":
             loss = weights = "-"

@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 from covering import pairs_of
-from runs import (
-    Difference,
-    Outcome,
-    difference,
-    one_thread,
-    same_bits,
-    train_recipe,
-    train_tiny,
-)
+from runs import Runs, difference, one_thread, same_bits, train_recipe
 from switches import (
     ALONE,
+    INDUCTOR,
+    INDUCTOR_BOUNDS,
+    ON_CUDA,
     SWITCHES,
     Combination,
     Switch,
@@ -50,25 +45,6 @@ _MODELS = ("llama", "gpt2")
 _COMPARED = [s for s in [*SWITCHES, *ALONE] if s.kind not in ("plain", "mathematics")]
 #: Precisions whose products round otherwise once torch.compile has put them together.
 _FEWER_BITS = {"bf16", "bf16_params", "fp16"}
-
-
-class Runs:
-    """Runs over one data folder, each done once."""
-
-    def __init__(self, data: Path) -> None:
-        self.data = data
-        self._done: dict[Combination, Outcome] = {}
-        self.measured: dict[tuple[str, str], Difference] = {}
-
-    def of(self, combination: Combination) -> Outcome:
-        wanted = frozenset((s.factor, s.value) for s in switches(combination))
-        if wanted not in self._done:
-            self._done[wanted] = train_tiny(wanted, self.data)
-        return self._done[wanted]
-
-    def plain(self, combination: Combination) -> Outcome:
-        """The fp32 run with no method, and the same mathematics."""
-        return self.of(of_kinds(combination, "mathematics"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,20 +178,7 @@ def test_every_pair_of_values_that_may_meet_meets() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", _MODELS)
-@pytest.mark.parametrize(
-    "with_it",
-    [
-        {},
-        {"compile_regional": True},
-        {"compile_mode": "reduce-overhead"},
-        {"compile_mode": "max-autotune"},
-        {"compile_mode": "max-autotune-no-cudagraphs"},
-        {"activation_checkpointing": "budget"},
-        {"activation_checkpointing": "full"},
-        {"loss_chunk_tokens": 24, "vocab_multiple": 64},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("with_it", INDUCTOR, ids=str)
 def test_inductor_stays_near_to_the_plain_run(
     runs: Runs, model: str, with_it: dict[str, object]
 ) -> None:
@@ -225,8 +188,8 @@ def test_inductor_stays_near_to_the_plain_run(
     run = train_recipe(recipe.model_copy(update={"efficiency": config}))
     found = difference(run, runs.plain(combination))
     assert run.graphs > 0
-    assert found.loss <= 2e-5
-    assert found.weights <= 2e-3
+    assert found.loss <= INDUCTOR_BOUNDS[0]
+    assert found.weights <= INDUCTOR_BOUNDS[1]
 
 
 # --- the page ----------------------------------------------------------------------------------
@@ -243,7 +206,7 @@ def test_the_table_of_the_page_says_what_was_tested(
             for line in measured_table(runs.measured):
                 terminal.line(line)
     page = PAGE.read_text(encoding="utf-8")
-    wanted = with_table(page, bounds_table([*SWITCHES, *ALONE]))
+    wanted = with_table(page, bounds_table([*SWITCHES, *ALONE, *ON_CUDA]))
     if wanted != page:
         write_file(PAGE, wanted)
     assert wanted.count("equal to the last bit") >= sum(s.kind == "exact" for s in SWITCHES)

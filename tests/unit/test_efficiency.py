@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from firstlight.distributed import World
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
-from firstlight.efficiency.compilation import require_compiler
+from firstlight.efficiency.compilation import keep_results, require_compiler, uses_cuda_graphs
 from firstlight.efficiency.engine import Engine
 from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
@@ -23,7 +23,7 @@ from firstlight.efficiency.memory import offloaded_activations
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
-from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
+from firstlight.models import GPT2Config, Llama, LlamaConfig, Model, MoEConfig, empty_model
 from firstlight.models.ops import (
     attention,
     dense_mask,
@@ -362,6 +362,42 @@ def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch
     without = Hardware(torch.device("cpu"), "a CPU", 2**30, bf16=False)
     assert resolve_precision(EfficiencyConfig(), without) == torch.float32
     bf16_is_faster.cache_clear()
+
+
+def test_gradients_and_router_statistics_do_not_stay_in_the_memory_of_cuda_graphs() -> None:
+    config = MoEConfig(
+        vocab_size=131,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_experts=4,
+        max_position_embeddings=64,
+    )
+    model = Llama(config).train()
+    model.init_weights(torch.Generator().manual_seed(0))
+    model(*batch()).backward()
+    statistics = model.router_statistics
+    assert statistics is not None
+    before = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    recorded = [*before.values(), statistics.loss_sum]
+    expected = [tensor.clone() for tensor in recorded if tensor is not None]
+    keep_results(model)
+    for tensor in recorded:
+        assert tensor is not None
+        tensor.fill_(float("nan"))
+    kept = [*(p.grad for p in model.parameters() if p.grad is not None), statistics.loss_sum]
+    for one, other in zip(kept, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
+def test_only_two_modes_on_a_gpu_record_cuda_graphs() -> None:
+    gpu, cpu = (Hardware(torch.device(name), "a test's", 2**34, True) for name in ("cuda", "cpu"))
+    for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
+        config = EfficiencyConfig(compile=True, compile_mode=mode)
+        assert uses_cuda_graphs(config, gpu) == (mode in ("reduce-overhead", "max-autotune"))
+        assert not uses_cuda_graphs(config, cpu)
+    assert not uses_cuda_graphs(EfficiencyConfig(compile=False), gpu)
 
 
 def test_fp8_is_refused_without_its_matrix_units() -> None:

@@ -12,9 +12,11 @@ from firstlight.efficiency.attention import choose_attention, resolve_attention
 from firstlight.efficiency.compilation import (
     can_compile,
     compiled,
+    keep_results,
     memory_budget,
     require_compiler,
     room_for_programs,
+    uses_cuda_graphs,
 )
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.efficiency.loss import chunk_loss
@@ -100,8 +102,11 @@ def loss_function(
         forward = compiled(model, config, forward)
     dtype = resolve_precision(config, hardware)
     computed = forward if objective is None else objective(forward)
+    recorded = uses_cuda_graphs(config, hardware)
 
     def loss_sum(*inputs: Any, **named: Any) -> Tensor:
+        if recorded:
+            keep_results(model)
         with contextlib.ExitStack() as stack:
             # Parameters in bf16 need no casts; autocast would only look for them.
             if config.precision != "bf16_params":

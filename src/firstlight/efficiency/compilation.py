@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
-from firstlight.models import Model
+from firstlight.models import Llama, Model
 
 #: CUDA's compute capability from which triton, which inductor writes, has code.
 TRITON_CAPABILITY = (7, 0)
@@ -67,6 +67,27 @@ def compiled(
             _compiled_in_training, layer, plain, torch.compile(plain, **options)
         )
     return forward
+
+
+def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
+    """Whether the training step's kernels are recorded, and their results lie in the memory of the
+    record."""
+    recorded = config.compile_mode in ("reduce-overhead", "max-autotune")
+    return config.compile is True and recorded and hardware.device.type == "cuda"
+
+
+def keep_results(model: Model) -> None:
+    """Copy what earlier micro-batches of a step left in the memory of CUDA graphs, gradients and
+    router statistics: the next forward pass writes to that memory, and torch refuses to read it
+    afterwards."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+    statistics = model.router_statistics if isinstance(model, Llama) else None
+    if statistics is not None and statistics.loss_sum is not None:
+        assert statistics.visits_LE is not None
+        statistics.loss_sum = statistics.loss_sum.clone()
+        statistics.visits_LE = statistics.visits_LE.clone()
 
 
 def _compiled_in_training(

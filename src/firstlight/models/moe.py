@@ -79,8 +79,13 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
+#: Without a grouped kernel the CPU reads how many rows each expert has, which CUDA graphs can't
+#: record: torch.compile records what is before and after.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
 # An operator of its own, since torch.compile knows the shapes of torch's for bf16 only.
-@torch.library.custom_op("firstlight::grouped_linear", mutates_args=())
+@torch.library.custom_op("firstlight::grouped_linear", mutates_args=(), tags=_TAGS)
 def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     if _takes_blocks(x_MC, weight_EFC):
         out_MF = x_MC.new_empty(len(x_MC), weight_EFC.shape[1])
@@ -98,7 +103,7 @@ def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return x_MC.new_empty(x_MC.shape[0], weight_EFC.shape[1])
 
 
-@torch.library.custom_op("firstlight::grouped_linear_backward", mutates_args=())
+@torch.library.custom_op("firstlight::grouped_linear_backward", mutates_args=(), tags=_TAGS)
 def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
