@@ -267,8 +267,15 @@ def _add_model(
     if window is not None:
         writer.add_sliding_window(window)
     for key, name in shape.family.gguf.numbers.items():
-        writer.add_float32(f"{shape.architecture}.{name}", float(config[key]))
+        writer.add_float32(f"{shape.architecture}.{name}", _multiplier(config, key))
     writer.add_string(KEPT, json.dumps(kept))
+
+
+def _multiplier(config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key, 1.0)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ModelError(f"config.json: {key} is {value!r}, no number above 0")
+    return value
 
 
 def _epsilon(config: Mapping[str, Any], key: str) -> float:
