@@ -38,6 +38,13 @@ _GROUPED: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.7,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
     "llama-4": {"num_key_value_heads": 4},
     "deep": {"num_hidden_layers": 6},
 }

@@ -21,7 +21,7 @@ from firstlight.recipe.conflicts import require_combination
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
-_FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral"]
+_FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral", "granite"]
 
 
 def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -145,7 +145,11 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
 @pytest.mark.parametrize(
     ("section", "values", "said"),
     [
-        ("model", {"model_type": "gpt2"}, "cuts llama, mistral, qwen2 and qwen3.* is gpt2"),
+        (
+            "model",
+            {"model_type": "gpt2"},
+            "cuts llama, .*, qwen3 and granite.* is gpt2",
+        ),
         ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
         ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
         ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),

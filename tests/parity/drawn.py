@@ -40,6 +40,7 @@ _HF_CONFIGS = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "granite": transformers.GraniteConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
 }
@@ -74,12 +75,17 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         "rope_scaling": _draw_rope(choose),
         "tie_word_embeddings": choose((True, False)),
     }
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in ("llama", "granite", "qwen3", "qwen3_moe"):
         keys["attention_bias"] = choose((True, False))
-    if family == "llama":
+    if family in ("llama", "granite"):
         keys["mlp_bias"] = choose((True, False))
     else:
         keys["sliding_window"] = choose((None, 7, 100))
+    if family == "granite":
+        keys["embedding_multiplier"] = choose((1.0, 6.0, 12.0))
+        keys["attention_multiplier"] = choose((None, 0.0078125, 0.3, 1.0))
+        keys["residual_multiplier"] = choose((1.0, 0.22))
+        keys["logits_scaling"] = choose((1.0, 3.0, 8.0))
     if family in ("qwen2", "qwen3") and keys["sliding_window"]:
         keys["max_window_layers"] = choose(range(layers))
     if family in ("mixtral", "qwen3_moe"):
@@ -162,14 +168,17 @@ def hf_config(config: ModelConfig) -> Any:
     rope = config.rope_scaling.model_dump() if config.rope_scaling else {"rope_type": "default"}
     family = config.model_type
     keys = set(type(config).model_fields) - {"model_type", "rope_theta", "rope_scaling"}
-    if family != "llama":
+    if family not in ("llama", "granite"):
         keys -= {"mlp_bias"}
-    if family not in ("llama", "qwen3", "qwen3_moe"):
+    if family != "granite":
+        keys -= {"embedding_multiplier", "attention_multiplier", "residual_multiplier"}
+        keys -= {"logits_scaling"}
+    if family not in ("llama", "granite", "qwen3", "qwen3_moe"):
         keys -= {"attention_bias"}
     values = {name: getattr(config, name) for name in keys}
-    if family in ("llama", "mistral", "mixtral", "qwen3_moe"):
+    if family in ("llama", "granite", "mistral", "mixtral", "qwen3_moe"):
         del values["max_window_layers"]
-    if family == "llama":
+    if family in ("llama", "granite"):
         del values["sliding_window"]
     if family.startswith("qwen"):
         values["use_sliding_window"] = config.sliding_window is not None

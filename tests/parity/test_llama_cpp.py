@@ -50,6 +50,15 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.2": ("llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "llama-linear": ("llama", {"rope_parameters": _LINEAR}),
     "llama-wide-heads": ("llama", {"head_dim": 32}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 2.0,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", _EXPERTS),
     "mixtral-llama3": ("mixtral", {**_EXPERTS, "rope_parameters": _LLAMA3}),

@@ -102,6 +102,14 @@ _DIVISIBLE: dict[str, ModelConfig] = {
     "mistral": LlamaConfig(**_SHAPE, model_type="mistral", sliding_window=77),
     "qwen2": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen2", num_hidden_layers=30),
     "qwen3": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen3", num_hidden_layers=30),
+    "granite": LlamaConfig(
+        **_SHAPE,
+        model_type="granite",
+        embedding_multiplier=12.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+    ),
     "mixtral": MoEConfig(**_SHAPE, sliding_window=77, num_experts=4),
     "qwen3_moe": MoEConfig(
         **_SHAPE, model_type="qwen3_moe", sliding_window=77, num_experts=9, moe_intermediate_size=8

@@ -289,7 +289,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (
             {"model": {"model_type": 3}},
             "model.model_type '3' is unknown "
-            "(known: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)",
+            "(known: gpt2, llama, mistral, qwen2, qwen3, granite, mixtral, qwen3_moe)",
         ),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "betas [0.9, 1.0] must each be at least 0"),
         ({"evaluation": {"sample_prompts": "a"}}, "evaluation.sample_prompts: input should be"),

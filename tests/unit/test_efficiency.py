@@ -508,3 +508,27 @@ def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) ->
             assert parameter.dtype == torch.bfloat16, name
         if "lora_" in name:
             assert parameter.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("way", ["plain", "blockwise", "flash", "math"])
+def test_every_way_to_attend_takes_the_scale_of_the_family(way: str) -> None:
+    config = LlamaConfig(
+        model_type="granite",
+        vocab_size=31,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_multiplier=1.5,
+        initializer_range=0.5,
+    )
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    ids = torch.arange(20)[None] % 31
+    expected = model(ids)
+    choose_attention(model, way)
+    torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-5)
+    usual = config.model_copy(update={"attention_multiplier": None})
+    other = empty_model(usual)
+    other.load_state_dict(model.state_dict())
+    assert not torch.allclose(other(ids), expected, atol=1e-2)

@@ -79,6 +79,9 @@ def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
         rope = choose((LLAMA3, values["rope_parameters"]))
         values |= {"rope_parameters": rope, "attention_bias": choose((True, False))}
         values["mlp_bias"] = values["attention_bias"]
+    if family == "granite":
+        values |= {"embedding_multiplier": choose((1.0, 12.0)), "attention_multiplier": 0.0625}
+        values |= {"residual_multiplier": choose((1.0, 0.22)), "logits_scaling": choose((1.0, 8.0))}
     if family in ("mistral", "mixtral"):
         values["sliding_window"] = choose((None, 40))
     if family.startswith("qwen"):

@@ -279,7 +279,7 @@ def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
-        "(supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)"
+        "(supported: gpt2, llama, mistral, qwen2, qwen3, granite, mixtral, qwen3_moe)"
     )
 
 

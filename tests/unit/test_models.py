@@ -454,3 +454,15 @@ def test_impossible_shapes_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=problem):
         family(**values)
+
+
+def test_granites_multipliers_stand_in_no_other_familys_section() -> None:
+    """Or the hashes by which runs with `lora` know their bases would be others than before."""
+    granite = LlamaConfig(model_type="granite", hidden_size=32, num_attention_heads=2)
+    keys = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+    assert granite.attention_multiplier == granite.model_dump()["attention_multiplier"] == 0.25
+    assert granite.model_dump().keys() - LlamaConfig().model_dump().keys() == keys
+    with pytest.raises(
+        ValidationError, match=r"logits_scaling is not a key of llama models .of granite"
+    ):
+        LlamaConfig(logits_scaling=2.0)

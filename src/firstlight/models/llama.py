@@ -2,7 +2,8 @@
 
 Parameter names are those of Hugging Face's classes. One architecture by configuration
 (`llama_config.py`): Llama 2, 3, 3.1 and 3.2, Mistral (sliding window), Qwen2 (biases on queries,
-keys and values), Qwen3 (queries and keys normalised), Mixtral and Qwen3-MoE (`moe.py`).
+keys and values), Qwen3 (queries and keys normalised), Granite (four multipliers), Mixtral and
+Qwen3-MoE (`moe.py`).
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Block(nn.Module):
             self.mlp = SparseMLP(config)
         else:
             self.mlp = MLP(config)
+        self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -129,13 +131,18 @@ class Block(nn.Module):
         `masks` are that of the layers without a window, and that of those with one.
         """
         mask = masks[self.has_window]
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, mask, cache)
+        y_BTC = self.self_attn(self.input_layernorm(x_BTC), cos, sin, mask, cache)
+        x_BTC = x_BTC + _multiplied(y_BTC, self.residual_multiplier)
         y_BTC, router_logits = self.post_attention_layernorm(x_BTC), None
         if isinstance(self.mlp, SparseMLP):
             y_BTC, router_logits = self.mlp(y_BTC)
         else:
             y_BTC = self.mlp(y_BTC)
-        return x_BTC + y_BTC, router_logits
+        return x_BTC + _multiplied(y_BTC, self.residual_multiplier), router_logits
+
+
+def _multiplied(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 class Decoder(nn.Module):
@@ -213,12 +220,12 @@ class Llama(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input, [B, T, C]; a later stage of a pipeline replaces it."""
-        return self.model.embed_tokens(input_ids)  # type: ignore[no-any-return]
+        return _multiplied(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
 
     def finish(self, x_BTC: Tensor) -> Tensor:
         """The head's input from the last layer's output, both [B, T, C]; all but the last stage
         of a pipeline replace it."""
-        return self.model.norm(x_BTC)  # type: ignore[no-any-return]
+        return _multiplied(self.model.norm(x_BTC), 1 / self.config.logits_scaling)
 
     def finish_loading(self) -> None:
         """Make what is not in the weights' file: the tie of the head and the rotary table."""

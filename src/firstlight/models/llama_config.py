@@ -1,5 +1,6 @@
-"""Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral and
-Qwen3-MoE. They are one architecture; what differs between them stands in `llama_families.py`.
+"""Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, Granite, and with experts
+Mixtral and Qwen3-MoE. They are one architecture; what differs between them stands in
+`llama_families.py`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from firstlight.errors import ModelError
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
-from firstlight.models.llama_families import DENSE, HF_DEFAULTS, OWN_KEYS, ROUTED
+from firstlight.models.llama_families import DENSE, HF_DEFAULTS, MULTIPLIERS, OWN_KEYS, ROUTED
 from firstlight.models.ops import RopeScaling
 
 #: What each kind of rotary scaling reads.
@@ -57,6 +64,27 @@ class _DecoderConfig(FamilyConfig):
     max_window_layers: int = Field(0, ge=0)
     tie_word_embeddings: bool = False
     initializer_range: float = Field(0.02, gt=0, le=1)
+    embedding_multiplier: float = Field(1.0, gt=0)
+    attention_multiplier: float | None = Field(None, gt=0)
+    residual_multiplier: float = Field(1.0, gt=0)
+    logits_scaling: float = Field(1.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_multiplier(cls, values: Any) -> Any:
+        # Runs after `_fill_in`, which works head_dim out.
+        spec = cls.families.get(values.get("model_type", cls.default_type))
+        if spec is not None and "attention_multiplier" in spec.own_keys:
+            usual = values.get("head_dim", 1) ** -0.5
+            values["attention_multiplier"] = values.get("attention_multiplier") or usual
+        return values
+
+    @model_serializer(mode="wrap")
+    def _leave_multipliers_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # The sections of other families stay what they were before there were these keys, and so
+        # do the hashes that runs with `lora` know their bases by.
+        left_out = set(MULTIPLIERS) - set(self.family.own_keys)
+        return {name: value for name, value in dump(self).items() if name not in left_out}
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +134,8 @@ class _DecoderConfig(FamilyConfig):
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""
-        return AttentionSpec(self.sliding_window if layer >= self.max_window_layers else None)
+        window = self.sliding_window if layer >= self.max_window_layers else None
+        return AttentionSpec(window, scale=self.attention_multiplier)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -226,8 +255,8 @@ def _rope_from_hf(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 class LlamaConfig(_DecoderConfig):
     """Shape of a dense model; names and meanings are Hugging Face's.
 
-    model_type: "llama", "mistral", "qwen2" (biases on queries, keys and values) or "qwen3"
-        (queries and keys normalised by head).
+    model_type: "llama", "mistral", "qwen2" (biases on queries, keys and values), "qwen3"
+        (queries and keys normalised by head) or "granite" (four multipliers).
     vocab_size: tokens the model knows; 0 takes the tokenizer's.
     hidden_size: width of the residual stream.
     intermediate_size: width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
@@ -241,12 +270,16 @@ class LlamaConfig(_DecoderConfig):
     rope_theta: base of the rotary frequencies.
     rope_scaling: null, {rope_type: linear, factor} or {rope_type: llama3, factor,
         low_freq_factor, high_freq_factor, original_max_position_embeddings}.
-    attention_bias: biases on all the attention's projections (llama, qwen3).
-    mlp_bias: biases on the MLP's projections (llama).
-    sliding_window: a token sees so many tokens, itself included; null is all (not llama).
+    attention_bias: biases on all the attention's projections (llama, qwen3, granite).
+    mlp_bias: biases on the MLP's projections (llama, granite).
+    sliding_window: a token sees so many tokens, itself included; null is all (not llama, granite).
     max_window_layers: the first so many layers see all tokens all the same (qwen2, qwen3).
     tie_word_embeddings: the head is the embedding, transposed.
     initializer_range: standard deviation of the initial weights.
+    embedding_multiplier: factor of the embeddings (granite).
+    attention_multiplier: factor of the attention's scores; null is 1 / sqrt(head_dim) (granite).
+    residual_multiplier: factor of what attention and MLP add to the residual stream (granite).
+    logits_scaling: divisor of the logits (granite).
     """
 
     families = DENSE
@@ -268,6 +301,8 @@ class MoEConfig(_DecoderConfig):
     attention_bias: as a dense model's (qwen3_moe).
     mlp_bias, max_window_layers: not a key of these families.
     initializer_range: standard deviation of the initial weights.
+    embedding_multiplier, attention_multiplier, residual_multiplier, logits_scaling: not a key of
+        these families.
     num_experts: experts a layer.
     num_experts_per_tok: experts that each token visits.
     moe_intermediate_size: width inside an expert; 0 is intermediate_size.

@@ -21,6 +21,14 @@ HF_DEFAULTS: dict[str, Any] = {
 _NO_BIAS = ("attention_bias", (False,), False)
 _ALL_ROPE = ("default", "linear", "llama3")
 
+#: Granite's keys.
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
 DENSE: dict[str, FamilySpec] = {
     "llama": FamilySpec(
         "LlamaForCausalLM",
@@ -71,6 +79,26 @@ DENSE: dict[str, FamilySpec] = {
         },
         qk_norm=True,
         has_window_switch=True,
+    ),
+    "granite": FamilySpec(
+        "GraniteForCausalLM",
+        GGUFSpec(
+            "granite",
+            rotates_pairs=True,
+            numbers={
+                "embedding_multiplier": "embedding_scale",
+                "attention_multiplier": "attention.scale",
+                "residual_multiplier": "residual_scale",
+                "logits_scaling": "logit_scale",
+            },
+        ),
+        own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
+        hf_defaults={
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+        },
     ),
 }
 
