@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.distributed import World, find_world, process_group
@@ -191,7 +192,7 @@ def main(cases: list[dict[str, Any]]) -> None:
             expected = gradients(case, cut(ids, labels, rows, 0, 1), None)
             own = cut(ids, labels, case["micro"], engine.rank, engine.size)
             assert len(own) == case["accumulation"]
-            with torch.profiler.profile() as profile:
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
                 found = gradients(case, own, engine)
             assert world.rank > 0 or len(found[0]) == len(expected[0])
             sent = sum(

@@ -94,7 +94,7 @@ def outcome(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "way, step",
     [
-        ("dropout", 5),  # between two checkpoints
+        ("dropout", 8),  # between two checkpoints
         ("experts", 7),  # right after one, which may still be being written
         pytest.param("fp16", 7, marks=pytest.mark.cuda_only("a CPU takes long for fp16")),
         pytest.param("compiled", 8, marks=_ON_GPU),
@@ -114,6 +114,8 @@ def test_a_run_that_is_killed_and_resumed_has_the_bits_of_the_whole_one(
     assert killed.returncode == -signal.SIGKILL, said
     before = [r["step"] for r in read_json_lines(tmp_path / "broken" / "metrics.jsonl")]
     assert before == list(range(1, step))
+    # Each save waits until the one before is complete.
+    assert list_checkpoints(tmp_path / "broken")
     resumed = start({"recipe": recipes["broken"], "resume": True})
     for process in (whole, resumed):
         _, said = process.communicate(timeout=300)
