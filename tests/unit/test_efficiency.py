@@ -520,7 +520,7 @@ def test_every_way_to_attend_takes_the_scale_of_the_family(way: str) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         attention_multiplier=1.5,
-        initializer_range=0.5,
+        initializer_range=0.2,
     )
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(0))
