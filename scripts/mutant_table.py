@@ -33,6 +33,8 @@ _FAKE_RUNS = "tests/gpu/test_fake_runs.py::test_"
 _FAKE_TEXT = "tests/gpu/test_fake_generation.py::test_"
 _FAKE_RANKS = "tests/gpu/test_fake_processes.py::test_"
 _LATE = "tests/gpu/test_late_copies.py::test_"
+_COMPILED = "tests/unit/test_compiled.py::test_"
+_SAME_BITS = "tests/unit/test_determinism.py::test_"
 _ORDER = (
     "tests/faults/test_loader_order.py::"
     "test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process"
@@ -870,6 +872,27 @@ MUTANTS = [
         'freezing=device.type == "cpu"',
         "freezing=True",
         (_FAKE_TEXT + "a_compiled_step_of_a_gpu_keeps_weights_as_arguments",),
+    ),
+    Mutant(
+        "recorded step of the tokens before",
+        "firstlight/generation/compiled.py",
+        "            recorded.input_ids.copy_(input_ids_B1)\n",
+        "",
+        (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
+    ),
+    Mutant(
+        "logits that the next recorded step overwrites",
+        "firstlight/generation/compiled.py",
+        "return recorded.logits.clone()",
+        "return recorded.logits",
+        (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
+    ),
+    Mutant(
+        "steps on a GPU in no fixed order",
+        "firstlight/efficiency/determinism.py",
+        '(kind == "cuda" and deterministic)',
+        "False",
+        (_SAME_BITS + "on_a_gpu_the_algorithms_are_deterministic_where_that_is_asked_for",),
     ),
     Mutant(
         "weights read into the host's memory",
