@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from firstlight.data.prepare import prepare
 from firstlight.hardware import Hardware, find_hardware
+from firstlight.tokenizer import train_tokenizer
 
 DEVICE = os.environ.get("FIRSTLIGHT_TEST_DEVICE", "cuda")
 _ON_CUDA = torch.device(DEVICE).type == "cuda"
@@ -86,6 +88,15 @@ def hardware() -> Hardware:
 def device(hardware: Hardware) -> torch.device:
     """The device under test."""
     return hardware.device
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Path:
+    """The corpus prepared with 300 tokens, which is no multiple of 64: the data of runs of
+    `tests/methods`."""
+    folder = tmp_path_factory.mktemp("rows") / "data"
+    prepare([corpus], train_tokenizer(texts, 300), folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

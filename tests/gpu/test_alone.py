@@ -21,10 +21,8 @@ from switches import (
 )
 
 from firstlight.data.loader import Batch
-from firstlight.data.prepare import prepare
 from firstlight.hardware import Hardware
 from firstlight.recipe import Recipe
-from firstlight.tokenizer import train_tokenizer
 from firstlight.training.program import TrainingProgram
 
 from .conftest import DEVICE
@@ -39,29 +37,21 @@ _WIDE = {"model.intermediate_size": 2048}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Path:
-    """Prepared text with 300 tokens, which is no multiple of 64."""
-    made = tmp_path_factory.mktemp("methods") / "data"
-    prepare([corpus], train_tokenizer(texts, 300), made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def runs(folder: Path, hardware: Hardware) -> Runs:
+def runs(rows: Path, hardware: Hardware) -> Runs:
     """Runs with the kernels that torch takes unasked."""
-    return Runs(folder, hardware)
+    return Runs(rows, hardware)
 
 
 @pytest.fixture(scope="module")
-def exact_runs(folder: Path, hardware: Hardware) -> Runs:
+def exact_runs(rows: Path, hardware: Hardware) -> Runs:
     """Runs with kernels whose sums have a fixed order."""
-    return Runs(folder, hardware, {"run.deterministic": True})
+    return Runs(rows, hardware, {"run.deterministic": True})
 
 
 @pytest.fixture(scope="module")
-def cpu_runs(folder: Path) -> Runs:
+def cpu_runs(rows: Path) -> Runs:
     """The same runs on the CPU."""
-    return Runs(folder)
+    return Runs(rows)
 
 
 def _alone(switch: Switch, model: str) -> Combination:

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from runs import Runs, difference, train_recipe
 from switches import Combination
 
-from firstlight.data.prepare import prepare
 from firstlight.hardware import Hardware
 from firstlight.models.moe import _has_kernel, grouped_linear
-from firstlight.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -29,13 +27,9 @@ _LLAMA: Combination = frozenset([("model", "llama")])
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str], hardware: Hardware
-) -> Runs:
+def runs(rows: Path, hardware: Hardware) -> Runs:
     """Runs of a tiny Mixtral."""
-    folder = tmp_path_factory.mktemp("experts") / "data"
-    prepare([corpus], train_tokenizer(texts, 300), folder)
-    return Runs(folder, hardware, _MIXTRAL)
+    return Runs(rows, hardware, _MIXTRAL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
