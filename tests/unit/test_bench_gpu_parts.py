@@ -17,7 +17,7 @@ from firstlight.bench.gpu_generation_once import gpu_generation_once
 from firstlight.bench.gpu_ladder import LADDER, MEMORY_GOAL, Ladder, Rung, ladders
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Findings, Part
-from firstlight.bench.gpu_planner import fit_speed, memory_results
+from firstlight.bench.gpu_planner import FIRST, fit_speed, memory_results
 from firstlight.bench.gpu_planner_page import PLANNER
 from firstlight.bench.gpu_predictions import packed, predict_case, predicting, unpacked
 from firstlight.bench.gpu_steps_once import gpu_steps_once
@@ -68,9 +68,11 @@ def test_the_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -> No
     assert len(trained) >= 20
     assert 8 <= sum(case.fitted for case in trained) <= len(trained) / 2
     rows = PLANNER.rows(H200)
-    first = [case["name"] for row in rows[:4] for case in row.request["cases"]]
-    assert first == [case.name for case in gpu_grid()[:20]]
-    assert max(row.value for row in rows[:4]) < min(row.value for row in rows[4:])
+    first = [case["name"] for row in rows if row.value == 2 for case in row.request["cases"]]
+    assert first == [case.name for case in gpu_grid()[:FIRST]]
+    compiled = {case.name for case in gpu_grid() if case.slow}
+    last = [case["name"] for row in rows if row.value == 4 for case in row.request["cases"]]
+    assert set(last) == compiled
     asked = {case["name"] for row in rows for case in row.request["cases"]}
     assert asked == {case.name for case in gpu_grid()}
 

@@ -32,10 +32,13 @@ NAME = "planner"
 STEPS_MODULE = "firstlight.bench.gpu_steps_once"
 
 #: Configurations that one process measures, and of those that compile.
-_TOGETHER, _COMPILED_TOGETHER = 5, 2
+_TOGETHER, _COMPILED_TOGETHER = 7, 2
+
+#: Configurations at the grid's beginning that are measured before the others.
+FIRST = 20
 
 #: Seconds of a process before its first configuration, of one, and of one that compiles.
-_START_SECONDS, _CASE_SECONDS, _COMPILED_SECONDS = 14.0, 4.0, 45.0
+_START_SECONDS, _CASE_SECONDS, _COMPILED_SECONDS = 12.0, 3.5, 40.0
 
 #: A GPU whose data sheet stands for a CPU's in a dry run, so that its code runs.
 _DRY_GPU = "H100"
@@ -64,30 +67,26 @@ def steps_request(machine: Machine, cases: Sequence[GPUCase], seconds: float) ->
     return request
 
 
-def _groups(machine: Machine) -> Iterator[list[GPUCase]]:
-    """The configurations by process; those that compile have processes of their own."""
-    group: list[GPUCase] = []
-    for case in grid_of(machine):
-        if machine.lacks(*case.needs):
-            continue
-        most = _COMPILED_TOGETHER if case.slow else _TOGETHER
-        if group and (group[0].slow != case.slow or len(group) == most):
-            yield group
-            group = []
-        group.append(case)
-    if group:
-        yield group
+def _groups(machine: Machine) -> Iterator[tuple[int, list[GPUCase]]]:
+    """The configurations by process, each group with its place in the order of all rows: the
+    first twenty, the rest, and what compiles, which has processes of its own."""
+    cases = [
+        (4 if case.slow else 2 if number < FIRST else 3, case)
+        for number, case in enumerate(grid_of(machine))
+        if not machine.lacks(*case.needs)
+    ]
+    for value in (2, 3, 4):
+        these = [case for own, case in cases if own == value]
+        together = _COMPILED_TOGETHER if value == 4 else _TOGETHER
+        for start in range(0, len(these), together):
+            yield value, these[start : start + together]
 
 
 def planner_rows(machine: Machine) -> list[Row]:
     """The part's rows: several configurations each."""
     rows = []
-    for number, group in enumerate(_groups(machine)):
-        each = _COMPILED_SECONDS if group[0].slow else _CASE_SECONDS
-        if machine.dry:
-            each = 1.0
-        # The first twenty configurations, those that compile, the rest.
-        value = 2 if number < 4 else 4 if group[0].slow else 5
+    for number, (value, group) in enumerate(_groups(machine)):
+        each = 1.0 if machine.dry else _COMPILED_SECONDS if group[0].slow else _CASE_SECONDS
         rows.append(
             Row(
                 f"configurations {number + 1}",
