@@ -80,7 +80,7 @@ def test_rows_are_measured_by_value_and_take_turns(tmp_path: Path) -> None:
     }
     world = World()
     assert run_rows(parts, Results(tmp_path), world.call(tmp_path)) == []
-    assert world.asked == ["first", "a", "b", "a", "b", "c", "last"]
+    assert world.asked == ["first", "a", "b", "c", "a", "b", "last"]
 
 
 def test_what_would_not_end_in_time_is_left_and_the_rest_is_measured(tmp_path: Path) -> None:

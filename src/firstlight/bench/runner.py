@@ -4,7 +4,7 @@ A benchmark declares rows and a measurement: a module that takes a row's request
 object. Turns, the order, time limits, what failed, and the file of results are done here:
 
 - The rows of all parts are measured in the order of their `value`; those of one value take turns
-  (A B A B).
+  (A B A B): all first turns come before the second ones.
 - A row whose seconds would not fit into the time that is left is left for the next call, and
   those after it that do fit are measured.
 - results.json is replaced after every measurement, so that an interruption leaves it whole. The
@@ -210,7 +210,7 @@ class Job:
 def order(parts: Mapping[str, Sequence[Row]]) -> list[Job]:
     """All turns of all rows in the order in which they are measured."""
     keyed = [
-        ((row.value, place, turn, number), Job(part, row, turn))
+        ((row.value, turn, place, number), Job(part, row, turn))
         for place, (part, rows) in enumerate(parts.items())
         for number, row in enumerate(rows)
         if not row.skip
