@@ -666,7 +666,7 @@ MUTANTS = [
         _LOADER,
         "None if self.references is None else change(self.references)",
         "self.references",
-        (_FAKE_STEPS + "each_method_runs_on_the_gpu",),
+        (_FAKE_STEPS + "preference_pairs_stay_on_the_gpu",),
     ),
     Mutant(
         "evaluation on the host's batch",
@@ -680,7 +680,7 @@ MUTANTS = [
         _TRAINING + "preference.py",
         "numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]",
         "numbers_D1 = torch.arange(documents)[:, None]",
-        (_FAKE_STEPS + "each_method_runs_on_the_gpu",),
+        (_FAKE_STEPS + "preference_pairs_stay_on_the_gpu",),
     ),
     Mutant(
         "causal mask on the host",
@@ -872,6 +872,14 @@ MUTANTS = [
         'freezing=device.type == "cpu"',
         "freezing=True",
         (_FAKE_TEXT + "a_compiled_step_of_a_gpu_keeps_weights_as_arguments",),
+    ),
+    Mutant(
+        "graph recorded before anything is compiled",
+        "firstlight/generation/compiled.py",
+        "                self._by_shape.popitem(last=False)\n"
+        "            return self._compute(input_ids_B1, lengths_B, reach)\n",
+        "                self._by_shape.popitem(last=False)\n",
+        (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
     ),
     Mutant(
         "recorded step of the tokens before",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from firstlight.data.loader import Batch
 from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
+from firstlight.optim.eight_bit import quiet_import
 from firstlight.recipe import ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, resolve
 from firstlight.training.adapters import attach
@@ -208,15 +211,6 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora": (LLAMA, {"lora__rank": 4}),
     "lora dropout": (GPT2, {"lora__rank": 4, "lora__dropout": 0.1}),
     "dora": (LLAMA, {"lora__rank": 4, "lora__dora": True}),
-    "pairs": (
-        LLAMA,
-        {
-            "preference__beta": 0.1,
-            "data__document_masking": True,
-            "efficiency__attention": "sdpa",
-        },
-    ),
-    "pairs with lora": (LLAMA, {"preference__beta": 0.1, "lora__rank": 4}),
     "fused": (LLAMA, {"optimizer__implementation": "fused"}),
     "foreach": (LLAMA, {"optimizer__implementation": "foreach"}),
     "for-loop": (LLAMA, {"optimizer__implementation": "for-loop"}),
@@ -227,6 +221,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LLAMA,
         {"optimizer__name": "adafactor", "optimizer__adafactor_variant": "torch"},
     ),
+    "lion": (LLAMA, {"optimizer__name": "lion"}),
     "sgd": (GPT2, {"optimizer__name": "sgd"}),
 }
 
@@ -246,6 +241,46 @@ def test_each_method_runs_on_the_gpu(method: str, precision: str) -> None:
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(model, efficiency__precision=precision, **keys))
         require_on_gpu(cuda, program)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora__rank": 4}], ids=["all weights", "lora"])
+def test_preference_pairs_stay_on_the_gpu(lora: dict[str, Any]) -> None:
+    keys = {"preference__beta": 0.1, "data__document_masking": True, **lora}
+    recipe = recipe_of(LLAMA, efficiency__precision="bf16", efficiency__attention="sdpa", **keys)
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe)
+        require_on_gpu(cuda, program)
+        assert program.preference is not None
+        assert program.preference._sums is not None
+        assert program.preference._sums.device.type == "cuda"
+
+
+LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8-bit": ("bitsandbytes.optim", {"optimizer__name": "adamw8bit"}),
+    "paged": ("bitsandbytes.optim", {"optimizer__name": "paged_adamw8bit"}),
+    "fp8": ("torchao.float8", {"efficiency__precision": "fp8"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", LIBRARIES)
+def test_what_libraries_compute_stays_on_the_gpu(method: str) -> None:
+    module, keys = LIBRARIES[method]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"not installed: {module}")
+    # They ask torch for a GPU when they are imported.
+    with quiet_import():
+        importlib.import_module(module)
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(LLAMA, **keys))
+        require_on_gpu(cuda, program)
+        moments = program.optimizer.state_pieces()
+        dtypes = {t.dtype for n, t in moments.items() if n.endswith((".state1", ".exp_avg"))}
+        kinds = [type(m).__name__ for m in program.model.modules()]
+        if method == "fp8":
+            assert kinds.count("Float8Linear") == 2 * 7
+        else:
+            assert torch.uint8 in dtypes
 
 
 def test_the_norms_of_dora_are_fp32_under_autocast() -> None:
