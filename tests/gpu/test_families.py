@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from firstlight.huggingface import load_model
-from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, MoEConfig
+from firstlight.models import (
+    FAMILIES,
+    GPT2Config,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    MoEConfig,
+)
 
 pytest.importorskip("transformers", reason="not installed: transformers")
 
@@ -36,16 +43,28 @@ _GROUPED: dict[str, Any] = {
 }
 #: All experts for each token: which one it visits may hang on a rounding.
 _EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 4}
-CONFIGS: dict[str, ModelConfig] = {
-    "gpt2": GPT2Config(**_SIZES),
-    "llama": LlamaConfig(**_GROUPED),
-    "mistral": LlamaConfig(**_GROUPED, model_type="mistral", sliding_window=40),
-    "qwen2": LlamaConfig(**_GROUPED, model_type="qwen2"),
-    "qwen3": LlamaConfig(**_GROUPED, model_type="qwen3"),
-    "mixtral": MoEConfig(**_EXPERTS, model_type="mixtral"),
-    "qwen3_moe": MoEConfig(**_EXPERTS, model_type="qwen3_moe", moe_intermediate_size=96),
+#: What a family has beside these sizes.
+_OWN_KEYS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 40},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.05,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "qwen3_moe": {"moe_intermediate_size": 96},
 }
-assert CONFIGS.keys() == set(NAMES)
+
+
+def usual_config(family: str) -> ModelConfig:
+    """A family's model in usual sizes."""
+    own = _OWN_KEYS.get(family, {})
+    kind = FAMILIES[family].config
+    if kind is GPT2Config:
+        return GPT2Config(**_SIZES, **own)
+    if kind is MoEConfig:
+        return MoEConfig(**_EXPERTS, **own, model_type=family)
+    return LlamaConfig(**_GROUPED, **own, model_type=family)
 
 
 def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
@@ -129,7 +148,7 @@ def test_fp32_logits_of_odd_shapes_are_those_of_transformers(
 def test_fp32_logits_and_gradients_of_usual_shapes_are_those_of_transformers(
     family: str, device: torch.device
 ) -> None:
-    config = without_balancing(CONFIGS[family])
+    config = without_balancing(usual_config(family))
     own, theirs = scaled_down(config, 1, device)
     ids = ids_of(config, device)
     (logits, found), (expected_logits, expected) = own_outcome(own, ids), their_outcome(theirs, ids)
@@ -140,7 +159,7 @@ def test_fp32_logits_and_gradients_of_usual_shapes_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", NAMES)
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(family: str, device: torch.device) -> None:
-    config = without_balancing(CONFIGS[family])
+    config = without_balancing(usual_config(family))
     own, theirs = scaled_down(config, 2, device)
     exact = copy.deepcopy(theirs)
     # Both round the same weights; the reference has the rounded ones.
@@ -162,7 +181,7 @@ def test_logits_through_the_cache_are_those_of_the_whole_text(
     family: str, device: torch.device
 ) -> None:
     """A prompt, then a few tokens, then one at a time, beyond mistral's window."""
-    config = CONFIGS[family]
+    config = usual_config(family)
     own, _ = scaled_down(config, 3, device)
     ids = ids_of(config, device)
     cache = own.make_cache(ROWS, TOKENS, torch.float32)
