@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware import Hardware
-from firstlight.models import Llama, Model
+from firstlight.models import Model
 
 #: CUDA's compute capability from which triton, which inductor writes, has code.
 TRITON_CAPABILITY = (7, 0)
@@ -83,7 +83,7 @@ def keep_results(model: Model) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
-    statistics = model.router_statistics if isinstance(model, Llama) else None
+    statistics = model.router_statistics
     if statistics is not None and statistics.loss_sum is not None:
         assert statistics.visits_LE is not None
         statistics.loss_sum = statistics.loss_sum.clone()
