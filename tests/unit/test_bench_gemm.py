@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from firstlight.bench import gemm
 from firstlight.bench.gemm import (
     DTYPES,
+    FP8,
     GemmBench,
     GemmRun,
     ceiling,
@@ -432,3 +433,14 @@ def test_the_command_line_starts_without_torch() -> None:
         "typing",
         "firstlight.cli.output",
     }
+
+
+def test_fp8_is_multiplied_in_the_layout_of_its_units() -> None:
+    product = Product("size", "", 32, "32", 16, 32, 48, "nt")
+    operands = make_operands([product], FP8, torch.device("cpu"))
+    result = make_multiply(product, operands)()
+    left, right = operands[0].view(16, 48).float(), operands[1].view(32, 48).float()
+    assert isinstance(result, torch.Tensor)
+    assert result.dtype == torch.bfloat16
+    assert left.abs().max() > 0
+    torch.testing.assert_close(result.float(), left @ right.t(), rtol=0.02, atol=0.02)
