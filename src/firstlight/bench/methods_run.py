@@ -124,7 +124,7 @@ class Runner:
         ]
 
     def _outcome(self, table: str, row: Row) -> Outcome:
-        """The row's outcome so far. A rung's recipe is settled when it is first asked for."""
+        """The row's outcome so far. A rung's recipe is made when it is first asked for."""
         if (table, row.name) in self.outcomes:
             return self.outcomes[table, row.name]
         changes = dict(row.changes)

@@ -1,4 +1,4 @@
-"""Model families: each one file, one config, one plain `nn.Module`."""
+"""Model families: config classes, models (plain `nn.Module`s), and the table of both."""
 
 from __future__ import annotations
 

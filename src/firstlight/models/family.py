@@ -1,8 +1,8 @@
 """The description of a model family: facts that loading, conversion, parallelism and planning need.
 
-Nothing outside of `models/` knows a family by its name. A Llama-like family is one entry of a table
-in `llama_config.py`; a family of its own architecture is a file with a config class that derives
-from `FamilyConfig`, and a model class.
+Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
+Llama-like family is one entry of a table in `llama_families.py`; a family of its own architecture
+is a file with a config class that derives from `FamilyConfig`, and a model class.
 """
 
 from __future__ import annotations

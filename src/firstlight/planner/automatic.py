@@ -70,7 +70,7 @@ def run_phases(
 
     Args:
         training, evaluation: of one process.
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
     """
     evaluating = evaluation.phases

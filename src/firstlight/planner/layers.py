@@ -71,7 +71,7 @@ def few_compiled_layers(
     """What a recipe that is compiled whole can be planned from, by `from_graphs`.
 
     Args:
-        recipe: with its model decided.
+        recipe: the resolved recipe.
 
     Returns:
         The recipe with few layers and with one more, and how many it has beyond the few. None where

@@ -24,7 +24,7 @@ def method_table(
     that without torch.compile, unless it is the method.
 
     Args:
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
         oracle: who is asked.
         tell: called with what has been tried.

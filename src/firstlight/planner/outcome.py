@@ -103,7 +103,7 @@ class Question:
     """What an `Outcome` is an answer to.
 
     Attributes:
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
         name, changes: see `Outcome`.
         evaluates: whether evaluation's memory is looked at too.

@@ -32,7 +32,7 @@ def speed_of(
 
     Args:
         prediction: of what one process has of its training step, not compiled.
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
         measuring_seconds: for which this machine's CPU has those operators timed that were not
             before, the costliest first.

@@ -34,7 +34,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     batch, heads, MLP and layers, but whole tables of the vocabulary.
 
     Args:
-        recipe: settled.
+        recipe: the resolved recipe.
         processes: of all groups together.
 
     Raises:

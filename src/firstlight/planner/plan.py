@@ -69,7 +69,7 @@ class Plan:
 
     Attributes:
         machine: that was planned for.
-        recipe: settled for it.
+        recipe: the recipe, resolved for the machine.
         parameters: of its model.
         as_it_stands: what that takes.
         run: how long its run is; None where that depends on data that are not here.

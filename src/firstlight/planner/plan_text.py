@@ -81,7 +81,7 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """The precision of a settled recipe, and whether it is compiled."""
+    """The precision of a resolved recipe, and whether it is compiled."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 

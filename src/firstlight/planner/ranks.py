@@ -42,7 +42,7 @@ def of_one_rank(
 
     Args:
         prediction: of `own_part` in one process.
-        recipe: settled.
+        recipe: the resolved recipe.
         processes: how many there are.
 
     Raises:
@@ -209,7 +209,7 @@ def exchange_of(
     """What the processes send each other in a step.
 
     Args:
-        recipe: settled.
+        recipe: the resolved recipe.
         parameters: of the model.
         processes: how many there are.
         host_bytes: of activations that wait in the CPU's memory, of a micro-batch.

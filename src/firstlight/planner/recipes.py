@@ -95,7 +95,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> Job:
     A deep model is planned from the same with few layers: see `layers.py`.
 
     Args:
-        recipe: with model, row length and micro-batch size decided.
+        recipe: the resolved recipe.
         target: that it will run on; None is this machine's CPU.
 
     Raises:

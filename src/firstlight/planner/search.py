@@ -64,7 +64,7 @@ def best_way(
     where neither fits, everything is that could.
 
     Args:
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
         oracle: who is asked.
         tell: called with what is being tried.
@@ -246,7 +246,7 @@ def nearest_ways(
     LoRA, the same in four bits, offloading to the CPU, more devices.
 
     Args:
-        recipe: settled.
+        recipe: the resolved recipe.
         machine: to run on.
         oracle: who is asked.
         tell: called with what has been tried.

@@ -143,7 +143,7 @@ class PlannedRun:
 
 
 def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
-    """How long the run of a settled recipe is; None where that depends on data that are not here.
+    """How long a resolved recipe's run is; None where that depends on data that are not here.
 
     Raises:
         ConfigError: the schedule can't be; see `resolve_schedule`.

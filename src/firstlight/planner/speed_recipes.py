@@ -20,7 +20,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
     """What speed is predicted of, beside the operators.
 
     Args:
-        recipe: with model, row length, precision and micro-batch size decided.
+        recipe: the resolved recipe.
         exchange: of several processes; None is one.
     """
     model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
@@ -69,7 +69,7 @@ def count_operators(recipe: ResolvedRecipe, target: Target | None = None) -> Mem
     and micro-batches. The memory in it is not a compiled run's.
 
     Args:
-        recipe: with model, row length, precision and micro-batch size decided.
+        recipe: the resolved recipe.
         target: that it will run on; None is this machine's CPU.
 
     Raises:
@@ -88,7 +88,7 @@ def predict_recipe_speed(
     """How fast a recipe's training goes.
 
     Args:
-        recipe: with model, row length, precision and micro-batch size decided.
+        recipe: the resolved recipe.
         machine: the calibrated machine, or a GPU of the table.
         counted: of `count_operators`.
         exchange: what several processes send each other; None is one process.

@@ -300,7 +300,7 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """A whole run as it is carried out: `resolve` has decided every key that was left open."""
+    """A whole run as it is carried out: no key that `resolve` decides is null or "auto"."""
 
     model: AnyModelConfig
     data: ResolvedData
