@@ -71,11 +71,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class BadRecordError(FirstlightError):
-    """A record that is no conversation.
+    """A record that is no conversation, no preference pair or no text.
 
     Args:
-        reason: one of `REASONS`.
-        detail: for people.
+        reason: key of `REASONS`, of a text of `records.REASONS`.
+        detail: the fault, for people.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
