@@ -36,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
             "run them on a machine with one, or `make test-gpu DEVICE=cpu` for those that a CPU "
             "can run"
         )
+    if config.option.markexpr == "gpu" and _ON_CUDA:
+        # Imports while tests are collected warn, too: sentencepiece, which transformers imports, on
+        # Python 3.12. See `pytest_collection_modifyitems` for the tests themselves.
+        config.addinivalue_line("filterwarnings", "default")
 
 
 @pytest.hookimpl(tryfirst=True)
