@@ -4,6 +4,7 @@ They run on CUDA, or with FIRSTLIGHT_TEST_DEVICE=cpu on the CPU, where `cuda_onl
 whose method a CPU does not have. `needs(package, ...)` skips a test whose packages are absent.
 Several processes share one GPU: a test that fills its memory sets a limit of its own first
 (`torch.cuda.set_per_process_memory_fraction`).
+FIRSTLIGHT_TEST_LOG=FILE has each outcome appended to a file as soon as it is known.
 """
 
 from __future__ import annotations
@@ -64,6 +65,19 @@ def _reason_to_skip(item: pytest.Item) -> str | None:
     if _ON_CUDA:
         return None
     return next((f"CUDA only: {mark.args[0]}" for mark in item.iter_markers("cuda_only")), None)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append each outcome to the file FIRSTLIGHT_TEST_LOG, if that is set: pytest prints failures at
+    its end only, and a lent machine may end it before."""
+    path = os.environ.get("FIRSTLIGHT_TEST_LOG")
+    if not path or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.when == "call" or not report.passed:
+        with Path(path).open("a", encoding="utf-8") as log:
+            log.write(f"{report.outcome} {report.duration:.1f} s {report.nodeid}\n")
+            if report.failed:
+                log.write(f"{report.longreprtext}\n")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
