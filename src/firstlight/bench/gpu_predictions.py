@@ -34,8 +34,9 @@ from firstlight.recipe import parse_resolved_recipe
 #: Cores from which on predictions have processes of their own.
 _MANY_CORES = 4
 
-#: Of one prediction.
-_SECONDS = 120.0
+#: How long predictions are waited for once the measurement is done, all of them together: less than
+#: a row may take longer than expected (`runner.Row.limit`), which would cost the measurement.
+_SECONDS = 60.0
 
 #: A function of a module with its arguments.
 Predict = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
@@ -157,7 +158,7 @@ def predicting(
     pool = context.Pool(min(len(calls), cores // 2), _without_gpu, maxtasksperchild=1)
     try:
         asked = [pool.apply_async(_answer, call) for call in calls]
-        yield lambda: [_wait(one) for one in asked]
+        yield lambda: _answers(asked)
     finally:
         pool.terminate()
         pool.join()
@@ -173,9 +174,18 @@ def _answer(function: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -
         return {"prediction_problem": f"{type(error).__name__}: {text}"}
 
 
-def _wait(asked: multiprocessing.pool.AsyncResult[dict[str, Any]]) -> dict[str, Any]:
+def _answers(
+    asked: Sequence[multiprocessing.pool.AsyncResult[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    end = time.monotonic() + _SECONDS
+    return [_wait(one, max(end - time.monotonic(), 0.0)) for one in asked]
+
+
+def _wait(
+    asked: multiprocessing.pool.AsyncResult[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
     try:
-        return asked.get(_SECONDS)
+        return asked.get(seconds)
     except multiprocessing.TimeoutError:
         # Of a process that was killed nothing comes, either.
         return {"prediction_problem": f"no answer in {_SECONDS:.0f} s"}
