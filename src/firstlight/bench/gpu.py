@@ -30,6 +30,8 @@ from firstlight.errors import ConfigError, InputError, nearest
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"
+#: After which looking at the machine is ended: a driver that hangs would take the whole call.
+_MACHINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _machine(bench: GPUBench, results: Results) -> Machine:
     Raises:
         ConfigError: it is another one, or has no GPU.
     """
-    found = ask(_MACHINE_MODULE, {"dry": bench.dry}, plain_environment())
+    found = ask(_MACHINE_MODULE, {"dry": bench.dry}, plain_environment(), _MACHINE_SECONDS)
     if "error" in found:
         raise ConfigError(found["error"]["message"])
     machine = Machine.from_json(found)

@@ -71,7 +71,7 @@ def _rows(machine: Machine) -> list[Row]:
         "trial_steps": 3 if machine.dry else 40,
         "vocab_size": DRY_VOCAB_SIZE if machine.dry else VOCAB_SIZE,
     }
-    return [Row(_ROW, _MODULE, request, seconds=25 if machine.dry else 330, value=3, limit=500)]
+    return [Row(_ROW, _MODULE, request, seconds=25 if machine.dry else 400, value=3, limit=500)]
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
