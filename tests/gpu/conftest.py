@@ -68,8 +68,8 @@ def _reason_to_skip(item: pytest.Item) -> str | None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append each outcome to the file FIRSTLIGHT_TEST_LOG, if that is set: pytest prints failures at
-    its end only, and a lent machine may end it before."""
+    """Append each outcome to the file FIRSTLIGHT_TEST_LOG, if that is set: pytest prints failures
+    at its end only, and a lent machine may end it before."""
     path = os.environ.get("FIRSTLIGHT_TEST_LOG")
     if not path or "PYTEST_XDIST_WORKER" in os.environ:
         return
