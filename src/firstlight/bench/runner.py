@@ -298,6 +298,8 @@ def _take_turn(job: Job, outcome: Outcome, results: Results, call: Call, left: f
     found = call.measure(row, request, min(limit, left))
     seconds = round(call.clock() - start, 2)
     error = found.get("error")
+    if error is None and not _is_finite(found):
+        error = {"type": "Failed", "message": "a figure of its result is not a finite number"}
     if error is None:
         outcome.runs.append(found)
         outcome.seconds.append(seconds)
@@ -310,6 +312,15 @@ def _take_turn(job: Job, outcome: Outcome, results: Results, call: Call, left: f
     outcome.problem = " ".join(str(error["message"]).split())[:400]
     say(f"    failed after {seconds:.0f} s: {outcome.problem}")
     return False
+
+
+def _is_finite(found: Mapping[str, Any]) -> bool:
+    """Whether the file of results can hold a result: it has no NaN and no infinity."""
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _clock_text(seconds: float) -> str:
