@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -326,3 +327,33 @@ def test_train_and_plan_resolve_alike(
         planned = settle(recipe, machines.find_machine())
         trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
     assert planned == trained
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_plan_sees_that_a_prepared_folder_holds_conversations_or_pairs(
+    pairs: bool, tmp_path: Path
+) -> None:
+    manifest = {"version": 2, "pairs": pairs, "vocab_size": 30, "splits": {"train": {"tokens": 9}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    planned = settle(recipe_of(data={"dir": str(tmp_path)}), machines.find_machine("H100"))
+    assert planned.data.document_masking
+    assert planned.efficiency.attention == "flex"
+    assert (planned.preference is not None) is pairs
+
+
+@pytest.mark.parametrize("size", [None, "auto", 0])
+def test_a_resolved_recipe_has_a_micro_batch_size(size: Any) -> None:
+    values = Place().resolve(recipe_of()).model_dump()
+    with pytest.raises(ConfigError, match=r"batch.micro_batch_size"):
+        parse_resolved_recipe({**values, "batch": {"micro_batch_size": size}})
+
+
+@pytest.mark.parametrize("given", [{"head_dim": "64"}, {"head_dim": 0, "hidden_size": "x"}])
+def test_a_granite_with_sizes_that_are_no_numbers_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.(head_dim|hidden_size)"):
+        recipe_of(model={"model_type": "granite", **given})
+
+
+def test_a_granite_multiplier_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention_multiplier"):
+        recipe_of(model={"model_type": "granite", "attention_multiplier": 0.0})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
-from firstlight.models import DEFAULT_FAMILY, FAMILIES
+from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
 
 #: model_type of Hugging Face's config.json -> general.architecture
@@ -199,7 +199,7 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
         raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
     model_type = str(config.get("model_type"))
     # The first Llamas' config.json leaves it out; the other families' always have it.
-    usual = 10_000.0 if model_type == DEFAULT_FAMILY else None
+    usual = 10_000.0 if model_type == "llama" else None
     theta = _number(settings, "rope_theta", config.get("rope_theta") or usual)
     kind = str(settings.get("rope_type") or settings.get("type") or "default")
     keys: dict[str, tuple[str, ...]] = {

@@ -114,7 +114,7 @@ def read_source(
 def with_qkv_biases(model: Source) -> Source:
     """A GPT-2 without biases on queries, keys and values with zeros for them, as other programs'
     GPT-2 has them; any other model as it is."""
-    if model.config.get("qkv_bias", True):
+    if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
     for name, weight in model.tensors.items():

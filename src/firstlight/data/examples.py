@@ -11,7 +11,7 @@ with text (see `loader`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -352,9 +352,16 @@ def open_split(
     Raises:
         DataError: see `TokenDataset`.
     """
-    manifest = read_manifest(Path(folder).expanduser())
-    if manifest["version"] == LABELLED_VERSION and manifest.get("pairs") is True:
+    kind = kind_of(read_manifest(Path(folder).expanduser()))
+    if kind == "preference":
         return PreferenceDataset(folder, split, verify=verify, long=long)
-    if manifest["version"] == LABELLED_VERSION:
+    if kind == "chat":
         return ExampleDataset(folder, split, verify=verify, long=long)
     return TokenDataset(folder, split, verify=verify)
+
+
+def kind_of(manifest: Mapping[str, Any]) -> Kind:
+    """The kind of data that a prepared folder holds, by its manifest."""
+    if manifest["version"] != LABELLED_VERSION:
+        return "text"
+    return "preference" if manifest.get("pairs") is True else "chat"

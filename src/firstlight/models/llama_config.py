@@ -74,9 +74,12 @@ class _DecoderConfig(FamilyConfig):
     def _fill_in_multiplier(cls, values: Any) -> Any:
         # Runs after `_fill_in`, which works head_dim out.
         spec = cls.families.get(values.get("model_type", cls.default_type))
-        if spec is not None and "attention_multiplier" in spec.own_keys:
-            usual = values.get("head_dim", 1) ** -0.5
-            values["attention_multiplier"] = values.get("attention_multiplier") or usual
+        if spec is None or "attention_multiplier" not in spec.own_keys:
+            return values
+        size = values.get("head_dim")
+        # A size that is no number is refused by its own field.
+        if values.get("attention_multiplier") is None and isinstance(size, int) and size > 0:
+            values["attention_multiplier"] = size**-0.5
         return values
 
     @model_serializer(mode="wrap")

@@ -244,9 +244,10 @@ def planned_recipe(
     machine = _this_machine(hardware, 1)
     if machine is None:
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
-    if recipe.preference is not None or recipe.data.kind == "preference":
+    resolved = settle(recipe, machine, init_from)
+    if resolved.preference is not None:
         raise ConfigError("--plan auto does not know preferences: leave it out")
-    settled = cut_freely(settle(recipe, machine, init_from))
+    settled = cut_freely(resolved)
     first = Oracle(measures=False).answer(Question(settled, machine, evaluates=False))
     if first.problem:
         raise ConfigError(first.problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint import resolve_model_folder
-from firstlight.data.examples import open_split
-from firstlight.data.shards import MANIFEST_NAME
+from firstlight.data.examples import kind_of, open_split
+from firstlight.data.shards import MANIFEST_NAME, Kind
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.huggingface import read_config
 from firstlight.optim.schedule import Schedule, resolve_schedule
@@ -57,8 +58,13 @@ def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Re
         ModelError: `init_from` is no model's folder.
     """
     recipe = _with_model(with_deepspeed_file(recipe, machine.count), init_from)
-    if recipe.data.kind == "preference" and recipe.preference is None:
+    kind = recipe.data.kind or _prepared_kind(recipe)
+    if kind == "preference" and recipe.preference is None:
         recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
+    if kind in ("chat", "preference") and not recipe.data.document_masking:
+        # As in a run: examples never see each other.
+        data = recipe.data.model_copy(update={"document_masking": True})
+        recipe = recipe.model_copy(update={"data": data})
     return resolve(recipe, facts_of(recipe, machine))
 
 
@@ -87,9 +93,23 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
 
 def _epoch_tokens(recipe: Recipe) -> int | None:
     """Tokens of the training split; None where the data are not on this machine."""
-    folders = [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
-    found = [prepared_vocabulary(folder) for folder in folders]
+    found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)
+
+
+def _folders(recipe: Recipe) -> list[str]:
+    """The prepared folders of a recipe."""
+    return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
+
+
+def _prepared_kind(recipe: Recipe) -> Kind:
+    """What the prepared folders hold; "text" where they are not on this machine."""
+    for folder in _folders(recipe):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
+            kind = kind_of(json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8")))
+            if kind != "text":
+                return kind
+    return "text"
 
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
@@ -161,7 +181,7 @@ def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
     """Rows of the training split; None where it is not prepared here."""
-    folders = [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
+    folders = _folders(recipe)
     try:
         splits = [
             open_split(folder, "train", verify=False, long=recipe.data.long) for folder in folders

@@ -177,7 +177,7 @@ def _resolve_efficiency(recipe: Recipe, seq_len: int, facts: Facts) -> Efficienc
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     of_gpus = ("flex", "efficient", "cudnn")
-    if kept in (("blockwise",) if facts.device == "cuda" else of_gpus):
+    if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else of_gpus):
         kept = None
     attention = kept or attention_backend(recipe, seq_len, facts, precision)
     return config.model_copy(update={"attention": attention})

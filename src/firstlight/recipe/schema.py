@@ -283,7 +283,7 @@ class ResolvedData(DataConfig):
 class ResolvedBatch(BatchConfig):
     """The `batch` section with the micro-batch size decided."""
 
-    micro_batch_size: Annotated[int, PlainValidator(_number_of_rows)]
+    micro_batch_size: int = Field(gt=0)
 
 
 class ResolvedEfficiency(EfficiencyConfig):
