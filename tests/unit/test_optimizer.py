@@ -334,7 +334,7 @@ def test_misshapen_state_is_refused_with_both_shapes(name: str, shape: tuple[int
 @pytest.mark.parametrize(
     "values",
     [
-        {"name": "lion"},
+        {"name": "lars"},
         {"learning_rate": 0},
         {"learning_rate": float("nan")},
         {"learning_rate": float("inf")},
