@@ -22,6 +22,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from firstlight.planner.watching import tables_put_back
+
 from .no_gpu import LIBRARY, Asked, torch_cuda
 
 _aten: Any = torch.ops.aten
@@ -257,6 +259,7 @@ def fake_cuda(devices: int = 1) -> Iterator[tuple[FakeCuda, Asked]]:
     with (
         pytest.MonkeyPatch.context() as patch,
         torch_cuda(devices) as asked,
+        tables_put_back(),
         FakeTensorMode(allow_non_fake_inputs=True),
         FakeCuda() as cuda,
     ):

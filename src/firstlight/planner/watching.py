@@ -4,6 +4,7 @@ states."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,16 +27,28 @@ from firstlight.training.program import TrainingProgram
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have no memory. What libraries keep of them for later is put back."""
+    """Inside, tensors have no memory. Tables that libraries keep for later are put back."""
+    # Tables that a library made before are real, and may be used.
+    with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def tables_put_back() -> Iterator[None]:
+    """Have bitsandbytes forget the tables that it makes inside: fake ones are of no use later."""
     library = sys.modules.get("bitsandbytes.functional")
     kept = None if library is None else dict(library.name2qmap)
-    # Tables that a library made before are real, and may be used.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    try:
         yield
-    library = sys.modules.get("bitsandbytes.functional")
-    if library is not None:
-        library.name2qmap.clear()
-        library.name2qmap.update(kept or {})
+    finally:
+        library = sys.modules.get("bitsandbytes.functional")
+        if library is not None:
+            library.name2qmap.clear()
+            library.name2qmap.update(kept or {})
+        kernels = sys.modules.get("bitsandbytes.backends.default.ops")
+        for value in () if kernels is None else vars(kernels).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
 
 
 def mark_weights(model: nn.Module, tracer: Tracer) -> None:
