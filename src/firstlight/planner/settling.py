@@ -103,7 +103,7 @@ def _folders(recipe: Recipe) -> list[str]:
 
 
 def _prepared_kind(recipe: Recipe) -> Kind:
-    """What the prepared folders hold; "text" where they are not on this machine."""
+    """Kind of the prepared data; "text" where they are not on this machine."""
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
             kind = kind_of(json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8")))
