@@ -40,7 +40,6 @@ _ORDER = (
     "test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process"
 )
 
-_TRAINING = "firstlight/training/"
 _LOADER = "firstlight/data/loader.py"
 _SHARD_FILE = "firstlight/data/shard_file.py"
 _SHARDS = "firstlight/data/shards.py"
@@ -52,21 +51,21 @@ MUTANTS = [
     # Loss and gradients
     Mutant(
         "mean of micro-batch means",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "scaled = loss * factor / (terms / scale)",
         "scaled = loss * factor / (batch.num_valid * len(batches) / scale)",
         (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
     ),
     Mutant(
         "gradient of the last micro-batch alone",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "            scaled = loss * factor / (terms / scale)",
         "            optimizer.zero_grad()\n            scaled = loss * factor / (terms / scale)",
         (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
     ),
     Mutant(
         "gradients of the last step kept",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "    optimizer.zero_grad()\n    total, norm",
         "    total, norm",
         (_STEPS + "gradients_of_the_step_before_are_added_to_the_next",),
@@ -80,14 +79,14 @@ MUTANTS = [
     ),
     Mutant(
         "a norm that is NaN passes",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "finite = abs(mean) + abs(grad_norm) < math.inf",
         "finite = abs(mean) < math.inf",
         (_STEPS + "nan_passes_clipping",),
     ),
     Mutant(
         "NaN passes a comparison",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "finite = abs(mean) + abs(grad_norm) < math.inf",
         "finite = abs(mean) + abs(grad_norm) != math.inf",
         (_STEPS + "nan_passes_clipping",),
@@ -115,14 +114,14 @@ MUTANTS = [
     ),
     Mutant(
         "dropout stays off after an evaluation",
-        _TRAINING + "program.py",
+        "firstlight/training/program.py",
         "        self.model.train()\n",
         "",
         (_STEPS + "dropout_stays_off_after_an_evaluation",),
     ),
     Mutant(
         "skipped step moves the moments",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "not finite:\n        accepted = False",
         "not finite:\n        accepted = True",
         (_STEPS + "a_step_without_update_moves_the_moments",),
@@ -151,7 +150,7 @@ MUTANTS = [
     ),
     Mutant(
         "horizon rescaled on resume",
-        _TRAINING + "job.py",
+        "firstlight/training/job.py",
         "share = self.schedule.lr_scale(state.step)",
         "done = max(self.saved_step, 0)\n"
         "        shorter = replace(self.schedule, decay_steps=self.schedule.decay_steps - done)\n"
@@ -167,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "loss scale lost",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         'program.scaler.load_state_dict(saved["loss_scale"])',
         "pass",
         (_STEPS + "the_loss_scale_is_lost_on_resume",),
@@ -182,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens a second by a moment",
-        _TRAINING + "job.py",
+        "firstlight/training/job.py",
         "seconds = time.perf_counter() - self._step_began",
         "seconds = time.perf_counter()",
         (_STEPS + "tokens_a_second_are_divided_by_a_moment_and_not_a_time",),
@@ -197,7 +196,7 @@ MUTANTS = [
     ),
     Mutant(
         "batches that were read and not used are skipped on resume",
-        _TRAINING + "job.py",
+        "firstlight/training/job.py",
         "rows_seen = self.state.rows_seen\n",
         'rows_seen = self._loader.state_dict()["rows_seen"]\n',
         (
@@ -206,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run follows its path into another's folder",
-        _TRAINING + "lock.py",
+        "firstlight/training/lock.py",
         "os.path.samestat(os.fstat(opened), os.stat(folder))",
         "folder.is_dir()",
         (_CHANGING + "a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own",),
@@ -228,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run at the end of an epoch is over",
-        _TRAINING + "job.py",
+        "firstlight/training/job.py",
         "or self.state.step < self.max_steps",
         "or self.state.step < self.max_steps and self.state.rows_seen "
         "!= num_rows(self.dataset.num_tokens, self.seq_len)",
@@ -397,7 +396,7 @@ MUTANTS = [
     ),
     Mutant(
         "data of another tokenizer",
-        _TRAINING + "setup.py",
+        "firstlight/training/setup.py",
         "if (tokenizer.fingerprint, tokenizer.vocab_size) != (",
         "if False and (tokenizer.fingerprint, tokenizer.vocab_size) != (",
         (_DATA + "data_of_another_tokenizer_is_trained_on",),
@@ -405,28 +404,28 @@ MUTANTS = [
     # Checkpoints
     Mutant(
         "partial folder chosen",
-        "firstlight/history.py",
+        "firstlight/checkpoint/history.py",
         "if step is None or not (folder / MANIFEST_NAME).is_file():",
         "if step is None:",
         (_CHECKPOINTS + "a_partial_folder_is_chosen",),
     ),
     Mutant(
         "damaged checkpoint gone on from",
-        "firstlight/checkpoint.py",
+        "firstlight/checkpoint/checkpoint.py",
         'if sha256_of(path) != entry["sha256"]:',
         "if False:",
         (_CHECKPOINTS + "a_damaged_checkpoint_is_gone_on_from",),
     ),
     Mutant(
         "limit of one deletes all",
-        "firstlight/retention.py",
+        "firstlight/checkpoint/retention.py",
         "if one.folder not in kept:",
         "if one.folder not in kept or keep_last == 1:",
         (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
     ),
     Mutant(
         "deleted before saved",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "        folder = save_checkpoint(",
         "        import shutil\n\n"
         "        shutil.rmtree(self._run_folder / 'checkpoints', ignore_errors=True)\n"
@@ -435,35 +434,35 @@ MUTANTS = [
     ),
     Mutant(
         "deleted before verified",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "        verify_checkpoint(folder, from_disk=True)\n",
         "",
         (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
     ),
     Mutant(
         "retention after a rollback by step",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "after = self.saved_step if self.saved_step >= 0 else None",
         "after = None",
         (_CHECKPOINTS + "after_a_rollback_the_newest_save_is_deleted",),
     ),
     Mutant(
         "dead branches count",
-        "firstlight/history.py",
+        "firstlight/checkpoint/history.py",
         "if one.sequence and not any(two.leaves_behind(one) for two in saved)",
         "if one.sequence",
         (_CHECKPOINTS + "a_damaged_newest_checkpoint_takes_a_good_ones_place",),
     ),
     Mutant(
         "best is worst",
-        "firstlight/retention.py",
+        "firstlight/checkpoint/retention.py",
         "best_first(past)[:keep_best]",
         "best_first(past)[-keep_best:]",
         (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),
     ),
     Mutant(
         "checkpoints of NaN",
-        "firstlight/checkpoint.py",
+        "firstlight/checkpoint/checkpoint.py",
         "    require_finite(step, checkpoint.model)\n"
         "    require_finite(step, checkpoint.optimizer)\n",
         "",
@@ -471,77 +470,77 @@ MUTANTS = [
     ),
     Mutant(
         "moments of NaN",
-        "firstlight/checkpoint.py",
+        "firstlight/checkpoint/checkpoint.py",
         "    require_finite(step, checkpoint.optimizer)\n",
         "",
         (_CHECKPOINTS + "checkpoints_of_nan_push_the_good_ones_out",),
     ),
     Mutant(
         "asynchronous save of later weights",
-        _TRAINING + "snapshot.py",
+        "firstlight/checkpoint/snapshot.py",
         "buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         "self._buffers[name] = tensor.detach()",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "asynchronous save of a later state",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "copy.deepcopy(checkpoint.trainer_state)",
         "checkpoint.trainer_state",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "failed save not heard of",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "self._writing.result()",
         "self._writing.exception()",
         (_CHECKPOINTS + "a_failed_asynchronous_save_is_never_heard_of",),
     ),
     Mutant(
         "wrong step saved",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         '            "random": rest,\n',
         '            "random": rest,\n            "step": state.step + 1,\n',
         (_CHECKPOINTS + "the_wrong_step_is_saved",),
     ),
     Mutant(
         "random numbers not restored",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         "    _restore_own_states(randoms, program, state.step)\n",
         "",
         (_CHECKPOINTS + "random_numbers_are_restored_at_the_wrong_moment",),
     ),
     Mutant(
         "not all weights are saved",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         "return file_tensors(program.model) if keep else {}",
         'return {n: t for n, t in file_tensors(program.model).items() if "norm" not in n}',
         (_CHECKPOINTS + "what_is_saved_cannot_be_loaded",),
     ),
     Mutant(
         "missing weights are random",
-        "firstlight/weights.py",
+        "firstlight/weights/loading.py",
         '("lacks", sorted(expected.keys() - stored.keys()), "")',
         '("lacks", [], "")',
         (_CHECKPOINTS + "weights_that_are_missing_are_random",),
     ),
     Mutant(
         "head of its own dropped",
-        "firstlight/weights.py",
+        "firstlight/weights/loading.py",
         "if head is not None and not head.has_values_of(stored[embedding]):",
         "if False:",
         (_CHECKPOINTS + "a_head_of_its_own_is_dropped_for_a_tied_one",),
     ),
     Mutant(
         "lines of metrics twice",
-        _TRAINING + "metrics.py",
+        "firstlight/training/metrics.py",
         'if record["step"] <= step]',
         "]",
         (_CHECKPOINTS + "lines_of_metrics_stand_twice_after_a_resume",),
     ),
     Mutant(
         "mapped file overwritten",
-        "firstlight/stored.py",
+        "firstlight/weights/stored.py",
         "if now.identity == self.identity and now.state != self.state:",
         "if False:",
         (_TEXT + "a_mapped_file_that_is_overwritten_becomes_zeros",),
@@ -556,7 +555,7 @@ MUTANTS = [
     ),
     Mutant(
         "tied head untied",
-        "firstlight/weights.py",
+        "firstlight/weights/loading.py",
         '"vocab_size": vocab_size})\n    model.finish_loading()\n',
         '"vocab_size": vocab_size})\n',
         (_TEXT + "added_tokens_untie_a_tied_head",),
@@ -641,7 +640,7 @@ MUTANTS = [
     ),
     Mutant(
         "unknown keys ignored",
-        "firstlight/recipe/schema.py",
+        "firstlight/section.py",
         'extra="forbid", strict=True',
         'extra="ignore", strict=True',
         (_TEXT + "an_unknown_key_of_a_recipe_is_ignored",),
@@ -677,7 +676,7 @@ MUTANTS = [
     ),
     Mutant(
         "answers of pairs are counted on the host",
-        _TRAINING + "preference.py",
+        "firstlight/training/preference.py",
         "numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]",
         "numbers_D1 = torch.arange(documents)[:, None]",
         (_FAKE_STEPS + "preference_pairs_stay_on_the_gpu",),
@@ -733,14 +732,14 @@ MUTANTS = [
     ),
     Mutant(
         "a wait for the GPU in each micro-batch",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "else total + loss.detach()",
         "else total + float(loss)",
         (_FAKE_STEPS + "a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches",),
     ),
     Mutant(
         "loss of one micro-batch in a graph's memory",
-        _TRAINING + "step.py",
+        "firstlight/training/step.py",
         "total = loss.detach().clone() if",
         "total = loss.detach() if",
         (_FAKE_RUNS + "a_loss_in_memory_that_a_cuda_graph_writes_again_is_added_up",),
@@ -761,14 +760,14 @@ MUTANTS = [
     ),
     Mutant(
         "unused memory never given back",
-        _TRAINING + "program.py",
+        "firstlight/training/program.py",
         "if every and self._steps % every == 0 and",
         "if every and self._steps % every == 1 and",
         (_FAKE_STEPS + "unused_memory_is_given_back_every_so_many_steps",),
     ),
     Mutant(
         "full memory kept when it ran out",
-        _TRAINING + "job.py",
+        "firstlight/training/job.py",
         '        gc.collect()\n        if self.hardware.device.type == "cuda":\n'
         "            torch.cuda.empty_cache()\n",
         "        gc.collect()\n",
@@ -776,35 +775,35 @@ MUTANTS = [
     ),
     Mutant(
         "asynchronous save not waited for",
-        _TRAINING + "snapshot.py",
+        "firstlight/checkpoint/snapshot.py",
         "            torch.cuda.synchronize(device)\n",
         "            pass\n",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "asynchronous save waits for another GPU",
-        _TRAINING + "snapshot.py",
+        "firstlight/checkpoint/snapshot.py",
         "            torch.cuda.synchronize(device)\n",
         "            torch.cuda.synchronize()\n",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "save through memory that may be moved",
-        _TRAINING + "snapshot.py",
+        "firstlight/checkpoint/snapshot.py",
         "pin_memory=tensor.is_cuda",
         "pin_memory=False",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "page-locked memory written again too early",
-        _TRAINING + "saving.py",
+        "firstlight/checkpoint/saving.py",
         "        self.wait()\n        checkpoint = capture()\n",
         "        checkpoint = capture()\n",
         (_LATE + "a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on",),
     ),
     Mutant(
         "a wait for each tensor of a save",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         "return file_tensors(program.model) if keep else {}",
         "return weights_to_save(program.model) if keep else {}",
         (_LATE + "a_run_stands_still_for_one_copy_of_its_state",),
@@ -904,49 +903,49 @@ MUTANTS = [
     ),
     Mutant(
         "weights read into the host's memory",
-        "firstlight/weights.py",
+        "firstlight/weights/loading.py",
         "    allocate(model, device)\n    places = ",
         '    allocate(model, torch.device("cpu"))\n    places = ',
         (_FAKE_TEXT + "weights_go_to_the_gpu_part_by_part",),
     ),
     Mutant(
         "first GPU for every process",
-        "firstlight/distributed/group.py",
+        "firstlight/parallel/group.py",
         "index = 0 if count == 1 else world.local_rank",
         "index = 0",
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
         "GPU of the rank in the whole world",
-        "firstlight/distributed/group.py",
+        "firstlight/parallel/group.py",
         "index = 0 if count == 1 else world.local_rank",
         "index = 0 if count == 1 else world.rank",
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
         "current GPU not set",
-        _TRAINING + "processes.py",
+        "firstlight/training/processes.py",
         "        torch.cuda.set_device(device)\n",
         "        pass\n",
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
         "gradients of GPUs by the CPU's library",
-        "firstlight/distributed/group.py",
+        "firstlight/parallel/group.py",
         '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"',
         '"gloo"',
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
         "NCCL guesses the GPU",
-        "firstlight/distributed/group.py",
+        "firstlight/parallel/group.py",
         'device_id=device if device.type == "cuda" else None',
         "device_id=None",
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
         "pieces of fsdp sent by the CPU",
-        "firstlight/efficiency/engine.py",
+        "firstlight/parallel/engine.py",
         "self.device.type, tuple(sizes.values())",
         '"cpu", tuple(sizes.values())',
         (_FAKE_RANKS + "fsdp_shares_gpus_over_nccl",),
@@ -960,21 +959,21 @@ MUTANTS = [
     ),
     Mutant(
         "clock stopped before the GPU has finished",
-        "firstlight/hardware.py",
+        "firstlight/hardware/device.py",
         "torch.cuda.synchronize(device)",
         "torch.cuda.synchronize()",
         (_FAKE_RANKS + "memory_and_time_are_those_of_the_device_asked_for",),
     ),
     Mutant(
         "random numbers of the first GPU alone",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         "enumerate(torch.cuda.get_rng_state_all())",
         "enumerate([torch.cuda.get_rng_state()])",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),
     ),
     Mutant(
         "random numbers put into another GPU",
-        _TRAINING + "state.py",
+        "firstlight/training/state.py",
         "torch.cuda.set_rng_state(tensor, int(index[0]))",
         "torch.cuda.set_rng_state(tensor)",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),

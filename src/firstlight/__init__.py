@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from firstlight.generation.continuation import Generation
     from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
     from firstlight.generation.sampling import SamplingConfig
-    from firstlight.huggingface import LoadedModel
     from firstlight.planner.module import plan_module
     from firstlight.recipe import Recipe, load_recipe
+    from firstlight.report.report import draw_report
     from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
     from firstlight.training.loop import TrainResult, train
-    from firstlight.training.report import draw_report
+    from firstlight.weights.huggingface import LoadedModel
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,7 @@ _HOMES = {
     "FirstlightError": "errors",
     "Generation": "generation.continuation",
     "GenerationStream": "generation.engine",
-    "LoadedModel": "huggingface",
+    "LoadedModel": "weights.huggingface",
     "Recipe": "recipe",
     "SamplingConfig": "generation.sampling",
     "TaskResult": "evaluation.results",
@@ -86,7 +86,7 @@ _HOMES = {
     "Tokenizer": "tokenizer",
     "TrainResult": "training.loop",
     "convert": "conversion.convert",
-    "draw_report": "training.report",
+    "draw_report": "report.report",
     "evaluate": "evaluation.perplexity",
     "evaluate_tasks": "evaluation.tasks",
     "generate": "generation.engine",

@@ -14,11 +14,11 @@ from gradient_driver import T, V, cut, difference, global_batch, model_of
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.distributed import World, find_world, process_group
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.parallel import World, find_world, process_group
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import parse_recipe
 from firstlight.training.processes import group_of_one
 from firstlight.training.program import TrainingProgram

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from firstlight.data.loader import IGNORE_INDEX, Batch
-from firstlight.distributed import World, find_world, process_group
-from firstlight.distributed.pieces import whole
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
+from firstlight.optim.dtensors import whole
+from firstlight.parallel import World, find_world, process_group
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 

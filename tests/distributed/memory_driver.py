@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from firstlight.distributed import find_world, process_group
-from firstlight.distributed.pieces import is_in_pieces, whole_parameters
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.models import LlamaConfig, empty_model
+from firstlight.optim.dtensors import is_in_pieces, whole_parameters
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.parallel import find_world, process_group
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:

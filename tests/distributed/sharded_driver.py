@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from firstlight import disk
-from firstlight.checkpoint import Checkpoint, newest_checkpoint, verify_checkpoint
-from firstlight.distributed import World, barrier, find_world, process_group
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
+from firstlight.checkpoint.checkpoint import Checkpoint, newest_checkpoint, verify_checkpoint
+from firstlight.checkpoint.sharded import MOMENTS, WEIGHTS, read_pieces, read_wholes
+from firstlight.checkpoint.sharded_saving import ShardedSaver
 from firstlight.errors import FirstlightError
+from firstlight.files import disk
+from firstlight.parallel import World, barrier, find_world, process_group
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import CheckpointConfig
-from firstlight.sharded import MOMENTS, WEIGHTS, read_pieces, read_wholes
-from firstlight.training.sharded_saving import ShardedSaver
 
 #: Rows that don't divide evenly, fewer than processes, one dimension.
 SHAPES = {"seven": (7, 3), "one": (1, 4), "vector": (5,), "stack": (4, 2, 3)}

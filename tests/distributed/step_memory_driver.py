@@ -11,10 +11,10 @@ from torch import Tensor
 
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.data.loader import Batch
-from firstlight.distributed import find_world, process_group
-from firstlight.distributed.pieces import is_in_pieces
-from firstlight.efficiency.engine import Engine
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
+from firstlight.optim.dtensors import is_in_pieces
+from firstlight.parallel import find_world, process_group
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from spawned import run_ranks
 
-from firstlight.distributed import World
-from firstlight.efficiency.deepspeed_engine import import_deepspeed, require_asynchronous_io
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
+from firstlight.parallel import World
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.deepspeed_engine import import_deepspeed, require_asynchronous_io
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from firstlight.cli.main import main
-from firstlight.distributed import elastic
-from firstlight.distributed.elastic import Launch
+from firstlight.parallel import elastic
+from firstlight.parallel.elastic import Launch
 
 Call = tuple[list[str], Launch, list[str]]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from spawned import run_ranks
 
-from firstlight.distributed import World
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
+from firstlight.parallel import World
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 

@@ -16,17 +16,17 @@ from spawned import free_port, run_ranks
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import firstlight
-from firstlight.checkpoint import is_in_shards, load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.sharded import MOMENTS, read_wholes
 from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, ModelError
-from firstlight.hardware import find_hardware
-from firstlight.huggingface import load_model
+from firstlight.hardware.device import find_hardware
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
-from firstlight.sharded import MOMENTS, read_wholes
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.job import Job
+from firstlight.weights.huggingface import load_model
 
 _DRIVER = Path(__file__).with_name("trains_driver.py")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.distributed.world import World, find_world, is_main, require_world
 from firstlight.errors import ConfigError
+from firstlight.parallel.world import World, find_world, is_main, require_world
 
 PLAIN = World(0, 1, 0, 1)
 

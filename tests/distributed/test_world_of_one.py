@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from firstlight.distributed import (
+from firstlight.errors import ConfigError, DataError
+from firstlight.parallel import (
     World,
     agree,
     all_reduce_sum,
@@ -19,10 +20,9 @@ from firstlight.distributed import (
     own_device,
     process_group,
 )
-from firstlight.distributed.elastic import FOLDER, Launch, exit_code_of_rank
-from firstlight.distributed.group import is_exchange_error
-from firstlight.distributed.meeting import Card, RankError, compare
-from firstlight.errors import ConfigError, DataError
+from firstlight.parallel.elastic import FOLDER, Launch, exit_code_of_rank
+from firstlight.parallel.group import is_exchange_error
+from firstlight.parallel.rendezvous import Card, RankError, compare
 
 PLAIN = World(0, 1, 0, 1)
 TWO = World(0, 2, 0, 2, "127.0.0.1", 1)

@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 from hub_server import Hub
 
-from firstlight.huggingface import model_files
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import model_files
 
 WEIGHTS = "model.safetensors"
 
@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 FIND = """
 import sys, time
 from firstlight.errors import FirstlightError
-from firstlight.hub import find_model_folder
+from firstlight.weights.hub import find_model_folder
 time.sleep = lambda seconds: None
 try:
     print(find_model_folder(sys.argv[1]))

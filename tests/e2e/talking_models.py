@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from firstlight.files import write_file
-from firstlight.huggingface import model_files
+from firstlight.files.atomic import write_file
 from firstlight.models import LlamaConfig, empty_model
-from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 _TEXT = "user assistant system you the and answer question a b c d e f g h i j k l m n o p\n" * 20
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from firstlight.checkpoint import load_trainer_state
+from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
 from firstlight.data.examples import ExampleDataset
 from firstlight.generation.chat import ChatSession

@@ -21,9 +21,9 @@ from hub_server import Access, Hub
 from firstlight.cli.main import main
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate
-from firstlight.hub import find_model_folder
-from firstlight.huggingface import load_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import load_model
 
 #: huggingface_hub writes so much of a file at once; what a break leaves of it is lost.
 CHUNK = 10 * 1024 * 1024

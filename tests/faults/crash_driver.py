@@ -26,7 +26,7 @@ from disks import KillingDisk, WatchedDisk, installed
 
 import firstlight.training.job
 import firstlight.training.loop
-from firstlight.files import write_file
+from firstlight.files.atomic import write_file
 from firstlight.training.loop import train
 
 

@@ -19,8 +19,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from firstlight import disk as seam
-from firstlight.disk import Disk
+from firstlight.files import disk as seam
+from firstlight.files.disk import Disk
 
 #: The operations that take space, which a full disk refuses.
 GROWING = frozenset({"create", "append", "write", "sync", "make_folder", "sync_folder"})

@@ -30,7 +30,7 @@ def _tokenizer(name: str, content: bytes) -> None:
 
 
 def _safetensors(content: bytes) -> None:
-    from firstlight.stored import read_header
+    from firstlight.weights.stored import read_header
 
     read_header(_file("model.safetensors", content))
 

@@ -27,7 +27,7 @@ import yaml
 
 import firstlight.training.job
 import firstlight.training.loop
-from firstlight.checkpoint import load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 

@@ -6,8 +6,8 @@ import json
 import sys
 
 from firstlight.console import say
-from firstlight.distributed.elastic import Launch, launch
 from firstlight.errors import FirstlightError
+from firstlight.parallel.elastic import Launch, launch
 
 if __name__ == "__main__":
     try:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from firstlight.console import say
-from firstlight.distributed import (
+from firstlight.errors import DataError, FirstlightError
+from firstlight.parallel import (
     agree,
     all_reduce_sum,
     broadcast_object,
@@ -32,8 +33,7 @@ from firstlight.distributed import (
     gather_objects,
     process_group,
 )
-from firstlight.distributed.elastic import exit_code_of_rank
-from firstlight.errors import DataError, FirstlightError
+from firstlight.parallel.elastic import exit_code_of_rank
 
 _stop = False
 

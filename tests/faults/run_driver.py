@@ -43,7 +43,7 @@ import torch
 import firstlight.training.job
 import firstlight.training.loop
 import firstlight.training.scaling
-from firstlight.checkpoint import load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.forecasting import RunForecaster
 from firstlight.training.job import Job

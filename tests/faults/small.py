@@ -15,7 +15,7 @@ from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import LossFunction
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from firstlight.checkpoint import Checkpoint, load_checkpoint, verify_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, verify_checkpoint
+from firstlight.checkpoint.history import saved_checkpoints
 from firstlight.errors import CheckpointError
-from firstlight.history import saved_checkpoints
 
 
 def content(step: int, val_loss: float | None = None, branch: int = 0) -> Checkpoint:

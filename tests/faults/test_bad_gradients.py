@@ -16,7 +16,7 @@ from small import LLAMA, SEQ_LEN, batch_of, new_model
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.recipe import GuardConfig, parse_recipe
 from firstlight.training.guard import Guard
 from firstlight.training.program import TrainingProgram

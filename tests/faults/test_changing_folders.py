@@ -13,11 +13,11 @@ import pytest
 from driven import MEASURED, newest, one_thread
 from small import make_split
 
-from firstlight.checkpoint import list_checkpoints, load_trainer_state
+from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state
 from firstlight.data.shard_file import BLOCK_BYTES
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import CheckpointError, DataError
-from firstlight.files import remove_folder
+from firstlight.files.atomic import remove_folder
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 

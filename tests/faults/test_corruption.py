@@ -11,7 +11,7 @@ import pytest
 from scale import cases
 from small_checkpoints import content, holds
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,

@@ -17,14 +17,14 @@ from disks import FailingDisk, ShortDisk, Unsynced, UnsyncedFailing, WatchedDisk
 from scale import cases
 from small_checkpoints import content, holds, is_sound, litter, sound_steps
 
-from firstlight.checkpoint import checkpoint_folder, newest_checkpoint
+from firstlight.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint
+from firstlight.checkpoint.saving import CheckpointSaver
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import FirstlightError, StorageError
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.metrics import JsonLines, read_json_lines
-from firstlight.training.saving import CheckpointSaver
 
 Record = Callable[[str, object], None]
 

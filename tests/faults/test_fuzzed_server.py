@@ -18,7 +18,6 @@ from scale import cases
 
 from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
-from firstlight.huggingface import LoadedModel
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.serving.server import (
     ServerOptions,
@@ -29,6 +28,7 @@ from firstlight.serving.server import (
 )
 from firstlight.tokenizer import train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
+from firstlight.weights.huggingface import LoadedModel
 
 schemathesis = pytest.importorskip("schemathesis")
 

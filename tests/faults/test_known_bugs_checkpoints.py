@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from small import LLAMA, new_model
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint import saving
+from firstlight.checkpoint.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     list_checkpoints,
@@ -23,15 +24,14 @@ from firstlight.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from firstlight.checkpoint.saving import CheckpointSaver
 from firstlight.errors import CheckpointError, FirstlightError, ModelError, StorageError
 from firstlight.generation.engine import load
 from firstlight.recipe import CheckpointConfig
-from firstlight.stored import save_weights
-from firstlight.training import saving
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
-from firstlight.training.saving import CheckpointSaver
-from firstlight.weights import weights_to_save
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 
 def content(step: int, val_loss: float | None = None) -> Checkpoint:

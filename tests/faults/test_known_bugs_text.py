@@ -16,13 +16,13 @@ from firstlight.conversion.foreign import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
 from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import Model, ModelConfig
 from firstlight.recipe import parse_recipe
-from firstlight.stored import save_weights
 from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.weights import embedding_name, grow_vocabulary, weights_to_save
+from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.loading import embedding_name, grow_vocabulary, weights_to_save
+from firstlight.weights.stored import save_weights
 from generated import generate_ids
 
 HI = [{"role": "user", "content": "hi"}]

@@ -23,7 +23,7 @@ from scale import cases
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import TokenDataset
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 
 #: Splits of documents and shards of drawn sizes, made when they are first drawn.
 _NUM_LAYOUTS = 96

@@ -15,12 +15,12 @@ from driven import MEASURED, one_thread
 from scale import cases
 from torch import Tensor
 
-from firstlight.checkpoint import list_checkpoints
+from firstlight.checkpoint.checkpoint import list_checkpoints
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
-from firstlight.stored import WEIGHTS_NAME
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
+from firstlight.weights.stored import WEIGHTS_NAME
 
 _STEPS = 8
 

@@ -30,7 +30,7 @@ from disks import (
 from scale import cases
 from small_checkpoints import content, holds, litter, sound_steps
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     list_checkpoints,
@@ -40,12 +40,12 @@ from firstlight.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from firstlight.checkpoint.history import Saved, own_past, saved_checkpoints, step_of
+from firstlight.checkpoint.retention import kept_checkpoints, prune_checkpoints
+from firstlight.checkpoint.saving import CheckpointSaver
 from firstlight.errors import CheckpointError, StorageError
-from firstlight.files import remove_leftovers
-from firstlight.history import Saved, own_past, saved_checkpoints, step_of
+from firstlight.files.atomic import remove_leftovers
 from firstlight.recipe import CheckpointConfig
-from firstlight.retention import kept_checkpoints, prune_checkpoints
-from firstlight.training.saving import CheckpointSaver
 
 _SEED = 6
 

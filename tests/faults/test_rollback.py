@@ -11,13 +11,13 @@ import pytest
 from driven import MEASURED, one_thread
 from torch import Tensor
 
-from firstlight.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
-from firstlight.stored import WEIGHTS_NAME
 from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
+from firstlight.weights.stored import WEIGHTS_NAME
 
 _STEPS, _ROWS = 20, 4
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from firstlight.data.prepare import prepare
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.tokenizer import train_tokenizer
 
 DEVICE = os.environ.get("FIRSTLIGHT_TEST_DEVICE", "cuda")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from firstlight.generation.few_rows import _cache_folder
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 
 
 def _no_gpu() -> ctypes.CDLL | None:

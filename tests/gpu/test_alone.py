@@ -21,7 +21,7 @@ from switches import (
 )
 
 from firstlight.data.loader import Batch
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.recipe import Recipe
 from firstlight.training.program import TrainingProgram
 

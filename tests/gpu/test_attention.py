@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from runs import Outcome, Runs, difference, train_recipe
 from switches import CPU, Combination
 
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import loss_function
-from firstlight.hardware import Hardware, peak_flops
+from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.recipe import GuardConfig, parse_recipe
 from firstlight.training.guard import Guard
 from firstlight.training.loop import train

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runs import Runs, difference, train_recipe
 from switches import Combination
 
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models.moe import _has_kernel, grouped_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -16,8 +16,8 @@ from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.int8 import quantize_int8
 from firstlight.generation.sampling import SamplingConfig, logprobs_of, penalize, sample, shift
 from firstlight.models import Model, build_model
-from firstlight.stored import StoredTensor
-from firstlight.weights import load_weights
+from firstlight.weights.loading import load_weights
+from firstlight.weights.stored import StoredTensor
 
 from .fake_cuda import FakeCuda, fake_cuda
 from .no_gpu import hardware, needs_no_gpu
@@ -122,8 +122,8 @@ def test_weights_go_to_the_gpu_part_by_part(
 ) -> None:
     """Sequentially, the host holds one part of a tensor at a time."""
     from firstlight.models import empty_model
-    from firstlight.stored import save_weights
-    from firstlight.weights import weights_to_save
+    from firstlight.weights.loading import weights_to_save
+    from firstlight.weights.stored import save_weights
 
     recipe = recipe_of(FAMILIES[family])
     source = empty_model(recipe.model)
@@ -131,8 +131,8 @@ def test_weights_go_to_the_gpu_part_by_part(
     save_weights(weights_to_save(source), tmp_path)
     # Fake tensors have no memory to read into.
     monkeypatch.setattr(StoredTensor, "_fill", lambda *_: None)
-    monkeypatch.setattr("firstlight.stored._GPU_CHUNK_BYTES", 4096)
-    monkeypatch.setattr("firstlight.weights.concurrent.futures.ThreadPoolExecutor", Serial)
+    monkeypatch.setattr("firstlight.weights.stored._GPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("firstlight.weights.loading.concurrent.futures.ThreadPoolExecutor", Serial)
     with torch.device("meta"):
         model = build_model(recipe.model)
     with fake_cuda() as (cuda, _):

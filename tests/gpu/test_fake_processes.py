@@ -9,18 +9,18 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from firstlight.bench.planner_measure import measured_memory
-from firstlight.distributed import World, own_device
-from firstlight.distributed.group import _open_group
-from firstlight.distributed.meeting import own_card
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import (
+from firstlight.hardware.device import (
     find_hardware,
     free_memory_bytes,
     peak_memory_bytes,
     synchronize,
 )
+from firstlight.parallel import World, own_device
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
+from firstlight.parallel.group import _open_group
+from firstlight.parallel.rendezvous import own_card
 from firstlight.training import processes
 from firstlight.training.state import restore_torch_random_states, torch_random_states
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstlight.huggingface import load_model
 from firstlight.models import (
     FAMILIES,
     GPT2Config,
@@ -19,6 +18,7 @@ from firstlight.models import (
     ModelConfig,
     MoEConfig,
 )
+from firstlight.weights.huggingface import load_model
 
 pytest.importorskip("transformers", reason="not installed: transformers")
 

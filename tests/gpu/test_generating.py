@@ -19,8 +19,8 @@ from firstlight.generation.engine import generate, generate_batch
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.int8 import Int8Linear, quantize_int8
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
+from firstlight.weights.huggingface import LoadedModel
 
 _SIZES: dict[str, Any] = {
     "vocab_size": tiny_tokenizer().vocab_size,

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from firstlight.checkpoint import Checkpoint, load_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
+from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.snapshot import Snapshot
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.data.shards import TokenDataset
 from firstlight.efficiency.memory import offloaded_activations
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
-from firstlight.training.saving import CheckpointSaver
-from firstlight.training.snapshot import Snapshot
 from firstlight.training.state import TrainState, capture
-from firstlight.weights import weights_to_save
+from firstlight.weights.loading import weights_to_save
 
 from .late_copies import Stream, late_copies
 from .no_gpu import needs_no_gpu

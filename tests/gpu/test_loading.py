@@ -12,10 +12,10 @@ import torch
 
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.generation.engine import load
-from firstlight.huggingface import model_files
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import LoadingWay, weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import LoadingWay, weights_to_save
 
 #: 70 million parameters, most of them in a few large tensors, as in a model of some layers.
 CONFIG = LlamaConfig(

@@ -14,13 +14,13 @@ from small import LLAMA, SEQ_LEN, batch_of, new_model
 from spawned import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from firstlight.checkpoint import list_checkpoints
+from firstlight.checkpoint.checkpoint import list_checkpoints
 from firstlight.cli.main import main
-from firstlight.distributed import World
-from firstlight.distributed.pieces import whole
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
+from firstlight.optim.dtensors import whole
+from firstlight.parallel import World
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import parse_recipe
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.processes import group_of_one

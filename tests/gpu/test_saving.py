@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint import saving
+from firstlight.checkpoint.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
+from firstlight.checkpoint.config import CheckpointConfig
+from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.snapshot import Snapshot
 from firstlight.recipe import parse_recipe
-from firstlight.recipe.schema import CheckpointConfig
-from firstlight.training import saving
 from firstlight.training.loop import train
-from firstlight.training.saving import CheckpointSaver
-from firstlight.training.snapshot import Snapshot
 
 _ELEMENTS = 1 << 22
 #: Cycles of a GPU: about a quarter of a second.

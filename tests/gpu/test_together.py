@@ -12,7 +12,7 @@ from runs import Runs, difference, make_program, train_recipe
 from switches import CPU, Combination
 
 from firstlight.data.loader import Batch
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.recipe import PreferenceConfig
 from firstlight.training.step import StepResult
 

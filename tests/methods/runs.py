@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.data.shards import TokenDataset
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.recipe import Recipe

@@ -12,7 +12,7 @@ import torch
 from covering import Choice, covering_set, legal_pairs
 
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
 

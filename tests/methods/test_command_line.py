@@ -15,7 +15,7 @@ from test_documentation import _rows
 
 import firstlight
 from firstlight.cli.main import main
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.planner.automatic import forecast_run
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.training.forecast import FORECAST_NAME, Forecast

@@ -28,7 +28,7 @@ from switches import (
 from table import PAGE, bounds_table, measured_table, with_table
 
 from firstlight.data.prepare import prepare
-from firstlight.files import write_file
+from firstlight.files.atomic import write_file
 from firstlight.tokenizer import train_tokenizer
 
 #: What two methods do to each other: the loss and weights that come on top.

@@ -11,7 +11,7 @@ from switches import CPU, refused_pairs
 
 from firstlight.efficiency import apply_methods
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import parse_recipe

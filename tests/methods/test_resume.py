@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from runs import one_thread
 
-from firstlight.stored import WEIGHTS_NAME
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
+from firstlight.weights.stored import WEIGHTS_NAME
 
 _CASES: dict[str, dict[str, dict[str, Any]]] = {
     "fp16": {"efficiency": {"precision": "fp16"}},

@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from firstlight.huggingface import model_files
 from firstlight.models import (
     FAMILIES,
     GPT2Config,
@@ -23,7 +22,8 @@ from firstlight.models import (
     empty_model,
 )
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from drawn import NAMES, draw, hf_model, some_ids
 
-from firstlight.huggingface import load_model
 from firstlight.models import Model
+from firstlight.weights.huggingface import load_model
 
 DRAWS = 40
 

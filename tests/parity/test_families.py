@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.huggingface import load_model
 from firstlight.models import Llama, Model, ModelConfig, MoEConfig
+from firstlight.weights.huggingface import load_model
 
 DRAWS = 40
 

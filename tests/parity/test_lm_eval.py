@@ -19,9 +19,9 @@ from firstlight.errors import ConfigError, InputError
 from firstlight.evaluation.hellaswag import item_of, read_hellaswag
 from firstlight.evaluation.results import TaskResult
 from firstlight.evaluation.tasks import evaluate_tasks
-from firstlight.huggingface import LoadedModel, load_model
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.weights.huggingface import LoadedModel, load_model
 
 pytest.importorskip("lm_eval")
 

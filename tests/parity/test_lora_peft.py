@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.huggingface import load_model
 from firstlight.lora import (
     LoraConfig,
     adapter_tensors,
@@ -24,8 +23,9 @@ from firstlight.lora import (
 )
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.ops import cross_entropy_sum
-from firstlight.stored import save_weights
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import load_model
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 peft = pytest.importorskip("peft")
 # PEFT's, and those of libraries that it imports.

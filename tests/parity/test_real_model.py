@@ -10,7 +10,7 @@ import transformers
 
 from firstlight.generation.engine import generate, load
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel
 from generated import generate_ids
 
 _PROMPTS = ("Once upon a time", "The little dog  ran\nto", "日本 🙂", "Lily's 3 cats")

@@ -23,12 +23,12 @@ from drawn import (
 
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
-from firstlight.huggingface import load_model, read_config
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig
 from firstlight.models.ops import LinearRope
-from firstlight.stored import stored_tensors
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
+from firstlight.weights.huggingface import load_model, read_config
+from firstlight.weights.stored import stored_tensors
 
 
 def draw_tied_gpt2(tied: bool) -> ModelConfig:

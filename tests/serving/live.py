@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
-from firstlight.huggingface import LoadedModel
 from firstlight.serving.api import create_app
 from firstlight.serving.guarding import Access, Guard
 from firstlight.serving.server import (
@@ -25,6 +24,7 @@ from firstlight.serving.server import (
     url_of,
 )
 from firstlight.serving.service import Limits, Service
+from firstlight.weights.huggingface import LoadedModel
 
 T = TypeVar("T")
 KEY = b"Secret-Key-1"

@@ -17,9 +17,9 @@ from test_server_api import POSTS, body_for
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 
 from firstlight.generation import structured
-from firstlight.huggingface import LoadedModel
 from firstlight.serving.documentation import up_to_pattern
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import LoadedModel
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 

@@ -15,7 +15,7 @@ from firstlight.evaluation.hellaswag import read_hellaswag
 from firstlight.evaluation.likelihood import encode_choices, likelihoods
 from firstlight.evaluation.multiple_choice import accuracies, answer_items, encode_items
 from firstlight.generation.batch import BatchDecoder
-from firstlight.huggingface import LoadedModel, load_model
+from firstlight.weights.huggingface import LoadedModel, load_model
 
 pytest.importorskip("lm_eval")
 

@@ -27,10 +27,10 @@ from tiny import PATIENCE, tiny_model, tiny_tokenizer
 
 from firstlight.cli.serve import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
-from firstlight.files import write_file
-from firstlight.huggingface import model_files
-from firstlight.stored import save_weights
-from firstlight.weights import weights_to_save
+from firstlight.files.atomic import write_file
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 
 @pytest.fixture(scope="session")

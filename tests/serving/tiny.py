@@ -14,11 +14,11 @@ from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.serving.scheduler import Job, Scheduler, Update
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
+from firstlight.weights.huggingface import LoadedModel
 
 CONTEXT = 96
 #: Seconds after which a test that waits for something gives up.

@@ -12,7 +12,7 @@ import click
 
 from firstlight.cli.main import firstlight
 from firstlight.cli.train import split_arguments
-from firstlight.distributed.elastic import Launch
+from firstlight.parallel.elastic import Launch
 from firstlight.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

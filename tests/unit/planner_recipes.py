@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from firstlight.data.loader import Batch
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.adapters import attach

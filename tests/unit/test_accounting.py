@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from firstlight.huggingface import config_from_hf
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.models.accounting import (
     ParameterCount,
@@ -16,6 +15,7 @@ from firstlight.models.accounting import (
     train_flops_per_token,
 )
 from firstlight.models.ops import LinearRope
+from firstlight.weights.huggingface import config_from_hf
 
 GPT2_124M = GPT2Config(vocab_size=50257)
 LLAMA_2_7B = LlamaConfig(

@@ -14,7 +14,7 @@ import json, sys
 import torch
 from firstlight.bench.memory import resident_bytes
 from firstlight.efficiency import give_back_unused, keep_memory
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 
 hardware = find_hardware("cpu")
 asked = keep_memory(hardware) if sys.argv[1] == "keep" else None

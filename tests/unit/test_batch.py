@@ -15,10 +15,10 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.cache import RaggedCache
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import LoadedModel
 
 CONTEXT = 96
 GPT2 = GPT2Config(

@@ -46,7 +46,7 @@ from firstlight.bench.gemm_report import compare, draw, step_times, summarize
 from firstlight.cli import bench_gemm
 from firstlight.cli.bench_gemm import gemm_command
 from firstlight.errors import ConfigError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.gpt2 import GPT2Config
 

@@ -18,12 +18,12 @@ from firstlight.bench.generation import (
     summarize,
 )
 from firstlight.errors import ConfigError
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 from firstlight.generation.engine import load
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
-from firstlight.stored import save_weights
-from firstlight.weights import weights_to_save
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 from generated import generate_ids
 
 GPT2 = GPT2Config(

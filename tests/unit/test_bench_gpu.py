@@ -23,7 +23,7 @@ from firstlight.bench.methods_rows import find_model
 from firstlight.bench.runner import Call, Outcome, Results, Row, order, run_rows
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve

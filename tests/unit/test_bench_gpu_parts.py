@@ -23,7 +23,7 @@ from firstlight.bench.gpu_predictions import packed, predict_case, predicting, u
 from firstlight.bench.gpu_steps_once import gpu_steps_once
 from firstlight.bench.runner import Outcome
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.planner.kernels import cuda_target
 from firstlight.planner.measured_gpus import read_measured
 from firstlight.planner.recipes import trace_memory

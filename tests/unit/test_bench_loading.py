@@ -28,11 +28,11 @@ from firstlight.bench.checkpoint import (
 from firstlight.bench.load_once import load_once
 from firstlight.bench.loading import DEFAULT_WAY, ROWS, LoadingBench, Row, compare, draw
 from firstlight.cli.main import main
-from firstlight.environment import SHORT_SPIN, for_generation
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
-from firstlight.huggingface import load_model
+from firstlight.hardware.environment import SHORT_SPIN, for_generation
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.weights import LOADING_WAYS
+from firstlight.weights.huggingface import load_model
+from firstlight.weights.loading import LOADING_WAYS
 
 _TINY = 2_000_000
 _MEASURED = {

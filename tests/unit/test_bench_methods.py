@@ -49,7 +49,7 @@ from firstlight.cli.bench import bench_group
 from firstlight.cli.bench_methods import methods_command
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import GPT2Config
 from firstlight.recipe import Recipe
 from firstlight.recipe.conflicts import require_combination

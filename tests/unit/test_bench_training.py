@@ -42,9 +42,9 @@ from firstlight.bench.training_report import Row, draw, summarize
 from firstlight.cli import main as cli_main
 from firstlight.cli.bench_training import training_command
 from firstlight.data.loader import Batch
-from firstlight.environment import SHORT_SPIN, TRAINING
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
+from firstlight.hardware.environment import SHORT_SPIN, TRAINING
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.recipe import BatchConfig, Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
@@ -602,7 +602,9 @@ def test_the_environment_is_that_of_the_verb(monkeypatch: pytest.MonkeyPatch) ->
     assert cli_main._environment(["train"]) == cli_main._environment(["plan"]) == TRAINING
     assert cli_main._environment(["eval"]) == SHORT_SPIN
     for running, spin in ((0, "30000"), (os.cpu_count(), "5000")):
-        monkeypatch.setattr("firstlight.environment._running", lambda running=running: running)
+        monkeypatch.setattr(
+            "firstlight.hardware.environment._running", lambda running=running: running
+        )
         assert cli_main._environment(["serve"]) == {"GOMP_SPINCOUNT": spin}
     monkeypatch.undo()
     assert cli_main._environment(["chat"])["GOMP_SPINCOUNT"] in ("5000", "30000")

@@ -11,7 +11,7 @@ import torch
 import yaml
 from chats import draw_records, say, with_template, write_lines
 
-from firstlight.checkpoint import load_trainer_state
+from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
 from firstlight.data.chat import prepare_chat
 from firstlight.data.examples import ExampleDataset
@@ -20,11 +20,11 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.engine import load
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import load_model
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
+from firstlight.weights.huggingface import load_model
 
 
 class StoppedError(Exception):

@@ -16,8 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstlight import disk as seam
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     CHECKPOINTS,
     MANIFEST_NAME,
     OPTIMIZER_NAME,
@@ -30,12 +29,13 @@ from firstlight.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.disk import Disk
+from firstlight.checkpoint.history import sealed
+from firstlight.checkpoint.retention import prune_checkpoints
 from firstlight.errors import CheckpointError, StorageError
-from firstlight.history import sealed
-from firstlight.huggingface import CONFIG_NAME
-from firstlight.retention import prune_checkpoints
-from firstlight.stored import WEIGHTS_NAME
+from firstlight.files import disk as seam
+from firstlight.files.disk import Disk
+from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.stored import WEIGHTS_NAME
 
 _FILES = [CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME]
 

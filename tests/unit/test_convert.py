@@ -28,12 +28,12 @@ from firstlight.errors import (
     ModelError,
     TokenizerError,
 )
-from firstlight.huggingface import load_model, tokenizer_of
 from firstlight.models import FAMILIES, empty_model
 from firstlight.models.accounting import count_parameters
-from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import load_model, tokenizer_of
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from firstlight.efficiency.deepspeed_file import read_deepspeed_file
 from firstlight.errors import ConfigError
+from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
 

@@ -11,7 +11,7 @@ import torch
 
 from firstlight.efficiency import EfficiencyConfig, require_same_bits, same_bits
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 

@@ -18,18 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.checkpoint import Checkpoint, save_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import num_rows
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate, evaluate_split
-from firstlight.files import write_json
-from firstlight.huggingface import model_files
+from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, MoEConfig, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
 
 BOS, EOS = 1, 2
 CPU = torch.device("cpu")

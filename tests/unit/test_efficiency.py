@@ -12,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from firstlight.distributed import World
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
 from firstlight.efficiency.compilation import keep_results, require_compiler, uses_cuda_graphs
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
 from firstlight.efficiency.memory import offloaded_activations
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config, Llama, LlamaConfig, Model, MoEConfig, empty_model
 from firstlight.models.ops import (
     attention,
@@ -31,6 +28,9 @@ from firstlight.models.ops import (
     head_loss,
     plain_attention,
 )
+from firstlight.parallel import World
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import parse_recipe
 from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
@@ -351,7 +351,7 @@ def test_what_automatic_attention_is(
 def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.float32: 1.0, torch.bfloat16: 1.1}
     monkeypatch.setattr(
-        "firstlight.hardware.measured_matmul_flops", lambda device, dtype: rates[dtype]
+        "firstlight.hardware.device.measured_matmul_flops", lambda device, dtype: rates[dtype]
     )
     hardware = Hardware(torch.device("cpu"), "a CPU", 2**30, bf16=True)
     bf16_is_faster.cache_clear()
@@ -482,7 +482,7 @@ def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Engine, "_mesh", lambda _: {"tensor": None})
-    monkeypatch.setattr("firstlight.efficiency.engine.cut_tensors", lambda *_: None)
+    monkeypatch.setattr("firstlight.parallel.engine.cut_tensors", lambda *_: None)
     model = empty_model(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8))
     config = DistributedConfig(tensor_parallel=2)
     assert len(list(model.buffers())) == 1

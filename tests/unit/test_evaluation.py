@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.checkpoint import Checkpoint, save_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.packing import num_rows
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import TokenDataset
@@ -24,10 +24,10 @@ from firstlight.evaluation.perplexity import (
     evaluate_split,
     evaluation_rows,
 )
-from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.loading import weights_to_save
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from firstlight.checkpoint import Checkpoint, save_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.cli.main import main
 from firstlight.data.packing import num_rows
 from firstlight.data.shards import TokenDataset
@@ -38,10 +38,10 @@ from firstlight.evaluation.perplexity import (
     losses_of_rows,
     row_losses,
 )
-from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.loading import weights_to_save
 
 SEQ_LEN = 8
 CPU = torch.device("cpu")

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from firstlight import disk as seam
-from firstlight.disk import AppendedFile, Disk, HashedFile, OutputFile
 from firstlight.errors import FirstlightError, InputError, StorageError, describe_os_error
-from firstlight.files import (
+from firstlight.files import disk as seam
+from firstlight.files.atomic import (
     make_folder,
     new_folder,
     read_json,
@@ -30,6 +29,7 @@ from firstlight.files import (
     write_file,
     write_json,
 )
+from firstlight.files.disk import AppendedFile, Disk, HashedFile, OutputFile
 
 
 def full_disk(*_: Any, **__: Any) -> None:

@@ -13,19 +13,23 @@ import pytest
 import yaml
 from report_runs import Page, record, validation, write_run
 
-from firstlight.checkpoint import checkpoint_folder, load_trainer_state, resolve_model_folder
+from firstlight.checkpoint.checkpoint import (
+    checkpoint_folder,
+    load_trainer_state,
+    resolve_model_folder,
+)
+from firstlight.checkpoint.history import saved_checkpoints
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.evaluation.perplexity import load_for_evaluation
-from firstlight.history import saved_checkpoints
+from firstlight.report.compare import compare, comparison_page, warnings_of
+from firstlight.report.html import run_page
+from firstlight.report.run import read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import datasets, job
 from firstlight.training.findings import findings_of
 from firstlight.training.loop import train
-from firstlight.training.report_compare import compare, comparison_page, warnings_of
-from firstlight.training.report_html import run_page
-from firstlight.training.report_run import read_run
 
 _UNIFORM = math.log(1000)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.fit import cuts, largest_micro_batch, try_step
 from firstlight.training.loop import train

@@ -13,7 +13,7 @@ import pytest
 import firstlight
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.errors import ConfigError, TrainingError
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.planner import automatic, forecasting
 from firstlight.planner.automatic import (
     _ADVICE,

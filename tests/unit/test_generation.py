@@ -6,14 +6,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstlight.checkpoint import Checkpoint, save_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.errors import CheckpointError, ConfigError, ModelError, TokenizerError
 from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.loading import weights_to_save
 from generated import generate_ids
 
 CONTEXT = 48

@@ -18,11 +18,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight import disk as seam
 from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
 from firstlight.conversion.gguf_layout import Rope
 from firstlight.conversion.gguf_reader import read_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
+from firstlight.files import disk as seam
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 

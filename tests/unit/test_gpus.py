@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firstlight.errors import ConfigError
-from firstlight.gpus import GPUS, find_gpu
+from firstlight.hardware.gpus import GPUS, find_gpu
 from firstlight.planner.machine import find_machine
 
 

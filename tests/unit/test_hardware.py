@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from firstlight.errors import ConfigError
-from firstlight.hardware import (
+from firstlight.hardware.device import (
     find_hardware,
     measured_matmul_flops,
     peak_flops,
@@ -57,7 +57,7 @@ def test_bf16_on_a_cpu_is_read_from_its_flags(
     flags: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n{flags}\n"
-    monkeypatch.setattr("firstlight.hardware._cpu_info", lambda: text)
+    monkeypatch.setattr("firstlight.hardware.device._cpu_info", lambda: text)
     cpu = find_hardware("cpu")
     assert (cpu.name, cpu.bf16) == ("Some CPU @ 3 GHz", bf16)
 
@@ -150,13 +150,17 @@ def test_a_gpu_that_only_sounds_like_one_of_the_table_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, name)
-    monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
+    monkeypatch.setattr(
+        "firstlight.hardware.device.measured_matmul_flops", lambda device, dtype: 7.0
+    )
     assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == 7.0
 
 
 def test_other_formats_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA H200")
-    monkeypatch.setattr("firstlight.hardware.measured_matmul_flops", lambda device, dtype: 7.0)
+    monkeypatch.setattr(
+        "firstlight.hardware.device.measured_matmul_flops", lambda device, dtype: 7.0
+    )
     assert peak_flops.__wrapped__(CUDA, torch.float32) == 7.0
 
 
@@ -183,7 +187,7 @@ def test_a_limit_of_addresses_is_known() -> None:
     """What batch systems and `ulimit -v` set."""
     script = """
 import resource, torch, psutil
-from firstlight.hardware import free_memory_bytes
+from firstlight.hardware.device import free_memory_bytes
 free = free_memory_bytes(torch.device("cpu"))
 used = psutil.Process().memory_info().vms
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError, TokenizerError
-from firstlight.hub import find_model_folder
-from firstlight.huggingface import load_model, model_files, read_config
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
-from firstlight.stored import stored_tensors
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import load_model, model_files, read_config
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import stored_tensors
 
 LLAMA = LlamaConfig(
     vocab_size=330,

@@ -19,7 +19,6 @@ from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate
-from firstlight.huggingface import base_identity, load_model, read_config, training_notes
 from firstlight.lora import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -35,9 +34,10 @@ from firstlight.lora import (
     save_adapter,
 )
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.stored import WEIGHTS_NAME, save_tensors, save_weights
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import base_identity, load_model, read_config, training_notes
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import WEIGHTS_NAME, save_tensors, save_weights
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -11,16 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstlight.checkpoint import MANIFEST_NAME, resolve_model_folder
+from firstlight.checkpoint.checkpoint import MANIFEST_NAME, resolve_model_folder
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
-from firstlight.huggingface import load_model
 from firstlight.lora import ADAPTER_WEIGHTS_NAME, is_adapter
 from firstlight.recipe import parse_recipe
-from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
+from firstlight.weights.huggingface import load_model
+from firstlight.weights.stored import WEIGHTS_NAME
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from firstlight.cli.plan import plan_command
-from firstlight.gpus import find_gpu
+from firstlight.hardware.gpus import find_gpu
 from firstlight.planner.machine import find_machine
 from firstlight.planner.measured_gpus import (
     BOUNDS,

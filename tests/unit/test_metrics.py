@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight import disk as seam
-from firstlight.disk import Disk
 from firstlight.errors import CheckpointError, StorageError
+from firstlight.files import disk as seam
+from firstlight.files.disk import Disk
 from firstlight.training.metrics import JsonLines, keep_until, read_json_lines
 
 

@@ -25,7 +25,7 @@ from firstlight.data.packing import num_rows, shuffled_index
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 
 PARTS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 SEQ_LEN = 4

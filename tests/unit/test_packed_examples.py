@@ -28,7 +28,7 @@ from firstlight.data.packing import pack_best_fit
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import DataError, InputError
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from firstlight.data.packing import num_rows, row_span, shuffled_index
 from firstlight.data.shard_file import ShardWriter
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 
 SEEDS = st.integers(0, 2**63)
 

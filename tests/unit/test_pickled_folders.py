@@ -16,10 +16,10 @@ from torch import Tensor
 from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.errors import FirstlightError
-from firstlight.huggingface import model_files
 from firstlight.models import GPT2Config, MoEConfig, build_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import file_tensors
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import file_tensors
 
 BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ONE, TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"

@@ -17,7 +17,7 @@ from firstlight.cli.main import main
 from firstlight.cli.plan import parse_count, parse_time
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.optim.schedule import Schedule
 from firstlight.planner import outcome, pace, search
 from firstlight.planner.machine import find_machine, parse_bytes

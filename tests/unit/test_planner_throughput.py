@@ -18,7 +18,7 @@ from firstlight.bench.planner_speed import (
     speed_grid,
     summarize_speed,
 )
-from firstlight.gpus import GPU, GPUS, find_gpu
+from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.planner.calibration import Calibration
 from firstlight.planner.exchange import (
     Exchange,

@@ -14,14 +14,13 @@ import pytest
 import torch
 from chats import draw_text, say, with_template, write_lines
 
-from firstlight.checkpoint import load_trainer_state
+from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.conversations import BadRecordError, to_pair
 from firstlight.data.examples import PreferenceDataset, open_split
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
-from firstlight.huggingface import load_model
 from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.recipe import PreferenceConfig, parse_recipe
@@ -30,6 +29,7 @@ from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
+from firstlight.weights.huggingface import load_model
 
 CONTEXT = 128
 

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
-from firstlight import disk as seam
 from firstlight.data import encoding, pieces
 from firstlight.data import prepare as module
 from firstlight.data.corpus import CorpusWriter
@@ -40,6 +39,7 @@ from firstlight.errors import (
     StorageError,
     TokenizerError,
 )
+from firstlight.files import disk as seam
 from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer, train_tokenizer
 
 TOKENIZER = tiny("tokenizer.json")

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
+from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report, smooth
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME
-from firstlight.training.report import HTML_NAME, REPORT_NAME, draw_report, smooth
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

@@ -15,16 +15,16 @@ from report_runs import HOSTILE, Page, record, validation, write_run
 
 from firstlight.cli.report import report_command
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, InputError
-from firstlight.training.report_compare import (
+from firstlight.report.compare import (
     compare,
     comparison_page,
     distinct_labels,
     number_table,
     recipe_differences,
 )
-from firstlight.training.report_files import write_report
-from firstlight.training.report_run import read_run
-from firstlight.training.report_text import visible
+from firstlight.report.files import write_report
+from firstlight.report.run import read_run
+from firstlight.report.text import visible
 
 
 def run(folder: Path, loss: float = 4.0, steps: int = 10, **more: Any) -> Path:

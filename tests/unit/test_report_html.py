@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from report_runs import HOSTILE, Page, record, validation, write_lines, write_run
 
 from firstlight.errors import CheckpointError
+from firstlight.report.html import chosen_samples, run_page
+from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
+from firstlight.report.run import final_numbers, read_run
+from firstlight.report.text import visible
 from firstlight.training.loop import train
-from firstlight.training.report import HTML_NAME, REPORT_NAME, draw_report
-from firstlight.training.report_html import chosen_samples, run_page
-from firstlight.training.report_run import final_numbers, read_run
-from firstlight.training.report_text import visible
 
 _START = {
     "step": 0,

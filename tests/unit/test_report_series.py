@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
-from firstlight.training.report_axes import (
+from firstlight.report.axes import (
     Scale,
     compact,
     linear_range,
@@ -22,7 +22,7 @@ from firstlight.training.report_axes import (
     log_ticks,
     rounded,
 )
-from firstlight.training.report_series import Series, read_metrics, smoothed, thin
+from firstlight.report.series import Series, read_metrics, smoothed, thin
 
 _FINITE = st.floats(-1e300, 1e300)
 

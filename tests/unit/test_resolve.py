@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.planner import machine as machines
 from firstlight.planner.settling import settle
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstlight import disk as seam
-from firstlight.checkpoint import (
+from firstlight.checkpoint import saving
+from firstlight.checkpoint.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     list_checkpoints,
@@ -26,11 +26,11 @@ from firstlight.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from firstlight.disk import Disk
+from firstlight.checkpoint.saving import CheckpointSaver
 from firstlight.errors import CheckpointError, StorageError
+from firstlight.files import disk as seam
+from firstlight.files.disk import Disk
 from firstlight.recipe import CheckpointConfig
-from firstlight.training import saving
-from firstlight.training.saving import CheckpointSaver
 
 
 class Gate(Disk):
@@ -308,11 +308,11 @@ def test_what_was_saved_after_a_rollback_is_of_the_new_branch(tmp_path: Path) ->
 _EXIT = """
 import sys, threading, torch
 from pathlib import Path
-from firstlight import disk as seam
-from firstlight.checkpoint import Checkpoint
-from firstlight.disk import Disk
+from firstlight.files import disk as seam
+from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.files.disk import Disk
 from firstlight.recipe import CheckpointConfig
-from firstlight.training.saving import CheckpointSaver
+from firstlight.checkpoint.saving import CheckpointSaver
 
 ending = threading.Event()
 threading._register_atexit(ending.set)  # called when the main thread has nothing left to do

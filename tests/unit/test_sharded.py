@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.errors import CheckpointError
-from firstlight.sharded import (
+from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
     Piece,
@@ -26,6 +25,7 @@ from firstlight.sharded import (
     stored_wholes,
     write_pieces,
 )
+from firstlight.errors import CheckpointError
 
 
 @st.composite

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from firstlight.data.shard_file import Shard, ShardWriter
 from firstlight.data.shards import TokenDataset, read_manifest, token_dtype
 from firstlight.errors import DataError
-from firstlight.files import sha256_of, write_json
+from firstlight.files.atomic import sha256_of, write_json
 from firstlight.tokenizer import Tokenizer
 
 DOCUMENTS: tuple[list[int], ...] = ([5, 6, 7], [8], [], [9, 10, 11, 12], [13, 14])

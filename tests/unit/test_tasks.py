@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from firstlight.checkpoint import list_checkpoints
+from firstlight.checkpoint.checkpoint import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.errors import (
     ConfigError,
@@ -31,7 +31,6 @@ from firstlight.evaluation.hellaswag import hub_hellaswag, item_of, read_hellasw
 from firstlight.evaluation.likelihood import TokenPair, encode_choices, likelihoods
 from firstlight.evaluation.multiple_choice import Item, accuracies, answer_items, encode_items
 from firstlight.evaluation.tasks import evaluate_tasks
-from firstlight.huggingface import LoadedModel, model_files
 from firstlight.models import (
     GPT2Config,
     LlamaConfig,
@@ -40,11 +39,12 @@ from firstlight.models import (
     MoEConfig,
     empty_model,
 )
-from firstlight.stored import WEIGHTS_NAME
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import WEIGHTS_NAME
 
 CONTEXT = 32
 _SIZES: dict[str, Any] = {

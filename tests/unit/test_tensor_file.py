@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight import tensor_file
-from firstlight.disk import HashedFile
 from firstlight.errors import StorageError
-from firstlight.tensor_file import write_tensors
+from firstlight.files import tensor_file
+from firstlight.files.disk import HashedFile
+from firstlight.files.tensor_file import write_tensors
 
 _DTYPES = [
     torch.bool,

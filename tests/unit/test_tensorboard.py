@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firstlight import disk as seam
 from firstlight.cli.main import main
-from firstlight.disk import Disk
 from firstlight.errors import MissingDependencyError
+from firstlight.files import disk as seam
+from firstlight.files.disk import Disk
 from firstlight.training.logs import RunLogs
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from firstlight.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from firstlight.checkpoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import (
@@ -28,17 +28,17 @@ from firstlight.errors import (
     TrainingError,
 )
 from firstlight.evaluation.perplexity import evaluate
-from firstlight.huggingface import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.recipe import load_recipe, parse_recipe
-from firstlight.stored import WEIGHTS_NAME
+from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
-from firstlight.training.report import draw_report
 from firstlight.training.starts import last_start
-from firstlight.weights import embedding_name
+from firstlight.weights.huggingface import load_model
+from firstlight.weights.loading import embedding_name
+from firstlight.weights.stored import WEIGHTS_NAME
 
 _KEYS = {
     "step",

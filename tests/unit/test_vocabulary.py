@@ -12,13 +12,18 @@ from torch import Tensor
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.generation.engine import load
-from firstlight.huggingface import model_files
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.stored import save_weights
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.job import Job
 from firstlight.training.loop import train
-from firstlight.weights import embedding_name, file_tensors, grow_vocabulary, weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import (
+    embedding_name,
+    file_tensors,
+    grow_vocabulary,
+    weights_to_save,
+)
+from firstlight.weights.stored import save_weights
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 50,

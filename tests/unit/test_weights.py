@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
-from firstlight.files import write_file
-from firstlight.huggingface import load_model
+from firstlight.files.atomic import write_file
 from firstlight.models import (
     GPT2Config,
     Llama,
@@ -25,13 +24,20 @@ from firstlight.models import (
     build_model,
     empty_model,
 )
-from firstlight.stored import INDEX_NAME, WEIGHTS_NAME, save_tensors, save_weights, stored_tensors
-from firstlight.weights import (
+from firstlight.weights.huggingface import load_model
+from firstlight.weights.loading import (
     LOADING_WAYS,
     LoadingWay,
     embedding_name,
     file_tensors,
     weights_to_save,
+)
+from firstlight.weights.stored import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    save_tensors,
+    save_weights,
+    stored_tensors,
 )
 
 _SIZES: dict[str, Any] = {
@@ -280,7 +286,7 @@ def test_a_head_that_config_json_ties_wrongly_is_refused(way: LoadingWay, tmp_pa
 def test_large_tensors_are_converted_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.stored._CHUNK_BYTES", 40)
+    monkeypatch.setattr("firstlight.weights.stored._CHUNK_BYTES", 40)
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model, torch.bfloat16)
     loaded = load_model(folder, dtype=torch.float32).model
@@ -342,7 +348,7 @@ def test_a_file_that_changes_between_header_and_data_is_noticed(
             save_tensors(dict(sorted(weights_to_save(model).items())[:3]), folder / WEIGHTS_NAME)
         return found
 
-    monkeypatch.setattr("firstlight.weights.stored_tensors", then_change)
+    monkeypatch.setattr("firstlight.weights.loading.stored_tensors", then_change)
     with pytest.raises(ModelError, match=r"was changed while it was being read|can't be read"):
         load_model(folder, way=way)
 

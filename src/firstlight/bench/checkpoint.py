@@ -12,12 +12,12 @@ import torch
 
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, StorageError
-from firstlight.files import new_folder, read_json, storage_errors, write_json
+from firstlight.files.atomic import new_folder, read_json, storage_errors, write_json
 from firstlight.generation.engine import DTYPES
-from firstlight.huggingface import CONFIG_NAME
 from firstlight.models import LlamaConfig, build_model
-from firstlight.stored import save_weights
-from firstlight.weights import weights_to_save
+from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 #: Parameters that `model_config` reaches.
 SMALLEST, LARGEST = 1_500_000, 30_000_000_000

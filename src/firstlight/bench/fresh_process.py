@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.bench.forked import end_group
-from firstlight.environment import TRAINING
 from firstlight.errors import FirstlightError
+from firstlight.hardware.environment import TRAINING
 
 
 def training_environment() -> dict[str, str]:

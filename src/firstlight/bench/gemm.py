@@ -37,7 +37,7 @@ from firstlight.bench.gemm_products import (
 from firstlight.bench.gemm_report import summarize
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
-from firstlight.hardware import Hardware, find_hardware, synchronize
+from firstlight.hardware.device import Hardware, find_hardware, synchronize
 
 #: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
 DTYPES = {

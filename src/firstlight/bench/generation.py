@@ -23,17 +23,17 @@ import torch
 
 from firstlight.bench.fresh_process import ask, plain_environment
 from firstlight.bench.methods_rows import SMALL, find_model
-from firstlight.checkpoint import resolve_model_folder
+from firstlight.checkpoint.checkpoint import resolve_model_folder
 from firstlight.console import progress_bar, say
-from firstlight.environment import for_generation
 from firstlight.errors import ConfigError, nearest
-from firstlight.files import new_folder, write_json
-from firstlight.hardware import Hardware, find_hardware, synchronize
-from firstlight.huggingface import CONFIG_NAME, read_config
+from firstlight.files.atomic import new_folder, write_json
+from firstlight.hardware.device import Hardware, find_hardware, synchronize
+from firstlight.hardware.environment import for_generation
 from firstlight.models import ModelConfig, empty_model
 from firstlight.models.accounting import meta_model
-from firstlight.stored import save_weights
-from firstlight.weights import embedding_name, weights_to_save
+from firstlight.weights.huggingface import CONFIG_NAME, read_config
+from firstlight.weights.loading import embedding_name, weights_to_save
+from firstlight.weights.stored import save_weights
 
 #: To its tokens per second all others are compared.
 REFERENCE = "transformers-bf16"

@@ -27,7 +27,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.hardware import synchronize
+from firstlight.hardware.device import synchronize
 
 #: Of one timed continuation: seconds to the first token, seconds of the rest, the first text.
 Timing = tuple[float, float, list[int]]

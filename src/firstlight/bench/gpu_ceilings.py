@@ -8,7 +8,7 @@ from typing import Any
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table, png_of
 from firstlight.bench.runner import Row
-from firstlight.gpus import GPU
+from firstlight.hardware.gpus import GPU
 
 NAME = "ceilings"
 _MODULE = "firstlight.bench.gpu_ceilings_once"

@@ -37,7 +37,7 @@ from firstlight.bench.gemm import (
 from firstlight.bench.gemm_products import Layout, Product, layer_products
 from firstlight.bench.methods_rows import find_model
 from firstlight.data.loader import Batch
-from firstlight.hardware import find_hardware, synchronize
+from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.models import empty_model
 from firstlight.recipe import parse_recipe
 from firstlight.training.program import TrainingProgram

@@ -42,7 +42,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token
 from firstlight.recipe import parse_recipe
-from firstlight.weights import file_tensors
+from firstlight.weights.loading import file_tensors
 
 #: Continues prompts of one length; the request is that of a measurement.
 Continue = Callable[[list[list[int]]], Timing]

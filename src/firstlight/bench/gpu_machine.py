@@ -25,8 +25,8 @@ import torch
 
 from firstlight.bench.fresh_process import answer
 from firstlight.errors import ConfigError
-from firstlight.gpus import GPU, find_gpu
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
+from firstlight.hardware.gpus import GPU, find_gpu
 
 #: Packages whose versions matter for figures.
 _PACKAGES = (

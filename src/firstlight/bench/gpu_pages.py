@@ -53,7 +53,7 @@ from typing import Any
 
 from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.runner import Outcome, Outcomes, Results, Row
-from firstlight.files import write_file
+from firstlight.files.atomic import write_file
 
 _GIB = 2**30
 

@@ -18,7 +18,7 @@ from firstlight.bench.gpu_pages import Findings
 from firstlight.bench.gpu_predictions import target_request, unpacked
 from firstlight.bench.planner_speed import percentile
 from firstlight.bench.runner import Row
-from firstlight.gpus import GPU, find_gpu
+from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.measured_gpus import MeasuredGpu
 from firstlight.planner.ranks import exchange_of

@@ -127,7 +127,7 @@ def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
     if fit is None:
         yield (
             "Nothing was timed, or the GPU is not in the table of data sheets "
-            "(`src/firstlight/gpus.py`).\n"
+            "(`src/firstlight/hardware/gpus.py`).\n"
         )
         return
     if found.machine.dry:

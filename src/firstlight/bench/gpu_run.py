@@ -25,7 +25,7 @@ from firstlight.bench.gpu_training import DRY_VOCAB_SIZE, VOCAB_SIZE
 from firstlight.bench.methods_data import library_corpus
 from firstlight.bench.runner import Row
 from firstlight.errors import DIVERGED_EXIT_CODE, TrainingError
-from firstlight.files import write_json
+from firstlight.files.atomic import write_json
 
 NAME = "run"
 _MODULE = "firstlight.bench.gpu_run"

@@ -51,7 +51,7 @@ from firstlight.bench.random_model import random_model
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
-from firstlight.hardware import find_hardware, is_out_of_memory, synchronize
+from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram

@@ -30,8 +30,8 @@ from firstlight.bench.checkpoint import LARGEST, SHARDED, SINGLE, SMALLEST, make
 from firstlight.console import progress_bar, say
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.engine import load
-from firstlight.hardware import find_hardware
-from firstlight.weights import LOADING_WAYS
+from firstlight.hardware.device import find_hardware
+from firstlight.weights.loading import LOADING_WAYS
 
 #: The way that `firstlight.load` takes where nobody says which.
 DEFAULT_WAY: str = inspect.signature(load).parameters["way"].default

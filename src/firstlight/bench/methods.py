@@ -44,7 +44,7 @@ from firstlight.bench.methods_rows import (
 )
 from firstlight.bench.methods_run import ALONE, LADDER, Outcome, Runner, Work, child_environment
 from firstlight.errors import ConfigError, nearest
-from firstlight.hardware import Hardware, find_hardware, peak_flops
+from firstlight.hardware.device import Hardware, find_hardware, peak_flops
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 

@@ -28,7 +28,7 @@ from firstlight.data.records import Document, read_documents
 from firstlight.data.shards import TokenDataset
 from firstlight.data.sources import find_sources
 from firstlight.errors import InputError
-from firstlight.files import write_file
+from firstlight.files.atomic import write_file
 from firstlight.tokenizer import train_tokenizer
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")

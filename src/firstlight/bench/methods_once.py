@@ -49,7 +49,7 @@ from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_by
 from firstlight.bench.methods_data import Tokens
 from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
-from firstlight.hardware import Hardware, find_hardware, synchronize
+from firstlight.hardware.device import Hardware, find_hardware, synchronize
 from firstlight.models import empty_model
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.adapters import attach

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from firstlight.errors import ConfigError, nearest
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 

@@ -18,8 +18,8 @@ from firstlight.bench.forked import ForkServer, end_group, signals_waiting
 from firstlight.bench.fresh_process import last_words
 from firstlight.bench.methods_rows import Row, changes_up_to, recipe_of
 from firstlight.console import progress_bar
-from firstlight.environment import TRAINING
 from firstlight.errors import ConfigError
+from firstlight.hardware.environment import TRAINING
 
 #: The tables' names: each method alone, and each added to those before it.
 ALONE, LADDER = "alone", "ladder"

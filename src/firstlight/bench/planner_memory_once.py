@@ -14,7 +14,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.int8 import quantize_int8
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
 from firstlight.planner.decoding import predict_generation
 from firstlight.planner.recipes import predict_evaluation, trace_memory

@@ -29,7 +29,7 @@ from firstlight.bench.methods_data import write_tokens
 from firstlight.bench.methods_rows import find_model
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, TrainingError
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import ModelConfig
 from firstlight.recipe import parse_recipe
 

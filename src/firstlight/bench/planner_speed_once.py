@@ -39,7 +39,7 @@ import torch
 
 from firstlight.bench.fresh_process import answer
 from firstlight.bench.methods_data import Tokens
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
 from firstlight.planner.calibration_grid import calibrate
 from firstlight.planner.calibration_store import (

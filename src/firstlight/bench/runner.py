@@ -26,7 +26,7 @@ from typing import Any
 
 from firstlight.console import say
 from firstlight.errors import InputError
-from firstlight.files import read_json, write_json
+from firstlight.files.atomic import read_json, write_json
 
 RESULTS_NAME = "results.json"
 

@@ -27,7 +27,7 @@ from firstlight.bench.fresh_process import last_words, training_environment
 from firstlight.bench.methods_rows import SMALL, find_model
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.models.accounting import meta_model
 
 _MODULE = "firstlight.bench.scaling_once"

@@ -19,10 +19,10 @@ import torch
 from firstlight.bench.fresh_process import answer
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.data.loader import Batch
-from firstlight.distributed import barrier, find_world, gather_objects
-from firstlight.efficiency.engine import Engine
-from firstlight.hardware import Hardware, synchronize
+from firstlight.hardware.device import Hardware, synchronize
 from firstlight.models import empty_model
+from firstlight.parallel import barrier, find_world, gather_objects
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram

@@ -32,8 +32,8 @@ from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.bench.training_report import FIRSTLIGHT, REFERENCE, Row, summarize
 from firstlight.console import progress_bar, say
 from firstlight.errors import ConfigError, nearest
-from firstlight.files import write_json
-from firstlight.hardware import Hardware, bf16_is_faster, find_hardware
+from firstlight.files.atomic import write_json
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe

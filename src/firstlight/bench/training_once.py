@@ -51,7 +51,7 @@ from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_by
 from firstlight.bench.methods_data import ShardRows, Tokens, open_rows
 from firstlight.bench.reference_loops import LoopStep, autocast_loop, pure_bf16_loop
 from firstlight.data.loader import Batch
-from firstlight.hardware import Hardware, find_hardware, synchronize
+from firstlight.hardware.device import Hardware, find_hardware, synchronize
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve

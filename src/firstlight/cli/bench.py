@@ -76,7 +76,7 @@ def loading_command(
     """
     from firstlight.bench.checkpoint import parse_count
     from firstlight.bench.loading import LoadingBench, bench_loading, draw
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     bench = LoadingBench(
         parameters=parse_count(parameters),

@@ -64,7 +64,7 @@ def gemm_command(
 def _publish(result: Result, out: Path | None) -> None:
     """Say the tables and write the files, also of a result that is not complete."""
     from firstlight.bench.gemm_report import draw
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     _show_result(result)
     if out is not None:

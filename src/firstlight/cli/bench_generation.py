@@ -58,7 +58,7 @@ def generation_command(
     """
     from firstlight.bench.generation import GenerationBench, bench_generation, draw
     from firstlight.errors import ConfigError
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     try:
         sizes = [int(size) for size in batch_sizes.split(",")]

@@ -67,7 +67,7 @@ def methods_command(
     """
     from firstlight.bench.methods import MethodsBench, bench_methods, make_plan
     from firstlight.bench.methods_draw import draw
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     plan = make_plan(
         MethodsBench(

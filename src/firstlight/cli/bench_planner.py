@@ -10,7 +10,7 @@ import click
 
 from firstlight.cli.output import show, show_table, with_json
 from firstlight.console import say
-from firstlight.files import write_file, write_json
+from firstlight.files.atomic import write_file, write_json
 
 _WORST = 5
 

@@ -66,7 +66,7 @@ def scaling_command(
     gained there is little, and what an engine costs is what is to be seen.
     """
     from firstlight.bench.scaling import ScalingBench, bench_scaling, draw
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     bench = ScalingBench(
         processes=nproc,

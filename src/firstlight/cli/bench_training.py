@@ -72,7 +72,7 @@ def training_command(
     """
     from firstlight.bench.training import TrainingBench, bench_training, make_plan
     from firstlight.bench.training_report import draw
-    from firstlight.files import write_file, write_json
+    from firstlight.files.atomic import write_file, write_json
 
     names = None
     if programs is not None:

@@ -55,7 +55,7 @@ def chat_command(
     from firstlight.generation.chat import ChatSession, ConversationDecoder
     from firstlight.generation.engine import load
     from firstlight.generation.sampling import SamplingConfig
-    from firstlight.hardware import find_hardware
+    from firstlight.hardware.device import find_hardware
 
     settings = SamplingConfig(**sampling)
     if web:

@@ -302,7 +302,7 @@ class Terminal:
         show_rows(rows, say)
 
     def _save(self, text: str) -> None:
-        from firstlight.files import write_json
+        from firstlight.files.atomic import write_json
 
         if not text:
             raise ConfigError("/save needs the name of a file: /save chat.json")

@@ -107,7 +107,7 @@ def generate_command(
     """
     from firstlight.generation.engine import GenerationStream, load
     from firstlight.generation.sampling import SamplingConfig
-    from firstlight.hardware import find_hardware
+    from firstlight.hardware.device import find_hardware
 
     if settings["logprobs"] is not None and not as_json:
         raise ConfigError("--logprobs is for programs: it needs --json, too")

@@ -30,7 +30,7 @@ def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str,
 def _machine() -> dict[str, Any]:
     import torch
 
-    from firstlight.hardware import find_hardware, measured_matmul_flops
+    from firstlight.hardware.device import find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
     rates = {
@@ -66,11 +66,11 @@ def _machine() -> dict[str, Any]:
 
 
 def _model(checkpoint: str, best: bool) -> dict[str, Any]:
-    from firstlight.checkpoint import resolve_model_folder, trained_on
-    from firstlight.huggingface import read_config, tokenizer_of
+    from firstlight.checkpoint.checkpoint import resolve_model_folder, trained_on
     from firstlight.lora.files import adapter_chain
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
-    from firstlight.weights import fitting_tensors
+    from firstlight.weights.huggingface import read_config, tokenizer_of
+    from firstlight.weights.loading import fitting_tensors
 
     folder = resolve_model_folder(checkpoint, best=best)
     config = read_config(folder)

@@ -67,7 +67,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         return None
     # torch's C++ code would tell of each broken connection with a page of addresses.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from firstlight.distributed.elastic import Launch, launch
+    from firstlight.parallel.elastic import Launch, launch
 
     options = Launch(
         count,
@@ -100,7 +100,7 @@ def _require_no_launcher(nnodes: int) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
         raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
     if nnodes == 1:
-        from firstlight.distributed.world import find_world
+        from firstlight.parallel.world import find_world
 
         size = find_world().size
         if size > 1:

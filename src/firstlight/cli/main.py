@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import click
 
-from firstlight import environment
 from firstlight.cli.bench import bench_group
 from firstlight.cli.chat import chat_command
 from firstlight.cli.convert import convert_command
@@ -27,6 +26,7 @@ from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.errors import FirstlightError, describe_os_error
+from firstlight.hardware import environment
 
 #: Verbs whose work is the decoding of tokens.
 _DECODING = ("generate", "chat", "serve")

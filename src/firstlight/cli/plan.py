@@ -211,7 +211,7 @@ def write_recipe(path: Path, recipe: Any) -> None:
     """A recipe as a YAML file."""
     import yaml
 
-    from firstlight.files import write_file
+    from firstlight.files.atomic import write_file
 
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
     write_file(path, text)

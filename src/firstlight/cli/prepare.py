@@ -104,7 +104,7 @@ def prepare_command(
     """
     of_chat = {"form": form, "train_on": train_on, "on_bad": on_bad}
     given = {name: value for name, value in of_chat.items() if value is not None}
-    from firstlight.checkpoint import resolve_tokenizer
+    from firstlight.checkpoint.checkpoint import resolve_tokenizer
 
     place = resolve_tokenizer(tokenizer)
     if kind != "text":

@@ -145,7 +145,7 @@ def serve_command(
     """
     require_packages()
     from firstlight.generation.engine import load
-    from firstlight.hardware import find_hardware
+    from firstlight.hardware.device import find_hardware
     from firstlight.serving.server import ServerOptions, serve
     from firstlight.serving.service import Limits
 

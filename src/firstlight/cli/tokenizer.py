@@ -37,7 +37,7 @@ def train_command(
     """
     from firstlight.data.records import read_documents
     from firstlight.data.sources import find_sources
-    from firstlight.files import new_folder, require_free
+    from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import train_tokenizer
 
     sources = find_sources(inputs)
@@ -111,8 +111,8 @@ def extend_command(
     --add. The new tokens get the ids after the last one; every text keeps the ids it had. Tokens
     that a built-in chat template needs are added as well.
     """
-    from firstlight.checkpoint import resolve_tokenizer
-    from firstlight.files import new_folder, require_free
+    from firstlight.checkpoint.checkpoint import resolve_tokenizer
+    from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import Tokenizer
 
     if source is None:

@@ -46,7 +46,7 @@ class _TrainCommand(click.Command):
             ctx.exit(code)
         result = super().invoke(ctx)
         if _EXIT_CODE in ctx.meta:
-            from firstlight.distributed.elastic import exit_code_of_rank
+            from firstlight.parallel.elastic import exit_code_of_rank
 
             ctx.exit(exit_code_of_rank(ctx.meta[_EXIT_CODE]))
         return result
@@ -154,7 +154,7 @@ def train_command(
         if plan is None and not any(name in os.environ for name in _RANKS):
             # It imports torch while this process does.
             forecaster.start()
-        from firstlight.distributed import find_world, is_main
+        from firstlight.parallel import find_world, is_main
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
@@ -183,7 +183,7 @@ def train_command(
 
 def _show(result: TrainResult) -> None:
     """Print a run's result for people."""
-    from firstlight.training.report import REPORT_NAME
+    from firstlight.report.report import REPORT_NAME
 
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
@@ -226,7 +226,7 @@ def _best_of(init_from: str | None) -> str:
         ConfigError: no run is named.
         CheckpointError: it has none.
     """
-    from firstlight.checkpoint import resolve_model_folder
+    from firstlight.checkpoint.checkpoint import resolve_model_folder
 
     if init_from is None:
         raise ConfigError("--best is for --init-from: name the run to start from")
@@ -243,9 +243,9 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     """The recipe as `--plan auto` sets it; on resume, as the run was started."""
     from pathlib import Path
 
-    from firstlight.checkpoint import list_checkpoints
-    from firstlight.distributed import find_world
-    from firstlight.hardware import find_hardware
+    from firstlight.checkpoint.checkpoint import list_checkpoints
+    from firstlight.hardware.device import find_hardware
+    from firstlight.parallel import find_world
     from firstlight.planner.automatic import planned_elsewhere
     from firstlight.recipe import load_recipe
     from firstlight.training.job import RECIPE_NAME
@@ -323,8 +323,8 @@ def _require_recipe(path: str, verb: str) -> None:
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES
-    from firstlight.huggingface import CONFIG_NAME
     from firstlight.training.job import RECIPE_NAME
+    from firstlight.weights.huggingface import CONFIG_NAME
 
     place, quoted = Path(path).expanduser(), shlex.quote(path)
     use = f"firstlight {verb} recipes/demo.yaml"

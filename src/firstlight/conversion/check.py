@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError
-from firstlight.huggingface import config_from_hf
 from firstlight.models import Model, ModelConfig, build_model
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fill
+from firstlight.weights.huggingface import config_from_hf
+from firstlight.weights.loading import fill
 
 #: What both models read. Words, numbers, code, two scripts: no single row of the embedding decides.
 PROMPT = (

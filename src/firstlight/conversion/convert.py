@@ -27,8 +27,10 @@ from firstlight.conversion.gguf_file import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.gguf_reader import read_gguf
 from firstlight.conversion.source import Source, read_folder, read_source, with_qkv_biases
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
-from firstlight.files import new_folder, read_json, require_free
-from firstlight.huggingface import (
+from firstlight.files.atomic import new_folder, read_json, require_free
+from firstlight.models import ModelConfig
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     config_from_hf,
@@ -36,9 +38,7 @@ from firstlight.huggingface import (
     generation_config,
     tokenizer_of,
 )
-from firstlight.models import ModelConfig
-from firstlight.stored import save_weights
-from firstlight.tokenizer import Tokenizer
+from firstlight.weights.stored import save_weights
 
 #: The formats of each target; "auto" keeps that of the source.
 _FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}

@@ -31,10 +31,10 @@ from firstlight.conversion.gguf_layout import (
 )
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
-from firstlight.files import replacing
+from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import COMPUTED_BUFFERS
+from firstlight.weights.loading import COMPUTED_BUFFERS
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

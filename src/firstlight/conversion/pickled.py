@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError, describe_os_error
-from firstlight.huggingface import read_config, unloaded_model
-from firstlight.stored import FLOAT_FORMATS, PICKLED_INDEX_NAME, PICKLED_NAME, indexed_tensors
-from firstlight.weights import count_tensors, one_by_one, require_fit
+from firstlight.weights.huggingface import read_config, unloaded_model
+from firstlight.weights.loading import count_tensors, one_by_one, require_fit
+from firstlight.weights.stored import (
+    FLOAT_FORMATS,
+    PICKLED_INDEX_NAME,
+    PICKLED_NAME,
+    indexed_tensors,
+)
 
 #: How files of `torch.save` begin: a zip archive, or before PyTorch 1.6 a pickled magic number.
 _ZIP = b"PK\x03\x04"

@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     CHECKPOINTS,
     is_in_shards,
     load_trainer_state,
     resolve_model_folder,
     saved_vocab_multiple,
 )
+from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
-from firstlight.files import read_json
-from firstlight.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
+from firstlight.files.atomic import read_json
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.models.accounting import meta_model
-from firstlight.sharded import sharded_model
-from firstlight.stored import WEIGHTS_NAME, has_pickled_weights, open_mapped
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import fitting_tensors, one_by_one, weights_to_save
+from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
+from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
+from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights, open_mapped
 
 #: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
 _MOST_PADDING = 128

@@ -31,9 +31,9 @@ from firstlight.data.examples import PLACES_NAME
 from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.sources import DataSource, unread_files
-from firstlight.disk import OutputFile
 from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
-from firstlight.files import new_folder, remove_file
+from firstlight.files.atomic import new_folder, remove_file
+from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_fit import require_end, with_chat_template
 from firstlight.tokenizer.chat_labels import ChatEncoder, LabelledChat

@@ -26,7 +26,7 @@ from firstlight.data.shard_file import LABELLED_VERSION
 from firstlight.data.shards import MANIFEST_NAME, read_manifest
 from firstlight.data.sources import DataSource
 from firstlight.errors import DataError, InputError, describe_os_error, first_line
-from firstlight.files import make_folder, remove_folder, sha256_of
+from firstlight.files.atomic import make_folder, remove_folder, sha256_of
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_fit import with_chat_template
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from firstlight.data.conversations import ChatForm
 from firstlight.data.examples import LongPolicy
 from firstlight.data.mixing import whole_weights
+from firstlight.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class MixedCorpus(_Section):
+class MixedCorpus(Section):
     """One corpus of `data.mix`.
 
     dir: a folder that `firstlight prepare` wrote, or its URL.
@@ -34,7 +31,7 @@ class MixedCorpus(_Section):
         return self.name or self.dir.rstrip("/").rpartition("/")[2] or self.dir
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """The `data` section. One of `dir`, `mix` and `files` is given.
 
     kind: chat for conversations, preference for pairs of answers, text for text; null is what

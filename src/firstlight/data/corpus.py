@@ -35,8 +35,8 @@ from firstlight.data.shards import (
     token_dtype,
 )
 from firstlight.data.sources import by_ending
-from firstlight.disk import OutputFile
-from firstlight.files import remove_file, write_file, write_json
+from firstlight.files.atomic import remove_file, write_file, write_json
+from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 
 

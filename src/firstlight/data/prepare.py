@@ -28,7 +28,7 @@ from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import read_manifest
 from firstlight.data.sources import TEXT_SUFFIXES, find_sources, unread_files
 from firstlight.errors import ConfigError, DataError, InputError
-from firstlight.files import new_folder, require_free
+from firstlight.files.atomic import new_folder, require_free
 from firstlight.tokenizer import Tokenizer
 
 Engine = Literal["local", "ray"]

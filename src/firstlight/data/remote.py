@@ -40,7 +40,7 @@ from firstlight.errors import (
     describe_os_error,
     first_line,
 )
-from firstlight.files import (
+from firstlight.files.atomic import (
     MAX_JSON_BYTES,
     make_folder,
     remove_leftovers,

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.disk import OutputFile
 from firstlight.errors import DataError, describe_os_error
-from firstlight.files import sha256_of
+from firstlight.files.atomic import sha256_of
+from firstlight.files.disk import OutputFile
 
 MAGIC = b"FLTOKENS"
 VERSION = 1

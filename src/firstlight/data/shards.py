@@ -47,7 +47,7 @@ import numpy.typing as npt
 from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
 from firstlight.data.shard_file import LABELLED_VERSION, VERSION, Shard
 from firstlight.errors import DataError, InputError
-from firstlight.files import read_json
+from firstlight.files.atomic import read_json
 
 #: What a prepared folder holds, by the names of `data.kind`, or a mix of several.
 Kind = Literal["text", "chat", "preference", "mix"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 
 #: From malloc.h; the values are 32-bit integers.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3

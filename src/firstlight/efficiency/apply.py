@@ -27,7 +27,7 @@ from firstlight.efficiency.precision import (
     require_fp8,
     resolve_precision,
 )
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 
 #: CUDA's compute capability from which triton, which inductor writes, has code.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from firstlight.section import Section
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "bf16_params", "fp16", "fp8"]
 Attention = Literal[
@@ -13,7 +15,7 @@ Attention = Literal[
 ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
-class EfficiencyConfig(BaseModel):
+class EfficiencyConfig(Section):
     """The `efficiency` section of a recipe. Each key is one method; they combine freely.
 
     precision: "auto" takes bf16 where the hardware multiplies it faster, else fp32. "tf32" rounds
@@ -52,8 +54,6 @@ class EfficiencyConfig(BaseModel):
     compile_regional: compile one layer and use it for all, instead of the whole model: a
         fraction of the time at the start, a little slower after.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     precision: Precision = "auto"
     attention: Attention = "auto"

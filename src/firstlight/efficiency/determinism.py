@@ -12,7 +12,7 @@ import torch.utils.deterministic
 
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 #: Sizes of cuBLAS' workspace with which it adds up in one order; the first is that of Hopper's

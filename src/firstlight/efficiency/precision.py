@@ -11,7 +11,7 @@ from torch import nn
 
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware, bf16_is_faster
+from firstlight.hardware.device import Hardware, bf16_is_faster
 
 #: CUDA's compute capability from which there are fp8 matrix units.
 FP8_CAPABILITY = (8, 9)

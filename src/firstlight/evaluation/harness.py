@@ -22,7 +22,7 @@ import torch
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
 from firstlight.evaluation.results import Metric, Progress, TaskResult
-from firstlight.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel
 
 #: The seeds of `lm_eval.simple_evaluate`: of Python; of numpy, torch and the few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234

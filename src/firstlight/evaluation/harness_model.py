@@ -13,7 +13,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import continuation, pieces_of_many, tokenizer_of
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel
 
 #: Of the harness, for tasks that don't say.
 _MAX_NEW_TOKENS = 256

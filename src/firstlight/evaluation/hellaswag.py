@@ -10,7 +10,7 @@ from typing import Any
 
 from firstlight.errors import InputError, MissingDependencyError
 from firstlight.evaluation.multiple_choice import Item
-from firstlight.files import read_file
+from firstlight.files.atomic import read_file
 
 #: The name of the data on the hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.checkpoint import resolve_model_folder, trained_on
+from firstlight.checkpoint.checkpoint import resolve_model_folder, trained_on
 from firstlight.data.examples import open_split
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.data.shards import TokenDataset
-from firstlight.distributed import gather_objects
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.evaluation.estimates import RowLoss, mean_loss, sampled_rows, standard_error
-from firstlight.hardware import find_hardware
-from firstlight.huggingface import LoadedModel, load_model
+from firstlight.hardware.device import find_hardware
 from firstlight.models import Model
+from firstlight.parallel import gather_objects
+from firstlight.weights.huggingface import LoadedModel, load_model
 
 
 @dataclass(frozen=True)

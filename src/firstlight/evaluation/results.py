@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from firstlight.evaluation.estimates import with_error
-from firstlight.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel
 
 #: Called with the texts scored and to be scored; may raise.
 Progress = Callable[[int, int], None]

@@ -13,7 +13,7 @@ from firstlight.evaluation.multiple_choice import Item, accuracies, answer_items
 from firstlight.evaluation.perplexity import load_for_evaluation
 from firstlight.evaluation.results import Progress, Task, TaskResult
 from firstlight.generation.engine import tokenizer_of
-from firstlight.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel
 
 HELLASWAG = "hellaswag"
 HARNESS = "lm-eval:"

@@ -12,9 +12,9 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of, tokenizer_of
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer.chat_fit import turn_end_ids
+from firstlight.weights.huggingface import LoadedModel
 
 __all__ = [
     "CHAT_SETTINGS",

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from firstlight.checkpoint import resolve_model_folder
+from firstlight.checkpoint.checkpoint import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.continuation import Continuation, Generation
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel, load_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights import LOADING_WAYS, LoadingWay
+from firstlight.weights.huggingface import LoadedModel, load_model
+from firstlight.weights.loading import LOADING_WAYS, LoadingWay
 
 #: Names of `load`'s dtypes, and what is read; None is that of the file.
 DTYPES = {

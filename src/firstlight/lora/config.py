@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from firstlight.section import Section
 
 _Target = Annotated[str, Field(min_length=1)]
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Section):
     """The `lora` section of a recipe: the weights given to start from are frozen, and low-rank
     matrices beside them are trained (Hu et al. 2021).
 
@@ -24,8 +26,6 @@ class LoraConfig(BaseModel):
         with what they stand for (QLoRA, Dettmers et al. 2023; needs bitsandbytes). Stacked
         experts stay as they are.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)

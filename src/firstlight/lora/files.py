@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError, nearest
-from firstlight.files import new_folder
-from firstlight.hub import find_model_folder
+from firstlight.files.atomic import new_folder
 from firstlight.lora.config import LoraConfig
 from firstlight.lora.layers import (
     HEAD,
@@ -35,7 +34,8 @@ from firstlight.lora.layers import (
 from firstlight.lora.peft_config import ADAPTER_CONFIG_NAME, PeftConfig, read_peft_config
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
-from firstlight.stored import (
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.stored import (
     FLOAT_FORMATS,
     INDEX_NAME,
     WEIGHTS_NAME,

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from firstlight.errors import InputError, ModelError
-from firstlight.files import read_json
+from firstlight.files.atomic import read_json
 
 __all__ = ["ADAPTER_CONFIG_NAME", "PeftConfig", "read_peft_config"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from firstlight.section import Section
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FamilySpec:
     tokenizer_split: str | None = None
 
 
-class FamilyConfig(BaseModel):
+class FamilyConfig(Section):
     """Base of the config classes: what can be asked of every model.
 
     Attributes:
@@ -108,8 +108,6 @@ class FamilyConfig(BaseModel):
             without any, there is no tensor parallelism.
         has_pipeline: whether the layers can be spread over the stages of a pipeline.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     families: ClassVar[Mapping[str, FamilySpec]] = {}
     hf_names: ClassVar[Mapping[str, str]] = {}

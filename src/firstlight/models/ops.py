@@ -12,30 +12,28 @@ from typing import Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
+
+from firstlight.section import Section
 
 IGNORE_INDEX = -100
 
 
-class LinearRope(BaseModel):
+class LinearRope(Section):
     """Position interpolation: every position divided by `factor` (Chen et al. 2023)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["linear"]
     factor: float = Field(gt=0)
 
 
-class Llama3Rope(BaseModel):
+class Llama3Rope(Section):
     """The frequency rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
 
     Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by
     `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, and
     those between are blended.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["llama3"]
     factor: float = Field(gt=0)

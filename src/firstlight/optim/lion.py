@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.distributed.pieces import is_in_pieces
+from firstlight.optim.dtensors import is_in_pieces
 from firstlight.optim.spec import Layout, Parameters, decay_groups
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from firstlight.distributed.pieces import piece_like, whole
 from firstlight.errors import CheckpointError, ConfigError
+from firstlight.optim.dtensors import piece_like, whole
 from firstlight.optim.master import MasterWeights
 from firstlight.optim.spec import Layout
 from firstlight.optim.table import OptimizerConfig, make_optimizers

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from firstlight.errors import ConfigError
+from firstlight.section import Section
 
 #: Keys of which at most one is given, and the question that they answer.
 _ALTERNATIVES = (
@@ -20,7 +21,7 @@ _ALTERNATIVES = (
 )
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(Section):
     """The `schedule` section of a recipe.
 
     max_steps: optimizer steps of the run; null is one epoch of the training split.
@@ -38,8 +39,6 @@ class ScheduleConfig(BaseModel):
     resume: with --init-from, go on in the schedule at the step that the checkpoint was saved at,
         with its optimizer's state, on whatever data; false is a schedule of its own, from step 0.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     max_steps: int | None = Field(None, gt=0)
     epochs: float | None = Field(None, gt=0)

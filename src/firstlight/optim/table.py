@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from firstlight.distributed.pieces import is_in_pieces
 from firstlight.errors import ConfigError
 from firstlight.optim.adafactor import Adafactor
+from firstlight.optim.dtensors import is_in_pieces
 from firstlight.optim.eight_bit import (
     eight_bit_layout,
     flatten_eight_bit,
@@ -22,6 +22,7 @@ from firstlight.optim.eight_bit import (
 from firstlight.optim.lion import lion_layout, make_lion
 from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups, is_decayed
 from firstlight.optim.stacked_muon import StackedMuon
+from firstlight.section import Section
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
@@ -243,7 +244,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Section):
     """The `optimizer` section of a recipe.
 
     Bytes of state a parameter are beside the fp32 parameter itself (4) and its gradient (4).
@@ -299,8 +300,6 @@ class OptimizerConfig(BaseModel):
     max_grad_norm: gradients are scaled down to this global L2 norm; 0 switches it off. Costs one
         reading of all gradients, and when it scales, one writing.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     name: OptimizerName = "adamw"
     implementation: Implementation = "auto"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
-from firstlight.hardware import Hardware, find_hardware, free_memory_bytes
+from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.machine import Machine, find_machine
 from firstlight.planner.methods import methods
 from firstlight.planner.outcome import Oracle, Outcome, Question

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from firstlight.data.remote import cache_folder
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.planner.reference import Reference
 from firstlight.planner.roofline import attention_flops
 from firstlight.planner.speed_kinds import (

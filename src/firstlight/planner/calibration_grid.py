@@ -12,7 +12,7 @@ import torch
 from firstlight.console import progress_bar
 from firstlight.efficiency.allocator import keep_memory
 from firstlight.efficiency.attention import BLOCKWISE_HEAD_SIZE
-from firstlight.hardware import find_hardware
+from firstlight.hardware.device import find_hardware
 from firstlight.planner.calibration import Calibration, features_of
 from firstlight.planner.calibration_store import load_calibration, save_calibration
 from firstlight.planner.replay import can_replay, time_operator

@@ -9,8 +9,8 @@ from typing import Any
 
 from firstlight.efficiency.allocator import keep_memory
 from firstlight.errors import InputError
-from firstlight.files import read_json, write_json
-from firstlight.hardware import find_hardware
+from firstlight.files.atomic import read_json, write_json
+from firstlight.hardware.device import find_hardware
 from firstlight.planner.calibration import (
     FORMAT,
     Calibration,

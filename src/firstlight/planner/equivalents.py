@@ -9,7 +9,7 @@ import torch
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.planner.kernels import Target
 from firstlight.recipe import ResolvedRecipe
 

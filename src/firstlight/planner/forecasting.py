@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.errors import TrainingError
 
 if TYPE_CHECKING:
-    from firstlight.hardware import Hardware
+    from firstlight.hardware.device import Hardware
     from firstlight.recipe import Recipe
     from firstlight.training.forecast import Forecast
 

@@ -10,8 +10,8 @@ import torch
 
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError
-from firstlight.gpus import GPU, find_gpu
-from firstlight.hardware import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
+from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.planner.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.measured_gpus import measured_gpu
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from firstlight.data.remote import cache_folder
 from firstlight.errors import InputError
-from firstlight.files import read_json, write_json
-from firstlight.gpus import GPU
+from firstlight.files.atomic import read_json, write_json
+from firstlight.hardware.gpus import GPU
 from firstlight.planner.roofline import DEFAULT_SHARES, Range, Shares
 
 #: Of the files; others are ignored.

@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from firstlight.efficiency.engine import engine_name
-from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.efficiency.pipeline import unstageable
-from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import engine_name
+from firstlight.parallel.pipeline import unstageable
+from firstlight.parallel.tensor_parallel import uncuttable
 from firstlight.planner.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from firstlight.gpus import GPU
+from firstlight.hardware.gpus import GPU
 from firstlight.models.blockwise import blocks_of
 from firstlight.planner.speed_kinds import (
     Product,

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from firstlight.checkpoint import resolve_model_folder
+from firstlight.checkpoint.checkpoint import resolve_model_folder
 from firstlight.data.examples import kind_of, open_split
 from firstlight.data.shards import MANIFEST_NAME, Kind
 from firstlight.errors import ConfigError, FirstlightError
-from firstlight.huggingface import read_config
 from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.planner.machine import Machine
 from firstlight.planner.parts import copies_of
@@ -27,6 +26,7 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
 from firstlight.recipe.resolve import Facts, facts_here, resolve
+from firstlight.weights.huggingface import read_config
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from firstlight.gpus import GPU
+from firstlight.hardware.gpus import GPU
 from firstlight.planner.measured_gpus import BOUNDS, shares_of
 from firstlight.planner.prediction import MemoryPrediction
 from firstlight.planner.roofline import DEFAULT_SHARES, Range

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from firstlight.gpus import GPU
+from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.planner.calibration import Calibration
 from firstlight.planner.equivalents import uncompiled

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from firstlight.gpus import GPU
+from firstlight.hardware.gpus import GPU
 from firstlight.planner.calibration import Calibration, Source
 from firstlight.planner.exchange import Exchange, bubble, exchange_seconds
 from firstlight.planner.measured_gpus import shares_for

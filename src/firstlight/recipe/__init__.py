@@ -1,5 +1,6 @@
 """Recipes: everything that decides a run, in one YAML file of strict sections."""
 
+from firstlight.checkpoint.config import CheckpointConfig
 from firstlight.data.config import NO_MASKING, DataConfig, MixedCorpus
 from firstlight.recipe.load import (
     key_documentation,
@@ -13,7 +14,6 @@ from firstlight.recipe.load import (
 from firstlight.recipe.schema import (
     DEFAULT_ROWS,
     BatchConfig,
-    CheckpointConfig,
     EvaluationConfig,
     GuardConfig,
     PlanningConfig,

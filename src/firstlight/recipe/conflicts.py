@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import FP8_CAPABILITY
-from firstlight.efficiency.tensor_parallel import uncuttable
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
+from firstlight.parallel.tensor_parallel import uncuttable
 from firstlight.recipe.schema import Recipe
 
 

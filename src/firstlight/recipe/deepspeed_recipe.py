@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from firstlight.efficiency.deepspeed_file import DeepSpeedFile, read_deepspeed_file
 from firstlight.errors import ConfigError
+from firstlight.parallel.deepspeed_file import DeepSpeedFile, read_deepspeed_file
 from firstlight.recipe.schema import Recipe
 
 

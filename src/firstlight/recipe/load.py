@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 
 from firstlight.errors import ConfigError, InputError, nearest
-from firstlight.files import read_file
+from firstlight.files.atomic import read_file
 from firstlight.models import DEFAULT_FAMILY
 from firstlight.recipe.schema import Recipe, ResolvedRecipe
 from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml

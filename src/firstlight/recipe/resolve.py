@@ -17,7 +17,7 @@ from firstlight.efficiency import (
 )
 from firstlight.efficiency.precision import dtype_of
 from firstlight.errors import ConfigError
-from firstlight.hardware import Hardware, peak_flops
+from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.eight_bit import installed_library

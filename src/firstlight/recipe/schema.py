@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
+from firstlight.checkpoint.config import CheckpointConfig
 from firstlight.data.config import DataConfig
 from firstlight.efficiency import EfficiencyConfig
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError
 from firstlight.lora.config import LoraConfig
 from firstlight.models import ModelConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
+from firstlight.parallel.config import DistributedConfig
+from firstlight.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """The `run` section.
 
     dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
@@ -54,7 +52,7 @@ def _number_of_rows(value: object) -> object:
     raise ValueError(f"must be a whole number above 0, or auto (given: {value!r})")
 
 
-class BatchConfig(_Section):
+class BatchConfig(Section):
     """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows of each
     process.
 
@@ -127,7 +125,7 @@ class BatchConfig(_Section):
         return steps
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """The `evaluation` section.
 
     every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
@@ -149,44 +147,20 @@ class EvaluationConfig(_Section):
     every_steps: int = Field(200, ge=0)
     max_rows: int = Field(256, ge=0)
     train_rows: int = Field(0, ge=0)
-    sample_prompts: list[str] = [""]
+    sample_prompts: list[str] = Field(default=[""])
     sample_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.8, ge=0)
-    tasks: list[str] = []
+    tasks: list[str] = Field(default=[])
     tasks_every_steps: int = Field(0, ge=0)
     task_items: int = Field(0, ge=0)
     task_folder: str | None = None
-
-
-class CheckpointConfig(_Section):
-    """The `checkpoint` section. One is always written at the end.
-
-    every_steps: a checkpoint after every so many steps; 0 is at the end only.
-    keep_last: how many of the newest are kept.
-    keep_every: those of steps that are multiples of it are kept for good; 0 is none.
-    keep_best: how many with the lowest val/loss at their step are kept beside, and each new lowest
-        val/loss is saved, unless every_steps is 0; 0 is none. Without validation there are none.
-    asynchronous: copy the state and write the copy while training goes on; null is where memory
-        for the copy is free at the first save.
-    sharded: with distributed.engine fsdp, each process writes the pieces that it holds, and nothing
-        is put together: for models that are too large for that. Any engine goes on from it, with
-        any number of processes. The last checkpoint of a run is a Hugging Face model folder too;
-        `firstlight convert` makes one of an earlier one.
-    """
-
-    every_steps: int = Field(200, ge=0)
-    keep_last: int = Field(2, ge=1)
-    keep_every: int = Field(0, ge=0)
-    keep_best: int = Field(1, ge=0)
-    asynchronous: bool | None = None
-    sharded: bool = False
 
 
 #: A z-score of fewer values says nothing.
 FEWEST_STEPS = 16
 
 
-class GuardConfig(_Section):
+class GuardConfig(Section):
     """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
     with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
     made the update by then: there, one such step counts as too many.
@@ -209,7 +183,7 @@ class GuardConfig(_Section):
     spike_window: int = Field(128, ge=FEWEST_STEPS)
 
 
-class PreferenceConfig(_Section):
+class PreferenceConfig(Section):
     """The `preference` section, of runs on preference pairs.
 
     objective: dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of
@@ -229,7 +203,7 @@ class PreferenceConfig(_Section):
 AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
-class PlanningConfig(_Section):
+class PlanningConfig(Section):
     """The `planning` section: facts for `firstlight plan` before data and weights are there.
     Training doesn't read it: the prepared data and the weights themselves decide.
 
@@ -241,7 +215,7 @@ class PlanningConfig(_Section):
     model: AnyModelConfig | None = None
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A whole run as a person wrote it.
 
     `model` may be left out when weights are given to start from, `lora` when all of them are

@@ -25,8 +25,8 @@ from firstlight.errors import (
 )
 from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.serving.chat_guard import LoopbackGuard, require_loopback
+from firstlight.weights.huggingface import LoadedModel
 
 #: Chainlit's configuration: text is text, nobody else's page, no files, no changes to what was
 #: said.

@@ -17,14 +17,14 @@ from types import FrameType
 import uvicorn
 
 from firstlight.errors import ConfigError, StorageError
-from firstlight.files import read_file
+from firstlight.files.atomic import read_file
 from firstlight.generation.batch import BatchDecoder
-from firstlight.huggingface import LoadedModel
 from firstlight.serving.api import create_app
 from firstlight.serving.guarding import Access
 from firstlight.serving.loopback import is_loopback
 from firstlight.serving.protocol import protocol_with
 from firstlight.serving.service import Limits, Service
+from firstlight.weights.huggingface import LoadedModel
 
 #: The environment variable of the API key.
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"

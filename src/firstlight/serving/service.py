@@ -15,13 +15,13 @@ from typing import Any
 from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError, can_structure
-from firstlight.huggingface import LoadedModel
 from firstlight.models.accounting import cache_bytes_per_token
 from firstlight.serving.documentation import Bounds
 from firstlight.serving.metrics import Metrics
 from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, schema_problem
 from firstlight.serving.scheduler import Job, QueueFullError, Scheduler, StoppedError, Update
 from firstlight.serving.work import Work, Workshop
+from firstlight.weights.huggingface import LoadedModel
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

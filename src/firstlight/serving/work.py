@@ -16,14 +16,14 @@ from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
-from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
+from firstlight.report.text import own_version
 from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat, Echo
 from firstlight.serving.bodies import read_request
 from firstlight.serving.problems import RequestError, schema_problem, too_long
 from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from firstlight.serving.token_text import TokenTexts
-from firstlight.training.report_text import own_version
+from firstlight.weights.huggingface import LoadedModel
 
 #: Tokens of a completion that doesn't say, as OpenAI's. A chat's answer may fill the context.
 _COMPLETION_TOKENS = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError
-from firstlight.files import plain_lines, read_file
+from firstlight.files.atomic import plain_lines, read_file
 from firstlight.tokenizer.chat_sandbox import check_template, render
 
 __all__ = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError, TokenizerError
-from firstlight.files import plain_lines, read_file, read_json
+from firstlight.files.atomic import plain_lines, read_file, read_json
 
 __all__ = [
     "chat_template_of",

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from firstlight.errors import InputError, TokenizerError, describe_os_error
-from firstlight.files import plain_lines
+from firstlight.files.atomic import plain_lines
 from firstlight.tokenizer.config import read_chat_template, read_config, token_text
 from firstlight.tokenizer.limits import (
     LARGEST_FILE_BYTES,

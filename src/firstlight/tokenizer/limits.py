@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.errors import InputError, TokenizerError
-from firstlight.files import read_file, require_few_values
+from firstlight.files.atomic import read_file, require_few_values
 
 __all__ = [
     "LARGEST_FILE_BYTES",

@@ -13,7 +13,7 @@ from typing import Any, cast
 import tokenizers
 
 from firstlight.errors import TokenizerError, nearest
-from firstlight.files import write_file
+from firstlight.files.atomic import write_file
 from firstlight.tokenizer.building import extended_backend, trained_parts
 from firstlight.tokenizer.config import chat_template_of, named_tokens, natural_pad_token
 from firstlight.tokenizer.formats import (

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from firstlight.checkpoint import load_checkpoint, resolve_model_folder
+from firstlight.checkpoint.checkpoint import load_checkpoint, resolve_model_folder
 from firstlight.errors import CheckpointError, ConfigError, ModelError
-from firstlight.hardware import Hardware
-from firstlight.huggingface import base_identity, load_model
+from firstlight.hardware.device import Hardware
 from firstlight.lora import add_lora, require_nf4
 from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.recipe import Recipe
+from firstlight.weights.huggingface import base_identity, load_model
 
 _BASE_KEYS = ("name", "sha256")
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from firstlight.checkpoint.history import Saved, best_saved
 from firstlight.errors import CheckpointError
-from firstlight.history import Saved, best_saved
+from firstlight.report.run import RunRecord
+from firstlight.report.series import Floats, Series
+from firstlight.report.text import loss_text
 from firstlight.training.guard import DIVERGED
-from firstlight.training.report_run import RunRecord
-from firstlight.training.report_series import Floats, Series
-from firstlight.training.report_text import loss_text
 
 #: The validation loss has risen where it is above its lowest by more than this share of it, and by
 #: more than so many nats. The rows of every evaluation are the same, so that noise is smaller.

@@ -22,9 +22,8 @@ import psutil
 import torch
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency.engine_config import DistributedConfig
 from firstlight.errors import ConfigError, FirstlightError
-from firstlight.hardware import (
+from firstlight.hardware.device import (
     Hardware,
     find_hardware,
     free_memory_bytes,
@@ -33,6 +32,7 @@ from firstlight.hardware import (
     synchronize,
 )
 from firstlight.models import empty_model
+from firstlight.parallel.config import DistributedConfig
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram

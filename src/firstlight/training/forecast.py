@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from firstlight.files import write_json
-from firstlight.hardware import Hardware, peak_memory_bytes
+from firstlight.files.atomic import write_json
+from firstlight.hardware.device import Hardware, peak_memory_bytes
 from firstlight.recipe import Recipe
 from firstlight.training.metrics import MOSTLY_LEARNED
 

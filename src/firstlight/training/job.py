@@ -14,17 +14,19 @@ from typing import Any
 import torch
 import yaml
 
-from firstlight.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
+from firstlight.checkpoint.checkpoint import CHECKPOINTS, Checkpoint, load_checkpoint
+from firstlight.checkpoint.saving import CheckpointSaver, PassiveSaver, checkpoint_before
+from firstlight.checkpoint.sharded_saving import ShardedSaver
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.distributed import barrier
 from firstlight.errors import DataError, FirstlightError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.results import Task
-from firstlight.files import remove_file, remove_leftovers, write_file
-from firstlight.hardware import is_out_of_memory, peak_flops, peak_memory_bytes
+from firstlight.files.atomic import remove_file, remove_leftovers, write_file
+from firstlight.hardware.device import is_out_of_memory, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import resolve_schedule
+from firstlight.parallel import barrier
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
@@ -35,8 +37,6 @@ from firstlight.training.logs import RunLogs, SilentLogs
 from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
-from firstlight.training.saving import CheckpointSaver, PassiveSaver, checkpoint_before
-from firstlight.training.sharded_saving import ShardedSaver
 from firstlight.training.state import (
     TrainState,
     capture,

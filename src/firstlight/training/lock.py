@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.files import storage_errors
+from firstlight.files.atomic import storage_errors
 
 _LOCK_NAME = ".lock"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.files import remove_file, write_file
+from firstlight.files.atomic import remove_file, write_file
 from firstlight.training.metrics import (
     METRICS_NAME,
     SAMPLES_NAME,

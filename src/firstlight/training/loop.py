@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firstlight.checkpoint import checkpoint_folder
+from firstlight.checkpoint.checkpoint import checkpoint_folder
 from firstlight.console import say
-from firstlight.distributed import find_world
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.table import compiles_update
+from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
+from firstlight.report.report import draw_report
+from firstlight.report.run import read_run
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.job import Job
 from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
 from firstlight.training.progress import TrainingProgress
-from firstlight.training.report import draw_report
-from firstlight.training.report_run import read_run
 from firstlight.training.setup import set_up
 from firstlight.training.starts import record_start
 from firstlight.training.stopping import Stopping, StopRequestedError

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firstlight.disk import AppendedFile
 from firstlight.errors import CheckpointError, InputError
-from firstlight.files import read_file, remove_file, storage_errors, write_file
+from firstlight.files.atomic import read_file, remove_file, storage_errors, write_file
+from firstlight.files.disk import AppendedFile
 
 #: Ten million steps.
 _MAX_BYTES = 1 << 32

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.distributed import all_reduce_sum
 from firstlight.efficiency import LossFunction
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
+from firstlight.parallel import all_reduce_sum
 from firstlight.recipe import PreferenceConfig
 
 

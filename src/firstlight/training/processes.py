@@ -12,7 +12,9 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from firstlight.distributed import (
+from firstlight.efficiency import require_same_bits
+from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.parallel import (
     World,
     agree,
     barrier,
@@ -22,9 +24,7 @@ from firstlight.distributed import (
     own_device,
     process_group,
 )
-from firstlight.efficiency import require_same_bits
-from firstlight.efficiency.engine import Engine
-from firstlight.hardware import Hardware, find_hardware
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.distributed import World, all_reduce_sum
 from firstlight.efficiency import (
     apply_methods,
     give_back_unused,
@@ -20,13 +19,14 @@ from firstlight.efficiency import (
     resolve_precision,
     same_bits,
 )
-from firstlight.efficiency.deepspeed_optimizer import ZeroOptimizer
-from firstlight.efficiency.engine import Engine
-from firstlight.efficiency.engine_config import DistributedConfig
-from firstlight.hardware import Hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
 from firstlight.optim.optimizer import Optimizer
+from firstlight.parallel import World, all_reduce_sum
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.deepspeed_optimizer import ZeroOptimizer
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.training.preference import PreferenceObjective

@@ -10,8 +10,8 @@ from typing import Any
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, say
+from firstlight.report.axes import rounded
 from firstlight.training.metrics import MOSTLY_LEARNED
-from firstlight.training.report_axes import rounded
 
 _SECONDS_BETWEEN_LINES = 15.0
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from firstlight.checkpoint import load_trainer_state, resolve_model_folder
+from firstlight.checkpoint.checkpoint import load_trainer_state, resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset
 from firstlight.data.loader import rows_to_batch
@@ -26,13 +26,13 @@ from firstlight.data.remote import cache_folder, held
 from firstlight.efficiency import autocast, matmul_precision, resolve_precision
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import CheckpointError, ConfigError, InputError, ModelError
-from firstlight.files import make_folder, read_json, write_json
-from firstlight.hardware import Hardware
-from firstlight.huggingface import base_identity, load_model
+from firstlight.files.atomic import make_folder, read_json, write_json
+from firstlight.hardware.device import Hardware
 from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.recipe import PreferenceConfig, Recipe
 from firstlight.training.preference import answer_log_probs
+from firstlight.weights.huggingface import base_identity, load_model
 
 #: Raise it when the same key is to stand for something else.
 _VERSION = 1

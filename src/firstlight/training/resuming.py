@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
     is_in_shards,
     load_checkpoint,

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import torch
 
-from firstlight.checkpoint import (
+from firstlight.checkpoint.checkpoint import (
     checkpoint_bytes,
     is_in_shards,
     list_checkpoints,
@@ -26,22 +26,15 @@ from firstlight.checkpoint import (
     resolve_model_folder,
     saved_vocab_multiple,
 )
+from firstlight.checkpoint.history import MANIFEST_NAME, step_folders
+from firstlight.checkpoint.sharded import fitting_model
 from firstlight.console import say
 from firstlight.data.corpus import Corpus
-from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
-from firstlight.hardware import Hardware
-from firstlight.history import MANIFEST_NAME, step_folders
-from firstlight.huggingface import (
-    LoadedModel,
-    export_notes,
-    load_model,
-    read_config,
-    training_notes,
-    unloaded_model,
-)
+from firstlight.hardware.device import Hardware
 from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
     NO_MASKING,
@@ -52,7 +45,6 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import Facts, facts_here, resolve, sequence_length
-from firstlight.sharded import fitting_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase, attach, resumed_base, starting_base
 from firstlight.training.datasets import (
@@ -68,7 +60,15 @@ from firstlight.training.resuming import changed_keys, continue_schedule, take_u
 from firstlight.training.starts import describe_start
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
-from firstlight.weights import fitting_tensors, grow_vocabulary
+from firstlight.weights.huggingface import (
+    LoadedModel,
+    export_notes,
+    load_model,
+    read_config,
+    training_notes,
+    unloaded_model,
+)
+from firstlight.weights.loading import fitting_tensors, grow_vocabulary
 
 
 @contextlib.contextmanager

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from firstlight.distributed.pieces import is_in_pieces
-from firstlight.errors import CheckpointError
-from firstlight.sharded import (
+from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
     fitting_model,
@@ -16,6 +14,8 @@ from firstlight.sharded import (
     read_wholes,
     stored_wholes,
 )
+from firstlight.errors import CheckpointError
+from firstlight.optim.dtensors import is_in_pieces
 from firstlight.training.program import TrainingProgram
 
 

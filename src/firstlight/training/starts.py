@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.files import write_file
-from firstlight.hardware import Hardware
+from firstlight.files.atomic import write_file
+from firstlight.hardware.device import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.table import decay_counts
+from firstlight.report.text import own_version
 from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME
 from firstlight.training.metrics import read_json_lines
-from firstlight.training.report_text import own_version
 
 
 def record_start(job: Job) -> None:

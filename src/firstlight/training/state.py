@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import Checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.data.corpus import Corpus
-from firstlight.distributed import gather_objects
-from firstlight.distributed.pieces import is_in_pieces, whole_parameters
-from firstlight.efficiency.engine import Engine
 from firstlight.errors import CheckpointError, ModelError
-from firstlight.huggingface import model_files
 from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
 from firstlight.models import Model
+from firstlight.optim.dtensors import is_in_pieces, whole_parameters
+from firstlight.parallel import gather_objects
+from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.program import TrainingProgram
 from firstlight.training.sharded_state import pieces_to_save, restore_pieces
-from firstlight.weights import file_tensors, weights_to_save
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import file_tensors, weights_to_save
 
 _RNG_PREFIX = "rng."
 

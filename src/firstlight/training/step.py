@@ -11,10 +11,10 @@ from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import LossFunction
-from firstlight.efficiency.engine import Engine
 from firstlight.errors import TrainingError
-from firstlight.hardware import is_out_of_memory
+from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
+from firstlight.parallel.engine import Engine
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.scaling import LossScaler
 

@@ -18,17 +18,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from firstlight import disk as seam
 from firstlight.console import say
-from firstlight.disk import AppendedFile
 from firstlight.errors import MissingDependencyError, StorageError
-from firstlight.files import (
+from firstlight.files import disk as seam
+from firstlight.files.atomic import (
     make_folder,
     remove_file,
     remove_leftovers,
     replacing,
     storage_errors,
 )
+from firstlight.files.disk import AppendedFile
 
 TENSORBOARD_NAME = "tensorboard"
 

@@ -17,12 +17,12 @@ from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.engine import GenerationStream
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.huggingface import LoadedModel
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.program import TrainingProgram
+from firstlight.weights.huggingface import LoadedModel
 
 
 def split_loss(

@@ -1,0 +1,433 @@
+"""Checkpoints: complete or not there at all, checked before use.
+
+    RUN/checkpoints/step-00000200/
+        config.json, generation_config.json, tokenizer.json, tokenizer_config.json
+        model.safetensors       a valid Hugging Face model folder up to here
+        optimizer.safetensors   moments and counters by parameter name; random-number states
+        trainer_state.json      step, tokens seen, data position, the resolved recipe
+        manifest.json           size and sha256 of every file above; written last
+
+With `checkpoint.sharded`, each process writes its own part (see sharded.py), and in the place of
+the two files of tensors there are
+
+        model.shard-00001-of-00004.safetensors, ...      weights
+        optimizer.shard-00001-of-00004.safetensors, ...  the rest
+
+and model.safetensors too in the last checkpoint of a run.
+
+A checkpoint is written under a temporary name, synced, and renamed. A folder without its
+manifest is no checkpoint. A checkpoint of the same step that is there already is called
+step-00000200-replaced-0123abcd then, and stays until the one that replaces it is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from firstlight.checkpoint.history import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    Saved,
+    best_saved,
+    own_past,
+    read_manifest,
+    require_plain_file,
+    saved_checkpoints,
+)
+from firstlight.checkpoint.publication import (
+    checkpoint_folder,
+    file_marks,
+    new_checkpoint,
+    write_manifest,
+    write_texts,
+)
+from firstlight.checkpoint.sharded import shard_names
+from firstlight.console import say
+from firstlight.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    ModelError,
+    describe_os_error,
+    nearest,
+)
+from firstlight.files.atomic import forget_cached, read_json, sha256_of
+from firstlight.files.disk import HashedFile
+from firstlight.files.tensor_file import write_tensors
+from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from firstlight.lora.files import adapter_chain, is_adapter
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+from firstlight.weights.stored import WEIGHTS_NAME, read_header
+
+__all__ = [
+    "CHECKPOINTS",
+    "MANIFEST_NAME",
+    "OPTIMIZER_NAME",
+    "STATE_NAME",
+    "Checkpoint",
+    "checkpoint_bytes",
+    "checkpoint_folder",
+    "checkpoint_texts",
+    "is_in_shards",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_trainer_state",
+    "newest_checkpoint",
+    "require_finite",
+    "resolve_model_folder",
+    "save_checkpoint",
+    "saved_vocab_multiple",
+    "trained_on",
+    "verify_checkpoint",
+]
+
+OPTIMIZER_NAME = "optimizer.safetensors"
+STATE_NAME = "trainer_state.json"
+
+#: What a file of a checkpoint may be called: in its folder, and seen.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's content, as written and as read.
+
+    Attributes:
+        files: text files by name: config, tokenizer.
+        model: tensors of model.safetensors; with adapter_config.json among the files, those of
+            adapter_model.safetensors.
+        optimizer: tensors of optimizer.safetensors.
+        trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
+            if there is one.
+        is_copy: whether the tensors are copies that nothing changes any more; otherwise they may be
+            those of a run that goes on.
+        pieces: the folder of a checkpoint in pieces that was read: its tensors are not among
+            these, and are read where they belong.
+    """
+
+    files: Mapping[str, str]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    trainer_state: Mapping[str, Any]
+    is_copy: bool = False
+    pieces: Path | None = None
+
+
+def save_checkpoint(
+    run_folder: Path, step: int, checkpoint: Checkpoint, after: int | None = None
+) -> Path:
+    """Write a checkpoint; return its folder.
+
+    Args:
+        after: the step of the checkpoint after which the run went on: those saved since then
+            are of a dead branch. None: the last one saved.
+
+    Raises:
+        CheckpointError: a weight, a moment or a number of the state is not finite: such a
+            checkpoint is never published.
+        StorageError: the disk refuses; the folder does not appear.
+    """
+    require_finite(step, checkpoint.model)
+    require_finite(step, checkpoint.optimizer)
+    texts = checkpoint_texts(step, checkpoint)
+    with new_checkpoint(run_folder, step) as temporary:
+        written = [
+            *write_texts(temporary, texts),
+            _write_tensors(temporary / _weights_name(checkpoint.files), checkpoint.model),
+            _write_tensors(temporary / OPTIMIZER_NAME, checkpoint.optimizer),
+        ]
+        loss = checkpoint.trainer_state.get("val_loss")
+        marks = file_marks(written)
+        write_manifest(temporary, run_folder, step, marks, val_loss=loss, after=after)
+    return checkpoint_folder(run_folder, step)
+
+
+def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
+    """The text files of a checkpoint by name: the model folder's, and trainer_state.json.
+
+    Raises:
+        CheckpointError: a number of the state is not finite.
+    """
+    return {**checkpoint.files, STATE_NAME: _state_text(step, checkpoint.trainer_state)}
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
+    with HashedFile(path) as file:
+        write_tensors(file, tensors, {"format": "pt"})
+    return file
+
+
+def _state_text(step: int, state: Mapping[str, Any]) -> str:
+    """The text of trainer_state.json, in ASCII: undecodable bytes of a path have no other form."""
+    try:
+        return json.dumps(state, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise CheckpointError(
+            f"step {step}: {STATE_NAME} can't be written ({error}); no checkpoint was written"
+        ) from error
+
+
+def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that hold a NaN or an infinity.
+
+    Raises:
+        CheckpointError: one does; what is of `step` can't be saved.
+    """
+    for name, tensor in tensors.items():
+        if not _is_finite(tensor):
+            raise CheckpointError(
+                f"step {step}: tensor {name} is not finite; no checkpoint was written"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    if tensor.itemsize == 1:  # fp8 has no arithmetic of its own
+        tensor = tensor.float()
+    # A sum with a NaN or an infinity in it is never finite, and needs no memory; one of finite
+    # numbers may overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
+    """About how large a checkpoint becomes: fp32 weights and optimizer state."""
+    return 4 * model_parameters + optimizer_state_bytes
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """The complete checkpoints of a run in the order in which they were saved."""
+    return [saved.folder for saved in saved_checkpoints(run_folder)]
+
+
+def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
+    """Compare every file with the manifest.
+
+    Args:
+        from_disk: read what the disk holds, where the operating system can be asked to forget
+            what it has in memory of it.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, no plain file or of another size (named).
+    """
+    files = read_manifest(folder)["files"]
+    tensors = shard_names(files) or [_weights_name(files), OPTIMIZER_NAME]
+    for name in (CONFIG_NAME, *tensors, STATE_NAME):
+        if name not in files:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
+    for name, entry in files.items():
+        if _PLAIN_NAME.fullmatch(name) is None:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} names no file of its own: {name!r}")
+        path = folder / name
+        require_plain_file(path)
+        try:
+            if path.stat().st_size != entry["bytes"]:
+                raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
+            if from_disk:
+                forget_cached(path)
+            if sha256_of(path) != entry["sha256"]:
+                raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
+
+
+def _weights_name(names: Container[str]) -> str:
+    """The file of a checkpoint's weights, by the names of its other files."""
+    return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
+
+
+def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
+
+    One of a dead branch (see history.py) is taken only where no other verifies.
+
+    Raises:
+        CheckpointError: there are checkpoints, and every one is damaged.
+    """
+    saved = saved_checkpoints(run_folder)
+    past = own_past(saved)
+    dead = [one for one in saved if one.sequence and one not in past]
+    unreadable = [one for one in saved if not one.sequence]
+    folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
+    if folder is None and problems:
+        raise CheckpointError(
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
+            "anew in another run.dir; --init-from takes weights of another run)"
+        )
+    return folder, problems
+
+
+def _first_sound(candidates: Iterable[Saved]) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that verifies, None if there is none, and the errors of those before."""
+    problems: list[str] = []
+    for one in candidates:
+        try:
+            verify_checkpoint(one.folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return one.folder, problems
+    return None, problems
+
+
+def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint with the lowest validation loss that verifies, and what is wrong with better
+    ones.
+
+    Raises:
+        CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
+    """
+    folder, problems = _first_sound(best_saved(run_folder))
+    if folder is not None:
+        return folder, problems
+    why = "; ".join(problems) or "the validation loss was measured at none of them"
+    raise CheckpointError(
+        f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
+    )
+
+
+def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+    """Read a checkpoint, for resuming; of one in pieces all but its tensors.
+
+    Args:
+        verify: compare every file with the manifest first; False where that was just done.
+
+    Raises:
+        CheckpointError: a file is damaged or can't be read.
+    """
+    if verify:
+        verify_checkpoint(folder)
+    if is_in_shards(folder):
+        return Checkpoint({}, {}, {}, load_trainer_state(folder), pieces=folder)
+    try:
+        names = read_manifest(folder)["files"]
+        for name in (_weights_name(names), OPTIMIZER_NAME):
+            read_header(folder / name)
+        model = safetensors.torch.load_file(folder / _weights_name(names))
+        optimizer = safetensors.torch.load_file(folder / OPTIMIZER_NAME)
+    except (safetensors.SafetensorError, OSError, ModelError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
+    return Checkpoint({}, model, optimizer, load_trainer_state(folder))
+
+
+def is_in_shards(folder: Path) -> bool:
+    """Whether each process wrote its own part of a checkpoint."""
+    return bool(shard_names(path.name for path in folder.iterdir()))
+
+
+def load_trainer_state(folder: Path) -> dict[str, Any]:
+    """The `trainer_state` of a checkpoint that has been verified, without its tensors.
+
+    Raises:
+        CheckpointError: it can't be read, or is no JSON object.
+    """
+    try:
+        state = read_json(folder / STATE_NAME)
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE_NAME} holds no JSON object")
+    _require_objects(folder / STATE_NAME, state)
+    return state
+
+
+def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
+    """What the vocabulary of a checkpoint's model is padded to a multiple of.
+
+    Args:
+        state: the checkpoint's `trainer_state`.
+
+    Raises:
+        CheckpointError: it is no such number.
+    """
+    multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
+    if type(multiple) is not int or multiple < 1:
+        raise CheckpointError(f"{folder}: trainer_state.json says vocab_multiple {multiple!r:.100}")
+    return multiple
+
+
+def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a state whose parts are no JSON objects: their own keys are looked at elsewhere."""
+    parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
+    if isinstance(recipe := parts["recipe"], dict):
+        # A recipe may leave these out.
+        optional: dict[str, Any] = {
+            name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
+        }
+        parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise CheckpointError(f"{path} is damaged: '{name}' is no object")
+
+
+def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
+    """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
+    checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
+    downloaded where there are no others.
+
+    Args:
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+
+    Raises:
+        ConfigError: `best` of something that is no run folder.
+        CheckpointError: a run folder without a usable checkpoint.
+        ModelError: nothing is there.
+    """
+    path = Path(name).expanduser()
+    is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
+    if best and not is_run:
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = "" if path.exists() else nearest(path.name, siblings)
+        raise ConfigError(f"--best is for a run folder, and {name} is none{hint}")
+    if is_run:
+        newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
+        for problem in problems:
+            say(
+                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is taken"
+            )
+        if newest is None:
+            raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
+        return newest
+    folder = find_model_folder(name, pickled=pickled)
+    if (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
+        verify_checkpoint(folder)
+    return folder
+
+
+def resolve_tokenizer(name: str | Path) -> Path:
+    """The place of the tokenizer that a person names: its own folder or file, or that of a model,
+    named as for `resolve_model_folder`. An adapter that brings none has its base's.
+
+    Raises:
+        CheckpointError, ModelError: as `resolve_model_folder`.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or has_tokenizer(path):
+        return path
+    if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
+        return path  # a mistake: reading it says so
+    if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
+        return path
+    # Of a model of the hub, no weights are downloaded.
+    is_here = path.is_dir()
+    folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
+    return next(filter(has_tokenizer, adapter_chain(folder)), folder)
+
+
+def trained_on(folder: Path) -> dict[str, Any]:
+    """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
+    other folders."""
+    if not (folder / STATE_NAME).is_file():
+        return {}
+    data = load_trainer_state(folder).get("data")
+    return data if isinstance(data, dict) else {}

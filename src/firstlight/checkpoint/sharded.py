@@ -1,0 +1,356 @@
+"""Tensors in pieces on the disk: each process writes the ones it holds, any number reads them.
+
+    optimizer.shard-00001-of-00004.safetensors
+    model.shard-00001-of-00004.safetensors
+
+The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files,
+whose metadata say where in its tensor each piece lies, so torch.distributed.checkpoint reads them,
+and so does its consolidation. Its usual format isn't used: what that says about the pieces is a
+pickle.
+
+Weights have the names and shapes that parameters have in the model: with experts stacked and the
+rows that pad the vocabulary, unlike in a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from firstlight.errors import CheckpointError, ModelError
+from firstlight.files.disk import HashedFile
+from firstlight.files.tensor_file import write_tensors
+from firstlight.models import Model, ModelConfig, allocate
+from firstlight.optim.dtensors import is_in_pieces
+from firstlight.weights.huggingface import read_config, unloaded_model
+from firstlight.weights.stored import read_header
+
+#: The two kinds of tensors, as the names of their files begin.
+WEIGHTS, MOMENTS = "model", "optimizer"
+
+_FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
+
+# torch's names in the files' metadata.
+_PLACES_KEY, _OFFSETS_KEY, _VERSION_KEY = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION"
+
+#: The formats of what a checkpoint may hold in pieces, by safetensors' names.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor.
+
+    Attributes:
+        tensor: its numbers.
+        offsets: where it begins, for each dimension of the whole.
+    """
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredWhole:
+    """A tensor that lies in pieces in the files of a folder.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of all pieces.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def shard_name(kind: str, rank: int, size: int) -> str:
+    """The file of a rank's pieces.
+
+    Args:
+        kind: `WEIGHTS` or `MOMENTS`.
+        rank: of the process that writes it.
+        size: how many processes write one each.
+    """
+    return f"{kind}.shard-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def shard_names(names: Iterable[str]) -> list[str]:
+    """The files that a checkpoint in pieces has to have, by the names of those that it has; none
+    for a checkpoint of another kind."""
+    counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
+    return [
+        shard_name(kind, rank, size)
+        for size in sorted(counts)
+        for kind in (MOMENTS, WEIGHTS)
+        for rank in range(size)
+    ]
+
+
+def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """What this process writes of tensors that may be in pieces: each number is written by one.
+
+    Of copies of a piece (hybrid sharding) one process writes each, taking turns. A tensor that is
+    not in pieces is written as it is: give it to one process only.
+
+    Returns:
+        Pieces whose tensors share memory with those given, on their device.
+    """
+    # Only here: importing it takes most of a second.
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    cut = {name: t for name, t in tensors.items() if is_in_pieces(t) and _is_owner(name, t)}
+    pieces = {
+        name: Piece(tensor.detach(), (0,) * tensor.dim())
+        for name, tensor in tensors.items()
+        if not is_in_pieces(tensor)
+    }
+    for item in create_default_local_save_plan(cut, is_coordinator=True).items:
+        name, place = item.index.fqn, item.tensor_data
+        assert place is not None
+        tensor = cut[name].detach()
+        assert is_in_pieces(tensor)
+        # More processes than rows: some hold nothing.
+        if math.prod(place.chunk.sizes):
+            pieces[name] = Piece(tensor.to_local(), tuple(place.chunk.offsets))
+    return pieces
+
+
+def _is_owner(name: str, tensor: Tensor) -> bool:
+    """Whether it is this process that writes its piece of a tensor of which others may have
+    the same one."""
+    assert is_in_pieces(tensor)
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return False
+    turn = zlib.crc32(name.encode())
+    return all(
+        place[dimension] == turn % mesh.size(dimension)
+        for dimension, placement in enumerate(tensor.placements)
+        if placement.is_replicate()
+    )
+
+
+def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> HashedFile:
+    """Write the file of this process' pieces; return it, for its size and sha256.
+
+    Raises:
+        OSError: the disk refuses.
+        StorageError: a tensor is of a format that such a file can't hold.
+    """
+    places = {name: {_OFFSETS_KEY: list(piece.offsets)} for name, piece in pieces.items()}
+    metadata = {_PLACES_KEY: json.dumps(places), _VERSION_KEY: "1.0", "format": "pt"}
+    with HashedFile(path) as file:
+        write_tensors(file, {name: piece.tensor for name, piece in pieces.items()}, metadata)
+    return file
+
+
+def stored_wholes(folder: Path, kind: str) -> dict[str, StoredWhole]:
+    """What lies in pieces in a folder; together the pieces are the whole of each tensor.
+
+    Args:
+        kind: `WEIGHTS` or `MOMENTS`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, pieces are missing at a place or lie over
+            each other.
+    """
+    boxes: dict[str, list[_Box]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for path in _files(folder, kind):
+        for name, box, dtype in _pieces_of(path):
+            boxes.setdefault(name, []).append(box)
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise CheckpointError(f"{path} is damaged: '{name}' is {dtype} in it only")
+    wholes = {}
+    for name, parts in boxes.items():
+        shape = _union(parts)
+        if shape is None:
+            raise CheckpointError(f"{folder} is damaged: the pieces of '{name}' are not a whole")
+        wholes[name] = StoredWhole(shape, dtypes[name])
+    return wholes
+
+
+def read_pieces(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
+    """Fill tensors with what lies in pieces in a folder: whole ones, or pieces cut in any other
+    way, on any device. Each process reads what it needs, and nothing is sent between them.
+
+    Args:
+        kind: `WEIGHTS` or `MOMENTS`.
+        targets: tensors of the file's shapes and dtypes, which are written into.
+
+    Raises:
+        CheckpointError: a tensor is missing, or of another shape or dtype (named); a file is
+            damaged.
+    """
+    stored = stored_wholes(folder, kind)
+    for name, target in targets.items():
+        found = stored.get(name)
+        if found is None:
+            raise CheckpointError(f"{folder} lacks tensor '{name}' in its pieces")
+        if (found.shape, found.dtype) != (tuple(target.shape), target.dtype):
+            raise CheckpointError(
+                f"{folder}: tensor '{name}' is {list(found.shape)} {found.dtype}, "
+                f"expected {list(target.shape)} {target.dtype}"
+            )
+    if not targets:
+        return
+    from torch.distributed.checkpoint.filesystem import FileSystem
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    files = [str(path) for path in _files(folder, kind)]
+
+    class Shards(FileSystem):
+        """The folder with these files only."""
+
+        def ls(self, path: Any) -> list[str]:
+            return files
+
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = Shards()
+    try:
+        with warnings.catch_warnings():
+            # It says that each process reads for itself, which is what is asked for.
+            warnings.simplefilter("ignore", UserWarning)
+            load(
+                {name: target.detach() for name, target in targets.items()},
+                storage_reader=reader,
+                no_dist=True,
+            )
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
+
+
+def read_wholes(folder: Path, kind: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Tensors that lie in pieces in a folder, whole and on the CPU.
+
+    Args:
+        kind: `WEIGHTS` or `MOMENTS`.
+        names: of those wanted; None is all.
+
+    Raises:
+        CheckpointError: one is missing, or a file is damaged.
+    """
+    stored = stored_wholes(folder, kind)
+    wanted = stored.keys() if names is None else list(names)
+    if lost := sorted(set(wanted) - stored.keys()):
+        raise CheckpointError(f"{folder} lacks tensor '{lost[0]}' in its pieces")
+    tensors = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in wanted}
+    read_pieces(folder, kind, tensors)
+    return tensors
+
+
+def sharded_model(folder: Path, vocab_multiple: int) -> Model:
+    """The model whose weights lie in pieces in a checkpoint, whole and on the CPU.
+
+    Args:
+        vocab_multiple: what the checkpoint's vocabulary is padded to a multiple of.
+
+    Raises:
+        ModelError: config.json is damaged.
+        CheckpointError: the pieces are not those of such a model.
+    """
+    model = fitting_model(read_config(folder), folder, vocab_multiple)
+    allocate(model, torch.device("cpu"))
+    read_pieces(folder, WEIGHTS, dict(model.named_parameters()))
+    return model
+
+
+def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
+    """The model of a config on the meta device, which the pieces in a folder are known to fit.
+
+    Raises:
+        ModelError: the config is of a model of quite another size.
+        CheckpointError: a tensor is missing, extra or of another shape (named).
+    """
+    stored = stored_wholes(folder, WEIGHTS)
+    model = unloaded_model(config, folder, vocab_multiple, tensors=len(stored))
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name in sorted(expected.keys() ^ stored.keys()):
+        raise CheckpointError(
+            f"the weights in {folder} don't fit the model: '{name}' is in only one"
+        )
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"{folder}: tensor '{name}' is {list(stored[name].shape)}, the model's "
+                f"{list(shape)}"
+            )
+    return model
+
+
+def _files(folder: Path, kind: str) -> list[Path]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
+
+
+#: Where a piece begins and ends, for each dimension.
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _pieces_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
+    """Name, place and dtype of each piece of a file."""
+    try:
+        header = read_header(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        places = json.loads(metadata[_PLACES_KEY])
+        found = []
+        for name, tensor in header.items():
+            offsets = tuple(places[name][_OFFSETS_KEY])
+            if len(offsets) != len(tensor.shape) or any(type(o) is not int for o in offsets):
+                raise ValueError(f"'{name}' has no place")
+            if any(offset < 0 for offset in offsets) or 0 in tensor.shape:
+                raise ValueError(f"'{name}' has no place")
+            ends = tuple(o + size for o, size in zip(offsets, tensor.shape, strict=True))
+            found.append((name, (offsets, ends), _DTYPES[tensor.kind]))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
+    """The shape that boxes fill, each place once; None where they don't."""
+    if len({len(begins) for begins, _ in boxes}) != 1:
+        return None
+    shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
+    volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
+    if volume != math.prod(shape):
+        return None
+    # As many numbers as the whole has: they fill it unless two lie over each other.
+    open_boxes: list[_Box] = []
+    for box in sorted(boxes):
+        open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]
+        if any(_meet(one, box) for one in open_boxes):
+            return None
+        open_boxes.append(box)
+    return shape
+
+
+def _meet(one: _Box, other: _Box) -> bool:
+    return all(
+        begin < other_end and other_begin < end
+        for begin, end, other_begin, other_end in zip(*one, *other, strict=True)
+    )

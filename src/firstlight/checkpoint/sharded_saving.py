@@ -1,0 +1,266 @@
+"""Saving checkpoints of which each process writes the pieces that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.checkpoint.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    checkpoint_texts,
+    require_finite,
+    saved_vocab_multiple,
+)
+from firstlight.checkpoint.config import CheckpointConfig
+from firstlight.checkpoint.publication import (
+    file_marks,
+    new_checkpoint,
+    write_manifest,
+    write_texts,
+)
+from firstlight.checkpoint.retention import prune_checkpoints
+from firstlight.checkpoint.sharded import (
+    MOMENTS,
+    WEIGHTS,
+    Piece,
+    own_pieces,
+    shard_name,
+    sharded_model,
+    write_pieces,
+)
+from firstlight.checkpoint.snapshot import Snapshot
+from firstlight.errors import CheckpointError, FirstlightError, StorageError
+from firstlight.files.atomic import forget_cached, sha256_of, storage_errors
+from firstlight.files.disk import HashedFile
+from firstlight.files.tensor_file import write_tensors
+from firstlight.hardware.device import free_memory_bytes
+from firstlight.parallel import agree, broadcast_object, gather_objects
+from firstlight.parallel.engine import Engine
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import WEIGHTS_NAME
+
+#: Of the memory that is free at the first save, the copies of all processes may take this share.
+_SHARE = 0.5
+
+_Pieces = dict[str, dict[str, Piece]]
+
+
+class _DiscardedError(Exception):
+    """A checkpoint that will not be finished."""
+
+
+class ShardedSaver:
+    """Has the methods of `CheckpointSaver`, and all processes of a run call them, at the same
+    places.
+
+    Each writes its own files and reads them again, in a thread of its own if that is asked for;
+    nothing is sent meanwhile. Then, between two steps, all say what they have written, and the
+    main process writes the manifest and gives the folder its name.
+
+    Args:
+        run_folder: the run's, in a file system that all processes share.
+        config: the recipe's `checkpoint` section.
+        engine: what the processes of the run share the model by.
+        last_step: of the run; its checkpoint gets the weights in one file beside.
+
+    Attributes:
+        saved_step: as `CheckpointSaver` has it.
+    """
+
+    def __init__(
+        self, run_folder: Path, config: CheckpointConfig, engine: Engine, last_step: int
+    ) -> None:
+        self.saved_step = -1
+        self._run_folder, self._config = run_folder, config
+        self._world, self._is_main = engine.world, engine.is_main
+        self._last_step = last_step
+        self._asynchronous = config.asynchronous
+        self._copies = Snapshot()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._folder = contextlib.ExitStack()
+        self._writing: Future[dict[str, Any]] | None = None
+        self._finish: Callable[[list[dict[str, Any]]], None]
+        self._deleting: Future[None] | None = None
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """Save a checkpoint of this moment; return the seconds that training stood still.
+
+        Args:
+            capture: gives this process' part of the state: of tensors that are in pieces (DTensor)
+                its own are written, and all of the others.
+
+        Raises:
+            CheckpointError, StorageError: a part of this one could not be written, by any process
+                (asynchronously: from a later call), or of the one before.
+        """
+        start = time.perf_counter()
+        self.wait()
+        checkpoint = capture()
+        pieces = {
+            MOMENTS: own_pieces(checkpoint.optimizer),
+            WEIGHTS: own_pieces(checkpoint.model),
+        }
+        asynchronous = self._is_asynchronous(pieces)
+        if asynchronous:
+            pieces = self._snapshot(pieces)
+        state = copy.deepcopy(checkpoint.trainer_state)
+        part = Checkpoint(dict(checkpoint.files), {}, {}, state)
+        folder = self._new_folder(step)
+        self._finish = lambda outcomes: self._publish(step, folder, state, outcomes)
+        self._writing = self._executor.submit(self._write, step, folder, pieces, part)
+        if not asynchronous:
+            self.wait()
+        return time.perf_counter() - start
+
+    def require_written(self) -> None:
+        """Finish the checkpoint that is being written, if all have written theirs. Does not wait.
+
+        Raises:
+            CheckpointError, StorageError: a part could not be written, or old ones not be deleted.
+        """
+        if self._writing is not None and not agree(not self._writing.done()):
+            self.wait()
+        if self._deleting is not None and self._deleting.done():
+            self._wait_for_deleting()
+
+    def wait(self) -> None:
+        """Wait until what is being written is a checkpoint.
+
+        Raises:
+            CheckpointError, StorageError: a part could not be written, or old ones not be deleted.
+        """
+        if self._writing is not None:
+            outcomes = gather_objects(self._writing.result())
+            self._writing = None
+            self._finish(outcomes)
+        self._wait_for_deleting()
+
+    def close(self) -> None:
+        """Give threads and memory back. What is not a checkpoint yet becomes none: other processes
+        may be gone."""
+        try:
+            if self._writing is not None:
+                self._writing.result()
+                self._writing = None
+                with contextlib.suppress(_DiscardedError), self._folder.pop_all():
+                    raise _DiscardedError
+            self._wait_for_deleting()
+        finally:
+            self._executor.shutdown()
+            self._copies.clear()
+
+    def _wait_for_deleting(self) -> None:
+        deleting, self._deleting = self._deleting, None
+        if deleting is not None:
+            deleting.result()
+
+    def _is_asynchronous(self, pieces: _Pieces) -> bool:
+        """Whether there is memory for the copies of all: decided once, by all together."""
+        if self._asynchronous is None:
+            needed = sum(p.tensor.nbytes for part in pieces.values() for p in part.values())
+            free = free_memory_bytes(torch.device("cpu")) / self._world.local_size
+            self._asynchronous = not agree(needed > _SHARE * free)
+        return self._asynchronous
+
+    def _snapshot(self, pieces: _Pieces) -> _Pieces:
+        """Pieces that do not change with the run."""
+        copies = self._copies.take(
+            {f"{kind} {n}": p.tensor for kind, part in pieces.items() for n, p in part.items()}
+        )
+        return {
+            kind: {n: Piece(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
+            for kind, part in pieces.items()
+        }
+
+    def _new_folder(self, step: int) -> Path:
+        """The temporary folder that all write into."""
+        name = None
+        if self._is_main:
+            name = str(self._folder.enter_context(new_checkpoint(self._run_folder, step)))
+        return Path(broadcast_object(name))
+
+    def _write(self, step: int, folder: Path, pieces: _Pieces, part: Checkpoint) -> dict[str, Any]:
+        """Write this process' files. What goes wrong is returned: all have to hear of it."""
+        rank, size = self._world.rank, self._world.size
+        try:
+            for own in pieces.values():
+                require_finite(step, {name: piece.tensor for name, piece in own.items()})
+            with storage_errors(folder):
+                written = [
+                    write_pieces(folder / shard_name(kind, rank, size), own)
+                    for kind, own in pieces.items()
+                ]
+                if self._is_main:
+                    written += write_texts(folder, checkpoint_texts(step, part))
+                _require_on_disk(written)
+        except FirstlightError as error:
+            return {"error": str(error), "of_disk": isinstance(error, StorageError)}
+        return {"marks": file_marks(written)}
+
+    def _publish(
+        self,
+        step: int,
+        folder: Path,
+        state: Mapping[str, Any],
+        outcomes: list[dict[str, Any]],
+    ) -> None:
+        """Make a checkpoint of what all have written; nothing, where one of them could not."""
+        with self._folder.pop_all():
+            for rank, outcome in enumerate(outcomes):
+                if "error" in outcome:
+                    kind = StorageError if outcome["of_disk"] else CheckpointError
+                    raise kind(f"rank {rank}: {outcome['error']}")
+            if self._is_main:
+                marks = {name: m for one in outcomes for name, m in one["marks"].items()}
+                with storage_errors(folder):
+                    if step == self._last_step:
+                        marks |= _write_whole(folder, state)
+                    write_manifest(
+                        folder,
+                        self._run_folder,
+                        step,
+                        marks,
+                        val_loss=state.get("val_loss"),
+                        after=self.saved_step if self.saved_step >= 0 else None,
+                    )
+        self.saved_step = step
+        if self._is_main:
+            self._deleting = self._executor.submit(self._prune, step)
+
+    def _prune(self, step: int) -> None:
+        prune_checkpoints(
+            self._run_folder,
+            checkpoint_folder(self._run_folder, step),
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            keep_best=self._config.keep_best,
+        )
+
+
+def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Write the weights into one file beside their pieces: a Hugging Face model folder."""
+    model = sharded_model(folder, saved_vocab_multiple(folder, state))
+    with HashedFile(folder / WEIGHTS_NAME) as file:
+        write_tensors(file, weights_to_save(model), {"format": "pt"})
+    _require_on_disk([file])
+    return file_marks([file])
+
+
+def _require_on_disk(files: list[HashedFile]) -> None:
+    """Read files again, as the disk has them.
+
+    Raises:
+        CheckpointError: one is not what was written.
+    """
+    for file in files:
+        forget_cached(file.path)
+        if sha256_of(file.path) != file.sha256:
+            raise CheckpointError(f"{file.path} is not what was written: the disk has changed it")

@@ -1,0 +1,1 @@
+"""The machine: device, GPU table, environment of the thread library and allocator."""

@@ -1,0 +1,209 @@
+"""What the machine can do: device, number formats, peak rates, memory.
+
+Nothing is guessed silently: a GPU that is not in the table, like every CPU, has its matrix
+rate measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.hardware.gpus import find_gpu
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what is known of it.
+
+    Attributes:
+        device: where tensors go.
+        name: the maker's name of it.
+        memory_bytes: memory of the device (of the machine, for CPUs).
+        bf16: whether bf16 matrix products run in hardware.
+        capability: CUDA's compute capability; None where there is no CUDA.
+    """
+
+    device: torch.device
+    name: str
+    memory_bytes: int
+    bf16: bool
+    capability: tuple[int, int] | None = None
+
+
+def find_hardware(device: str = "auto") -> Hardware:
+    """Look at the device to run on: a CUDA GPU if there is one, else the CPU.
+
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+
+    Raises:
+        ConfigError: the device is unknown or not present.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device '{device}' is unknown: use auto, cpu, cuda or mps") from None
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device '{device}' is not present on this machine")
+        properties = torch.cuda.get_device_properties(chosen)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        # ROCm's numbers are other ones.
+        capability = None if torch.version.hip else (properties.major, properties.minor)
+        return Hardware(chosen, properties.name, properties.total_memory, bf16, capability)
+    memory = psutil.virtual_memory().total
+    if chosen.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("device 'mps' is not present on this machine")
+        return Hardware(chosen, "Apple GPU", memory, bf16=False)
+    if chosen.type != "cpu":
+        raise ConfigError(f"device '{device}' is not supported: use auto, cpu, cuda or mps")
+    return Hardware(chosen, _cpu_name(), memory, bf16=bool(_cpu_flags() & _BF16_CPU_FLAGS))
+
+
+_BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
+
+#: Below this ratio of speeds, bf16 is not worth its rounding.
+_WORTHWHILE = 1.2
+
+
+@functools.cache
+def bf16_is_faster(device: torch.device) -> bool:
+    """Whether matrix products in bf16 are worth it on a device that has them.
+
+    On CPUs this is measured: one that names the instructions (avx512_bf16, but no AMX) was seen
+    to run bf16 at half of fp32's rate.
+    """
+    if device.type != "cpu":
+        return True
+    rates = {torch.float32: 0.0, torch.bfloat16: 0.0}
+    for _ in range(2):
+        for dtype, best in rates.items():
+            rates[dtype] = max(best, measured_matmul_flops(device, dtype))
+    return rates[torch.bfloat16] >= _WORTHWHILE * rates[torch.float32]
+
+
+@functools.cache
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _cpu_field(*names: str) -> str:
+    for line in _cpu_info().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in names:
+            return value.strip()
+    return ""
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_field("flags", "Features").split())
+
+
+def _cpu_name() -> str:
+    return _cpu_field("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Matrix-product FLOP/s that `device` can reach with `dtype`: the base of MFU.
+
+    bf16 on a GPU in the table: the data sheet's figure. Everything else is measured here, as
+    the best of several large products, which takes a fraction of a second.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        properties = torch.cuda.get_device_properties(device)
+        with contextlib.suppress(ConfigError):
+            gpu = find_gpu(properties.name, properties.total_memory)
+            if gpu.bf16:
+                return gpu.bf16
+    return measured_matmul_flops(device, dtype)
+
+
+#: No try begins later than this after the first.
+_MEASURING_SECONDS = 1.0
+
+
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate (FLOP/s) of a square matrix product over a few tries."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    best, begun = 0.0, time.perf_counter()
+    for attempt in range(6):
+        # A CPU without units for fp16 takes seconds for each product.
+        if best and time.perf_counter() - begun > _MEASURING_SECONDS:
+            break
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        if attempt:  # the first call also builds kernels
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text
+        # The last is cuBLAS' and cuDNN's.
+        for words in ("can't allocate memory", "out of memory", "bad_alloc", "_ALLOC_FAILED")
+    )
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that this process could still take: of the GPU, or of the machine, of the control
+    group that it is in, and of its limit (`ulimit -v`)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        # Files that are only cached are given up when memory is needed.
+        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
+        taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
+        free = min(free, max(int(text) - taken, 0))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        free = min(free, max(addresses - psutil.Process().memory_info().vms, 0))
+    return free
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on a GPU, resident for the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # ru_maxrss would start from the peak of the process that started this one.
+    text = status.read_text(encoding="utf-8") if status.exists() else ""
+    if match := re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE):
+        return int(match[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

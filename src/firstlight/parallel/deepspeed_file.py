@@ -1,0 +1,220 @@
+"""A person's own DeepSpeed configuration file: keys of a recipe, and keys for DeepSpeed itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.files.atomic import read_json
+from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
+
+#: Keys that are one key of a recipe.
+_SAME = {
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "zero_optimization.stage": "distributed.zero_stage",
+    "zero_optimization.offload_optimizer.nvme_path": "distributed.nvme_path",
+    "zero_optimization.offload_optimizer.device": "distributed.offload",
+    "optimizer.params.lr": "optimizer.learning_rate",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.momentum": "optimizer.sgd_momentum",
+}
+
+#: DeepSpeed's `optimizer.type`, in small letters -> the recipe's `optimizer.name`.
+_OPTIMIZERS = {"adam": "adamw"} | {name: name for name, o in OPTIMIZERS.items() if o.elementwise}
+
+#: Keys that say how DeepSpeed does its part: handed on to it as they are.
+_HANDED_ON = (
+    "communication_data_type",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.buffer_count",
+    "zero_optimization.offload_param.buffer_size",
+    "zero_optimization.offload_param.max_in_cpu",
+    "zero_optimization.offload_param.pin_memory",
+)
+
+#: Keys of most such files that change nothing here: the loop, its messages and its checkpoints
+#: are firstlight's, which takes optimizers of torch and keeps parameters in fp32.
+_WITHOUT_EFFECT = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "optimizer.params.adam_w_mode",
+    "optimizer.params.torch_adam",
+)
+
+#: Loss scaling is firstlight's own: from 2^16, halved at an overflow, doubled after 2,000 steps.
+_FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"}
+_FP16 |= {"hysteresis", "min_loss_scale", "consecutive_hysteresis"}
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """A DeepSpeed configuration file, read.
+
+    Attributes:
+        recipe: values by recipe key ("optimizer.learning_rate"), each with the file's own name of
+            it.
+        handed_on: nested values that `deepspeed.initialize` gets beside the engine's own.
+        train_batch_size: rows a step, over all processes; None where the file leaves it open.
+    """
+
+    recipe: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    handed_on: dict[str, Any] = field(default_factory=dict)
+    train_batch_size: int | None = None
+
+
+def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
+    """Read a DeepSpeed configuration file. Values "auto" are left open.
+
+    Raises:
+        ConfigError: it can't be read, or has keys that can't be followed (named).
+    """
+    try:
+        values = read_json(Path(path).expanduser())
+    except InputError as error:
+        raise ConfigError(f"distributed.deepspeed_config: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"distributed.deepspeed_config {path}: {error.strerror}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"distributed.deepspeed_config: {path} holds no JSON object")
+    try:
+        return _read(dict(_leaves(values)))
+    except ConfigError as error:
+        raise ConfigError(f"distributed.deepspeed_config: {path}: {error}") from error
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted name, without those that are left open."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None and value != "auto":
+            yield f"{prefix}{key}", value
+
+
+def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
+    found = DeepSpeedFile(train_batch_size=_count(leaves.pop("train_batch_size", None)))
+    _require_zero(leaves)
+    for reader in (_precision, _optimizer):
+        found.recipe.update(reader(leaves))
+    for name in _SAME.keys() & leaves.keys():
+        found.recipe[_SAME[name]] = (name, leaves.pop(name))
+    for name in _HANDED_ON:
+        if name in leaves:
+            *sections, key = name.split(".")
+            place = found.handed_on
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = leaves.pop(name)
+    for name in _WITHOUT_EFFECT:
+        leaves.pop(name, None)
+    if leaves:
+        name = min(leaves)
+        raise ConfigError(_advice(name))
+    return found
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"train_batch_size is {value!r}: it has to be a whole number from 1 on")
+    return value
+
+
+def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
+    enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
+    if len(enabled) > 1:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true: leave one of them out")
+    odd = [n for n in own if n.split(".")[1] not in (_FP16 if n[:4] == "fp16" else {"enabled"})]
+    if odd:
+        raise ConfigError(_advice(odd[0]))
+    if own.get("fp16.loss_scale", 0) != 0 and enabled == ["fp16"]:
+        raise ConfigError(
+            f"fp16.loss_scale is {own['fp16.loss_scale']}, and firstlight scales the loss as it "
+            "goes: set it to 0, or leave it out"
+        )
+    for name in enabled:
+        yield "efficiency.precision", (f"{name}.enabled", name)
+
+
+#: Sections of a precision, which have the name of the recipe's.
+_NARROW = ("fp16", "bf16")
+
+
+def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    kind = leaves.pop("optimizer.type", None)
+    if kind is None:
+        return
+    name = _OPTIMIZERS.get(str(kind).lower())
+    plain_adam = str(kind).lower() == "adam" and leaves.get("optimizer.params.adam_w_mode") is False
+    if name is None or plain_adam:
+        raise ConfigError(
+            f"optimizer.type is {kind}{' without adam_w_mode' if plain_adam else ''}, and "
+            f"distributed.engine deepspeed takes {elementwise_optimizers()}: set one of them"
+        )
+    yield "optimizer.name", ("optimizer.type", name)
+
+
+def _require_zero(leaves: dict[str, Any]) -> None:
+    """Refuse what ZeRO doesn't do here. Whether parameters are offloaded is no key of a recipe: it
+    follows from the stage, and from where optimizer state is offloaded to."""
+    name = "zero_optimization.offload_param.device"
+    parameters = leaves.pop(name, "none")
+    optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")
+    if parameters not in ("none", "cpu"):
+        raise ConfigError(f"{name} is {parameters}, and parameters may lie on the cpu only: set it")
+    stage = leaves.get("zero_optimization.stage")
+    if parameters == "cpu" and (optimizer == "none" or stage != 3):
+        raise ConfigError(
+            f"{name} is cpu, which goes with zero_optimization.stage 3 and "
+            "offload_optimizer.device cpu or nvme: set both, or leave it out"
+        )
+    if stage == 0:
+        raise ConfigError(
+            "zero_optimization.stage is 0, which is distributed.engine ddp: set that, and leave "
+            "distributed.deepspeed_config out"
+        )
+    leaves.pop("zero_optimization.offload_param.nvme_path", None)
+
+
+_INSTEAD: dict[str, str] = {
+    "scheduler": "set the recipe's schedule section instead",
+    "activation_checkpointing": "set efficiency.activation_checkpointing instead",
+    "data_types": "set efficiency.precision instead",
+    "amp": "set efficiency.precision instead",
+    "checkpoint": "set the recipe's checkpoint section instead",
+    "tensorboard": "set run.tensorboard instead",
+}
+
+
+def _advice(name: str) -> str:
+    """What to do about a key that can't be followed."""
+    section = name.split(".")[0]
+    known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
+    instead = _INSTEAD.get(section)
+    if instead is None:
+        return f"{name} is not followed here{nearest(name, known)}: leave it out"
+    return f"{name} is not followed here: leave it out, and {instead}"

@@ -1,0 +1,222 @@
+"""The optimizer of a run whose processes share the model by DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.models import Model
+from firstlight.optim.optimizer import Optimizer, OptimizerConfig, require_fitting_state
+from firstlight.optim.spec import Layout
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.deepspeed_engine import ZeroModel, set_piece
+
+
+class ZeroOptimizer(Optimizer):
+    """Has the methods of `Optimizer`; parameters and state are in DeepSpeed's hands.
+
+    Args:
+        model: see `ZeroModel`.
+        config: the recipe's `optimizer` section; its optimizer is one of torch's that are
+            elementwise.
+        sharing: the recipe's `distributed` section.
+        device: of this process.
+        precision, local_rank: see `ZeroModel`.
+
+    Attributes:
+        zero: the shared model.
+
+    Raises:
+        MissingDependencyError, ConfigError: see `ZeroModel`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: OptimizerConfig,
+        sharing: DistributedConfig,
+        device: torch.device,
+        *,
+        precision: str,
+        local_rank: int = 0,
+    ) -> None:
+        self._expected: dict[str, Layout] = {}
+        super().__init__(model, config)
+        self._expected = self._layouts()
+        ((self._spec, self._torch),) = self._parts
+        self._has_state, self._grad_scale = False, 1.0
+        self.zero = ZeroModel(
+            model,
+            self._torch,
+            sharing,
+            device,
+            precision=precision,
+            max_grad_norm=config.max_grad_norm,
+            local_rank=local_rank,
+        )
+
+    @property
+    def _inner(self) -> Any:
+        """DeepSpeed's optimizer, around torch's."""
+        return self.zero.engine.optimizer
+
+    # One step
+
+    def accumulate(self) -> None:
+        """Nothing: gradients add up by themselves."""
+
+    def clip_gradients(
+        self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The gradients' L2 norm, divided by `grad_scale`; `step` divides and scales them down."""
+        self._grad_scale = grad_scale
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        inner = self._inner
+        if self.zero.stage == 3:
+            norm = combine_grad_norm_groups(inner._get_norm_groups())
+        else:
+            norm = inner.scaled_global_norm()
+        assert isinstance(norm, Tensor)
+        # DeepSpeed's norm of what is not finite is -1.
+        norm = norm.detach().float()
+        return torch.where(norm < 0, torch.inf, norm) / grad_scale
+
+    def step(self) -> None:
+        """Update the parameters from their gradients, scaled down to `max_grad_norm`."""
+        # The backward pass had a scaled loss already, and DeepSpeed none to scale it by.
+        self._inner.loss_scale = self._grad_scale
+        self.zero.engine.step()
+        self._inner.loss_scale = 1.0
+        self._has_state = True
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as DeepSpeed does where they overflow."""
+        inner = self._inner
+        inner.zero_grad(set_to_none=True)
+        is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
+        if is_offloaded:
+            inner.reset_cpu_buffers()
+        if self.zero.stage == 3:
+            inner._pre_step()
+            if not is_offloaded:
+                inner.averaged_gradients = {}
+            return
+        # In a step's first pass it is counted up to 0.
+        inner.micro_step_id = -1
+        if is_offloaded:
+            inner._offload_accumulated_param_ids = set()
+            return
+        for kept in (inner.averaged_gradients, inner.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+
+    # State
+
+    def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model's parameters are whole, for reading; and for writing, if
+        they are `changed` in it."""
+        return self.zero.whole_parameters(changed=changed)
+
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """See `Optimizer.state_tensors`; all processes have to call it."""
+        if not self._has_state:
+            return {}
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_state()
+        found: dict[str, Tensor] = {}
+        for name, layout in self._expected.items():
+            parameter = self.parameters[name]
+            for key, (shape, dtype) in layout.items():
+                if key == "step":
+                    value = self._steps()
+                else:
+                    value = safe_get_full_optimizer_state(parameter, key)
+                    assert value is not None
+                if keep:
+                    found[f"{name}.{key}"] = (
+                        value.detach().cpu().reshape(shape).to(dtype).contiguous()
+                    )
+        return found
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Optimizer.load_state_tensors`; all processes have to call it."""
+        require_fitting_state(self._expected, tensors)
+        steps = next((t for name, t in tensors.items() if name.endswith(".step")), None)
+        self._make_state(steps)
+        for name, layout in self._expected.items():
+            for key in layout:
+                if key != "step":
+                    self._set_state(self.parameters[name], key, tensors[f"{name}.{key}"])
+        self._has_state = True
+
+    def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
+        """See `Optimizer.fill_state`; what is written is whole, on the CPU of every process."""
+        tensors = {
+            f"{name}.{key}": torch.zeros(shape, dtype=dtype)
+            for name, layout in self._expected.items()
+            for key, (shape, dtype) in layout.items()
+        }
+        fill(tensors)
+        self.load_state_tensors(tensors)
+
+    def _layouts(self) -> dict[str, Layout]:
+        # Of parameters that are in pieces, shapes are gone.
+        return self._expected or super()._layouts()
+
+    def _steps(self) -> Tensor:
+        """The counter of steps, which is the same for all parameters."""
+        states = self._torch.state.values()
+        steps: Tensor = next(state["step"] for state in states if "step" in state)
+        return steps
+
+    def _flat(self) -> list[Tensor]:
+        """What torch's optimizer updates: many parameters' pieces in a row."""
+        inner = self._inner
+        if self.zero.stage == 3:
+            return list(inner.fp32_partitioned_groups_flat)
+        return list(inner.single_partition_of_fp32_groups)
+
+    def _make_state(self, steps: Tensor | None) -> None:
+        """The state that there is after so many steps, with zeros for moments."""
+        keys = {key for layout in self._expected.values() for key in layout}
+        for number, flat in enumerate(self._flat()):
+            with self._at_hand(number):
+                state: dict[str, Tensor] = {key: torch.zeros_like(flat) for key in keys - {"step"}}
+                if "step" in keys:
+                    assert steps is not None
+                    state["step"] = steps
+                parameter = flat if isinstance(flat, nn.Parameter) else nn.Parameter(flat)
+                self._torch.state[flat] = self._spec.rebuild(self._torch, parameter, state)
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Have parameters know where their state lies: stages 1 and 2 look too early, when only the
+        first group of parameters has been updated."""
+        if self.zero.stage < 3:
+            self._inner._hp_optimizer_states_linked = False
+            self._inner._lazy_init_hp_params_optimizer_state()
+
+    @contextlib.contextmanager
+    def _at_hand(self, number: int) -> Iterator[None]:
+        """Inside, what of a group is in files is in memory."""
+        inner = self._inner
+        in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
+        if in_files:
+            inner._optimizer_states_and_gradient_swap_in(number)
+        yield
+        if in_files:
+            inner._optimizer_states_and_gradient_swap_out(number)
+
+    def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if self.zero.stage == 3:
+            set_piece(parameter, value, key)
+        else:
+            from deepspeed.utils import safe_set_full_optimizer_state
+
+            safe_set_full_optimizer_state(parameter, value.to(self.zero.device), key)

@@ -1,0 +1,369 @@
+"""Starts the processes of a run by torch elastic, and starts them again when one fails.
+
+Torch's agent is kept for what it does well: ranks over several machines, restarts, a store that
+outlives them. Changed here: one that ends is told to the others at once, which end by themselves
+and say why, instead of being interrupted; a run that was stopped and saved is no failure and is
+not started again; nothing is left behind by a launcher that is killed; and of all that is said,
+people see rank 0's messages, and of another rank what it said when it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    SignalException,
+    SubprocessContext,
+)
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from firstlight.console import say
+from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.parallel import rank_start
+from firstlight.parallel.rendezvous import ROUND, RankError, announce
+
+#: Where a rank leaves the exit code that it would have had; set in ranks only.
+FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
+
+#: For the other ranks to end by themselves once one has failed.
+_GRACE_SECONDS = 8.0
+
+#: For the ranks of other machines to read what has failed.
+_LINGER_SECONDS = 4.0
+
+#: For ranks that were asked to stop, to save. A second signal ends them sooner.
+_SAVING_SECONDS = 3600
+
+#: For the machines of a run to find each other.
+_RENDEZVOUS_SECONDS = 900
+
+#: Exit codes after which the same would happen again: of a recipe or option that can't be meant,
+#: and of a run that diverged.
+_FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
+
+#: Passed on to the ranks, unless they are ignored (nohup).
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+#: Of what a rank said when it failed.
+_MAX_LINES = 60
+
+_ERROR_START = "firstlight: error: "
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start.
+
+    Attributes:
+        nproc: processes on this machine.
+        nnodes: machines.
+        node_rank: of this machine; 0 is where the machines meet.
+        endpoint: HOST or HOST:PORT of machine 0; "" with one machine.
+        max_restarts: how often to start all ranks again when one has failed.
+
+    Raises:
+        ConfigError: numbers that can't be.
+    """
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int = 0
+    endpoint: str = ""
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("nproc", self.nproc, 1),
+            ("nnodes", self.nnodes, 1),
+            ("max-restarts", self.max_restarts, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"--{name} is {value}: at least {least} is needed")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank is {self.node_rank} with --nnodes {self.nnodes}: the machines are "
+                f"0 to {self.nnodes - 1}"
+            )
+        if self.nnodes > 1 and not self.endpoint:
+            raise ConfigError(
+                "--nnodes needs --rdzv-endpoint HOST:PORT, a free port of machine 0, the same on "
+                "all machines"
+            )
+
+
+def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = ()) -> int:
+    """Run a command once a rank, and wait for all.
+
+    Args:
+        command: the program's full path and its arguments.
+        options: how many, where.
+        on_restart: further arguments of all starts but the first.
+
+    Returns:
+        0; what `exit_code_of_rank` was given; or, where rank 0 has already said what failed, 1
+        (2 for a recipe or option that can't be meant, 76 for a run that diverged); after a signal
+        128 + its number, unless all ranks ended in order.
+
+    Raises:
+        RankError: a rank failed, or the machines did not find each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc)))
+    # A rank that crashes inside of a library says where.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    )
+    with _quiet(), tempfile.TemporaryDirectory(prefix="firstlight-ranks-") as temporary:
+        folder = Path(temporary)
+        agent = _Agent(command, options, list(on_restart), folder)
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            # The meeting point stays open: another machine may take this one's place.
+            return agent.code_after_signal(caught.sigval)
+        except RendezvousError as error:
+            if agent.has_failed_ranks():
+                return agent.code_after_failure()
+            where = f"the meeting point {options.endpoint or 'of the processes'}"
+            raise RankError(
+                f"{where} could not be reached, or not all {options.nnodes} machines came: "
+                f"{error or type(error).__name__}"
+            ) from error
+        if result.is_failed() and options.nnodes > 1:
+            # What the ranks of other machines read may be in this process.
+            time.sleep(_LINGER_SECONDS)
+        agent.close()
+        return agent.code_after_failure() if result.is_failed() else agent.noted_code()
+
+
+def exit_code_of_rank(code: int) -> int:
+    """The code that a rank is to end with, in order to have its launcher end with `code`.
+
+    torch's agent takes every code but 0 for a failure, after which it ends the other ranks and
+    starts all again. Outside of `launch`, it is `code` itself.
+    """
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return code
+    Path(folder, f"exit-{os.environ['RANK']}").write_text(str(code))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A rank that ended with another exit code than 0, which is negative for a signal."""
+
+    rank: int
+    pid: int
+    code: int
+    said: str = field(repr=False)
+
+    @property
+    def error(self) -> str:
+        """In one line, without its name."""
+        lines = [line for line in self.said.splitlines() if line.startswith(_ERROR_START)]
+        if lines:
+            return lines[-1].removeprefix(_ERROR_START)
+        if "Traceback (most recent call last):" in self.said:
+            last = self.said.rstrip().splitlines()[-1]
+            # torch's own mark.
+            return last.removeprefix(f"[rank{self.rank}]: ")
+        if self.code < 0:
+            name = signal.Signals(-self.code).name
+            hint = ": most likely out of memory" if self.code == -signal.SIGKILL else ""
+            return f"it was killed by {name}{hint}"
+        return f"it ended with code {self.code}"
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, changed as the module says."""
+
+    def __init__(
+        self, command: Sequence[str], options: Launch, on_restart: list[str], folder: Path
+    ) -> None:
+        self._folder = folder
+        self._on_restart = on_restart
+        self._starts = 0
+        self._failed: list[_Ended] = []
+        self._failed_at = 0.0
+        self._killed = False
+        start = ["-I", "-S", rank_start.__file__, str(folder), str(os.getpid())]
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=options.nproc,
+            entrypoint=sys.executable,
+            args=(*start, *command),
+            rdzv_handler=get_rendezvous_handler(_rendezvous(options)),
+            max_restarts=options.max_restarts,
+            monitor_interval=0.1,
+        )
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=str(folder)), shutdown_timeout=_SAVING_SECONDS
+        )
+
+    def close(self) -> None:
+        """Leave the machines' meeting point."""
+        self._rdzv_handler.shutdown()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Said by the first machine, since each counts its own starts.
+        key = "firstlight/start"
+        group = cast(Any, worker_group)  # torch types what is not known yet as None
+        if group.group_rank == 0:
+            group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
+        said = group.store.get(key).decode()
+        number = int(said.split("-")[0])
+        os.environ[ROUND], os.environ[FOLDER] = said, str(self._folder)
+        if number > 0 and self._on_restart:
+            worker_group.spec.args += tuple(self._on_restart)
+            self._on_restart = []
+        self._starts = number + 1
+        self._failed, self._killed = [], False
+        for old in (*self._folder.glob("rank-*.log"), *self._folder.glob("exit-*")):
+            old.unlink()
+        return cast(dict[int, Any], super()._start_workers(worker_group))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failed_before = len(self._failed)
+        running = self._look_at_ranks(worker_group)
+        if self._failed and not failed_before:
+            host, port = str(worker_group.master_addr), int(worker_group.master_port or 0)
+            first = self._failed[0]
+            announce(host, port, os.environ[ROUND], f"{_name(first)} failed: {first.error}")
+        if self._failed and running:
+            # torch's agent would end them here, before they can say what has failed.
+            if time.monotonic() - self._failed_at > _GRACE_SECONDS:
+                self._killed = True
+                for process in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+            return RunResult(state=WorkerState.HEALTHY)
+        result = cast(RunResult, super()._monitor_workers(worker_group))
+        if result.state == WorkerState.FAILED:
+            if self._failed and self._failed[0].code in _FINAL_EXIT_CODES:
+                self._remaining_restarts = 0
+            if self._remaining_restarts > 0:
+                self._say_restart(worker_group.spec.max_restarts)
+        return result
+
+    def _look_at_ranks(self, worker_group: WorkerGroup) -> list[subprocess.Popen[bytes]]:
+        """Note the ranks that have failed, in the order in which they did; return the processes
+        that run."""
+        running = []
+        known = {ended.rank for ended in self._failed}
+        for worker, process in zip(worker_group.workers, self._processes(), strict=True):
+            code = process.poll()
+            if code is None:
+                running.append(process)
+            elif code != 0 and worker.global_rank not in known and not self._killed:
+                said = _read(self._folder / f"rank-{worker.global_rank}.log")
+                ended = _Ended(worker.global_rank, process.pid, code, said)
+                if not self._failed:
+                    self._failed_at = time.monotonic()
+                self._failed.append(ended)
+        return running
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        """In the order of local ranks."""
+        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        return [handlers[local_rank].proc for local_rank in sorted(handlers)]
+
+    def _say_restart(self, max_restarts: int) -> None:
+        first = self._failed[0]
+        if not self._rank_0_has_said():
+            say(f"{_name(first)} failed: {first.error}")
+        number = max_restarts - self._remaining_restarts + 1
+        say(f"starting all ranks again ({number} of {max_restarts})")
+
+    def _rank_0_has_said(self) -> bool:
+        """Whether rank 0, which writes to this terminal, came to its own end with an error."""
+        return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
+
+    def code_after_failure(self) -> int:
+        """See `launch`. What a rank other than 0 said is shown if there is more of it than the
+        one line that all know."""
+        first = self._failed[0]
+        lines = first.said.rstrip().splitlines()
+        if "Traceback (most recent call last):" in first.said:
+            for line in lines[-_MAX_LINES:]:
+                # torch's own mark, which it puts before a traceback itself.
+                say(line if line.startswith("[rank") else f"[rank{first.rank}]: {line}")
+        if not self._rank_0_has_said():
+            if first.error.startswith("rank "):  # of another machine
+                raise RankError(first.error)
+            raise RankError(f"{_name(first)} failed: {first.error}")
+        return first.code if first.code in _FINAL_EXIT_CODES else 1
+
+    def code_after_signal(self, number: signal.Signals) -> int:
+        """See `launch`."""
+        codes = {process.poll() for process in self._processes()}
+        return self.noted_code() if codes == {0} else 128 + number
+
+    def has_failed_ranks(self) -> bool:
+        """Whether ranks of this machine have failed, the last moments included."""
+        if self._pcontext is not None:
+            self._look_at_ranks(self._worker_group)
+        return bool(self._failed)
+
+    def noted_code(self) -> int:
+        """The largest that `exit_code_of_rank` was given, or 0."""
+        return max((int(_read(path)) for path in self._folder.glob("exit-*")), default=0)
+
+
+def _rendezvous(options: Launch) -> RendezvousParameters:
+    """Where machines meet. With one, a port that is free; no name has to be resolved."""
+    alone = options.nnodes == 1
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0" if alone else options.endpoint,
+        run_id=uuid.uuid4().hex if alone else "firstlight",
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        local_addr="localhost" if alone else None,
+        timeout=_RENDEZVOUS_SECONDS,
+        # Else it is guessed from host names, which in containers are often others.
+        is_host=alone or options.node_rank == 0,
+    )
+
+
+def _name(ended: _Ended) -> str:
+    return f"rank {ended.rank} on {socket.gethostname()} (pid {ended.pid})"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch elastic logs each failure as a page of tables; what there is to say is said here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

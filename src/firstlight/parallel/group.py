@@ -1,0 +1,210 @@
+"""The group of processes that train together: made, checked, watched and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.parallel.heartbeat import Watch, linger
+from firstlight.parallel.rendezvous import (
+    Card,
+    RankError,
+    is_hosting,
+    meet,
+    open_store,
+    own_card,
+    tell_failure,
+)
+from firstlight.parallel.world import World
+
+#: Of a collective operation: torch's own.
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+#: What the errors of an exchange between ranks have in their text; gloo's are RuntimeErrors.
+_EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
+
+#: For closing a group in which something is broken.
+_CLOSE_SECONDS = 1.5
+
+
+def own_device(world: World, device: str) -> torch.device:
+    """The device of this process: for "cuda", the GPU of its local rank.
+
+    Args:
+        world: who this process is.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: it is not there; or one GPU by number for several processes.
+    """
+    if device != "cuda":
+        if device.startswith("cuda:") and world.size > 1:
+            raise ConfigError(
+                f"device '{device}' can't be that of all {world.size} processes: use cuda, and "
+                "each takes its own"
+            )
+        return torch.device(device)
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("device 'cuda' is not present on this machine")
+    # With one visible, the launcher has given each process its own (or all the same one, which
+    # is found out when they meet).
+    index = 0 if count == 1 else world.local_rank
+    if index >= count:
+        raise ConfigError(f"local rank {index} has no GPU on this machine, which has {count}")
+    return torch.device("cuda", index)
+
+
+@contextlib.contextmanager
+def process_group(
+    world: World,
+    device: torch.device,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    *,
+    fingerprint: str = "",
+) -> Iterator[None]:
+    """torch.distributed's default group inside the block; nothing in a world of one.
+
+    All ranks have to enter and to leave. While they are inside, each watches the others: what
+    fails on one of them ends the block on all, with an error that names it. Where the main thread
+    can't be reached, in the middle of an exchange, the process says so on stderr and ends with
+    exit code 1.
+
+    Args:
+        world: who this process is.
+        device: where its tensors are: gloo for the CPU, and NCCL beside it for GPUs.
+        timeout_seconds: for the ranks to meet, for an exchange between them, and for a rank that
+            gives no sign of life.
+        fingerprint: of what is about to be done; has to be the same on all ranks.
+
+    Raises:
+        ConfigError: the ranks are of different worlds, or are about to do different things.
+        RankError: a rank did not come, failed, or is gone.
+    """
+    if world.size == 1:
+        yield
+        return
+    if not timeout_seconds > 0:
+        raise ConfigError(f"the timeout is {timeout_seconds} s: it has to be more than 0")
+    own = own_card(world, device, fingerprint)
+    store, cards = _met(world, own, timeout_seconds)
+    watch = Watch(
+        (_again(store), _again(store)), own, cards, timeout_seconds, hosting=is_hosting(world)
+    )
+    try:
+        try:
+            _open_group(world, device, store, timeout_seconds)
+            yield
+        except BaseException as error:
+            failure = _failure_elsewhere(error, own, watch)
+            if failure is None:
+                raise
+            raise RankError(failure) from error
+        watch.leave()
+    except BaseException:
+        watch.let_go()
+        # Whoever waits for this rank in an exchange learns at once that it is gone.
+        _close_group(broken=True)
+        watch.linger()
+        watch.stop()
+        raise
+    watch.stop()
+    _close_group(broken=False)
+
+
+def _met(world: World, own: Card, timeout_seconds: float) -> tuple[PrefixStore, list[Card]]:
+    store = open_store(world, timeout_seconds)
+    try:
+        cards = meet(store, own, timeout_seconds)
+    except FirstlightError:
+        linger(store, own, hosting=is_hosting(world))
+        raise
+    except RuntimeError as error:
+        raise RankError(
+            f"{own.name} lost {world.host}:{world.port}, where the ranks meet: look at what "
+            "rank 0 said"
+        ) from error
+    except BaseException:
+        tell_failure(store, f"{own.name} was stopped")
+        raise
+    return store, cards
+
+
+def _again(store: PrefixStore) -> Store:
+    """Another connection: a call on the first one may be waiting."""
+    return store.clone()  # type: ignore[attr-defined, no-any-return]
+
+
+def _open_group(world: World, device: torch.device, store: Store, timeout_seconds: float) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _failure_elsewhere(error: BaseException, own: Card, watch: Watch) -> str | None:
+    """Why the block ended, if it is another rank's fault; else the others are told of it."""
+    broken = is_exchange_error(error)
+    if broken:
+        failure = watch.blame()
+        if failure is None:
+            failure = f"an exchange between the ranks failed, and all answer: {_one_line(error)}"
+            watch.report(failure)
+            failure = f"{own.name}: {failure}"
+    elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
+        # What an error means that comes after another rank's end is anybody's guess.
+        failure = watch.failure
+    else:
+        failure = None
+    if failure is None:
+        watch.report(_one_line(error))
+    return failure
+
+
+def is_exchange_error(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is one of an exchange between ranks."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if not isinstance(error, FirstlightError) and any(w in str(error) for w in _EXCHANGE_WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return f"it was stopped ({type(error).__name__})"
+    text = " ".join(str(error).split())
+    if isinstance(error, FirstlightError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _close_group(*, broken: bool) -> None:
+    """Close torch's group, if there is one."""
+    if not dist.is_initialized():
+        return
+    if not broken:
+        dist.destroy_process_group()
+        return
+    # Where a rank is missing, it may wait for it.
+    thread = threading.Thread(target=_destroy, daemon=True)
+    thread.start()
+    thread.join(_CLOSE_SECONDS)
+
+
+def _destroy() -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()

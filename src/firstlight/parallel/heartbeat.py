@@ -1,0 +1,250 @@
+"""Each process of a run watches the others, and does not wait for one that is gone.
+
+A process that is killed, stopped or stuck leaves the others in the middle of an exchange, which
+ends after the timeout, or never. So each rank has two threads beside its work. One lets the
+others know through the store that the process is there, and looks for what they say. The other
+only thinks: it never waits for the store, which may be what has stopped. Rank 0 watches all, and
+all watch rank 0, so that the traffic grows with the number of ranks and not with its square.
+
+Time is counted in small pieces of this process's own: one that was stopped itself, or whose
+interpreter was held for a minute, does not blame the others for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import Store
+
+from firstlight.parallel.rendezvous import (
+    TALK_SECONDS,
+    Card,
+    RankError,
+    at_most,
+    failure_of,
+    hosted_by_agent,
+    tell_failure,
+)
+
+__all__ = ["RankError", "Watch"]
+
+#: Seconds between two signs of life, and between two thoughts.
+_BEAT_SECONDS = 1.0
+_THINK_SECONDS = 0.25
+
+#: Between two looks at whether the others have come to the end.
+_LOOK_SECONDS = 0.05
+
+#: Once an exchange between ranks has broken, whoever is silent for this long is gone.
+_SUSPICIOUS_SECONDS = 5.0
+
+#: From the moment that a failure is known: for the main thread to see it and to unwind. One that
+#: waits in a collective operation can't: nothing that Python does reaches it there.
+_GRACE_SECONDS = 3.0
+
+
+class Watch:
+    """Watches the ranks of a world from the moment that it is made.
+
+    Args:
+        stores: two connections to the store that nobody else uses.
+        own: this process's card.
+        cards: those of all ranks.
+        timeout_seconds: a rank that has given no sign of life for so long is gone.
+        hosting: whether this process hosts the store.
+    """
+
+    def __init__(
+        self,
+        stores: tuple[Store, Store],
+        own: Card,
+        cards: Sequence[Card],
+        timeout_seconds: float,
+        *,
+        hosting: bool,
+    ) -> None:
+        self._beating, self._store = stores
+        self._own = own
+        self._cards = cards
+        self._timeout = timeout_seconds
+        self._hosting = hosting
+        self._hosted_by_rank_0 = not hosted_by_agent()
+        self._lock = threading.Lock()
+        self._beats: dict[int, bytes] = {}
+        self._silent = dict.fromkeys(range(len(cards)), 0.0)
+        self._store_silent = 0.0
+        self._store_error = ""
+        self._store_gone = False
+        self._suspicious = False
+        self._leaving = threading.Event()
+        self._decided = threading.Event()
+        self._stopped = threading.Event()
+        self._failure: str | None = None
+        self._threads = [
+            threading.Thread(target=work, name=f"firstlight-{work.__name__}", daemon=True)
+            for work in (self._beat, self._think)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the run, in words that name a rank; None while all is well."""
+        return self._failure
+
+    def blame(self) -> str | None:
+        """After a broken exchange: wait until it is known whose fault it is.
+
+        Returns:
+            The failure in words that name a rank; None if all ranks are there.
+        """
+        self._suspicious = True
+        # The silent time counts from the last sign of life, which may have just come.
+        self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
+        return self._failure
+
+    def report(self, message: str) -> None:
+        """Tell the others that this rank has failed."""
+        tell_failure(self._store, f"{self._own.name} failed: {message}")
+
+    def let_go(self) -> None:
+        """The main thread is on its way out: the process is not to be ended."""
+        self._leaving.set()
+
+    def linger(self) -> None:
+        """See the function of this name; nothing where the store has gone."""
+        if not self._store_gone:
+            linger(self._store, self._own, hosting=self._hosting)
+
+    def leave(self) -> None:
+        """Wait until all ranks have come here, so that none ends while another needs it.
+
+        Raises:
+            RankError: one has failed.
+        """
+        try:
+            if self._store.add("left", 1) == len(self._cards):
+                self._store.set("all-left", "1")
+            while not self._store.check(["all-left"]):
+                if self._decided.wait(_LOOK_SECONDS):
+                    raise RankError(str(self._failure))
+        except RuntimeError as error:
+            # Only a rank that is gone takes the store with it before all have left.
+            raise RankError(self.blame() or f"{self._store_owner()} has gone") from error
+        self.let_go()
+        self.linger()
+
+    def stop(self) -> None:
+        """End watching. What happens to the others from now on does not matter here."""
+        self._leaving.set()
+        self._stopped.set()
+        for thread in self._threads:
+            # One that waits for a store that has stopped is left behind.
+            thread.join(_BEAT_SECONDS)
+
+    def _beat(self) -> None:
+        """The thread that talks to the store."""
+        count = 0
+        keys = [f"beat/{rank}" for rank in range(len(self._cards))]
+        try:
+            while True:
+                count += 1
+                self._beating.set(keys[self._own.rank], str(count))
+                watched = self._watched()
+                values = self._beating.multi_get([keys[rank] for rank in watched])
+                failure = failure_of(self._beating)
+                with self._lock:
+                    self._store_silent = 0.0
+                    for rank, value in zip(watched, values, strict=True):
+                        if self._beats.get(rank) != value:
+                            self._beats[rank] = value
+                            self._silent[rank] = 0.0
+                if failure is not None:
+                    self._decide(failure)
+                    return
+                if self._stopped.wait(_BEAT_SECONDS):
+                    return
+        except RuntimeError as error:
+            self._store_error = str(error) or type(error).__name__
+
+    def _watched(self) -> list[int]:
+        others = [rank for rank in range(len(self._cards)) if rank != self._own.rank]
+        return others if self._own.rank == 0 or self._suspicious else [0]
+
+    def _think(self) -> None:
+        """The thread that decides, and that ends the process if nothing else does."""
+        before = time.monotonic()
+        while not self._stopped.wait(_THINK_SECONDS):
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * _THINK_SECONDS), now
+            if self._leaving.is_set():
+                return
+            if self._failure is None:
+                self._count(passed)
+                continue
+            if not self._stopped.wait(_GRACE_SECONDS) and not self._leaving.is_set():
+                _end_process(self._failure)
+
+    def _count(self, passed: float) -> None:
+        limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
+        with self._lock:
+            self._store_silent += passed
+            watched = self._watched()
+            for rank in watched:
+                self._silent[rank] += passed
+            silent = max(watched, key=lambda rank: self._silent[rank])
+            seconds, store_seconds = self._silent[silent], self._store_silent
+        self._store_gone = bool(self._store_error) or store_seconds >= limit
+        if self._store_error:
+            self._decide(f"{self._store_owner()} has gone: {_short(self._store_error)}")
+        elif self._store_gone:
+            self._decide(f"{self._store_owner()} has not answered for {store_seconds:.0f} s")
+        elif seconds >= limit:
+            card = self._cards[silent]
+            self._decide(f"{card.name} (pid {card.pid}) has not answered for {seconds:.0f} s")
+            tell_failure(self._store, str(self._failure))
+
+    def _store_owner(self) -> str:
+        if not self._hosted_by_rank_0:
+            return "the launcher (torch elastic's store, where the ranks meet)"
+        return f"{self._cards[0].name} (pid {self._cards[0].pid})"
+
+    def _decide(self, failure: str) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+        self._decided.set()
+
+
+def linger(store: Store, own: Card, *, hosting: bool) -> None:
+    """Before the end, with or without a failure: say that this rank has read what the others had
+    to say; and if it hosts the store, wait a few seconds until they have, too."""
+    deadline = time.monotonic() + TALK_SECONDS
+
+    def work() -> None:
+        noticed = store.add("noticed", 1)
+        while hosting and noticed < own.size and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            noticed = store.add("noticed", 0)
+
+    at_most(TALK_SECONDS, work)
+
+
+def _short(text: str) -> str:
+    return text.splitlines()[0][:200]
+
+
+def _end_process(failure: str) -> None:
+    """Say why, and end at once: the main thread waits where no exception reaches it.
+
+    Nothing of Python's is used that the main thread may hold, such as the lock of stderr.
+    """
+    # The progress bar hides the cursor of a terminal.
+    start = "\n\033[?25h" if os.isatty(2) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{start}firstlight: error: {failure}\n".encode(errors="replace"))
+    os._exit(1)

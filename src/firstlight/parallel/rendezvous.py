@@ -1,0 +1,280 @@
+"""How the processes of a run find each other, before they do anything else.
+
+They meet at a key-value store (torch's TCPStore), which torch elastic's agent hosts where there
+is one, and else rank 0. Each leaves a card there and reads those of the others: the sizes are
+the same, the ranks all different, and all are about to do the same thing. Waiting is done by
+looking again and again, so that a signal gets through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from firstlight.errors import ConfigError, TrainingError
+from firstlight.parallel.world import World
+
+#: Of `firstlight train --nproc`: what all processes of one start (of several, with
+#: --max-restarts) have in common.
+ROUND = "FIRSTLIGHT_ROUND"
+
+#: The key of the store under which the first failure stands, in words.
+FAILED = "failed"
+
+#: For a last word to a store that may not answer.
+TALK_SECONDS = 2.0
+
+#: Seconds between two looks at the store, and of one attempt to reach it.
+_LOOK_SECONDS = 0.05
+_ATTEMPT_SECONDS = 2.0
+
+
+class RankError(TrainingError):
+    """Another process of the run failed, vanished or never came."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a process says of itself.
+
+    Attributes:
+        rank, size: as its launcher told it.
+        host: its machine's name.
+        pid: its process id.
+        fingerprint: of what it is about to do.
+        gpu: which GPU it has, unique in the world; "" without one.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    fingerprint: str
+    gpu: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"rank {self.rank} on {self.host}"
+
+
+def own_card(world: World, device: torch.device, fingerprint: str) -> Card:
+    """The card of this process."""
+    gpu = ""
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return Card(world.rank, world.size, socket.gethostname(), os.getpid(), fingerprint, gpu)
+
+
+def hosted_by_agent() -> bool:
+    """Whether torch elastic's agent hosts the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_hosting(world: World) -> bool:
+    """Whether this process hosts the store."""
+    return world.rank == 0 and not hosted_by_agent()
+
+
+def start_prefix() -> str:
+    """Of the keys of this start: the agent's store outlives a restart."""
+    return os.environ.get(ROUND) or f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def open_store(world: World, timeout_seconds: float) -> PrefixStore:
+    """Reach the store, or host it.
+
+    Raises:
+        RankError: it can't be reached in time.
+        ConfigError: the port is taken.
+    """
+    if is_hosting(world):
+        try:
+            store = _tcp_store(world.host, world.port, timeout_seconds, hosted=True)
+        except (dist.DistError, RuntimeError) as error:
+            raise ConfigError(
+                f"rank 0 can't open port {world.port} for the other ranks: set MASTER_PORT to a "
+                f"free one ({_first_line(error)})"
+            ) from error
+        return PrefixStore(start_prefix(), store)
+    _wait_for_port(world, timeout_seconds)
+    try:
+        store = _tcp_store(world.host, world.port, timeout_seconds)
+    except (dist.DistError, RuntimeError) as error:
+        raise RankError(_unreachable(world, timeout_seconds, _first_line(error))) from error
+    return PrefixStore(start_prefix(), store)
+
+
+def meet(store: Store, own: Card, timeout_seconds: float) -> list[Card]:
+    """Leave this process's card, read those of all, and compare them.
+
+    Returns:
+        The cards in the order of ranks.
+
+    Raises:
+        RankError: ranks did not come within the time, or one failed before it came.
+        ConfigError: ranks stand for different worlds, or are about to do different things.
+    """
+    if store.add(f"came/{own.rank}", 1) > 1:
+        problem = (
+            f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: each needs a "
+            "RANK of its own"
+        )
+        tell_failure(store, problem)
+        raise ConfigError(problem)
+    store.set(f"beat/{own.rank}", "0")
+    store.set(f"card/{own.rank}", json.dumps(asdict(own)))
+    deadline = time.monotonic() + timeout_seconds
+    _wait_for(store, range(1), deadline, timeout_seconds)
+    cards = [_card(store, 0)]
+    # With another size than rank 0's, some may wait for ranks that nobody is.
+    if cards[0].size == own.size:
+        _wait_for(store, range(own.size), deadline, timeout_seconds)
+        cards = [_card(store, rank) for rank in range(own.size)]
+    else:
+        cards.append(own)
+    try:
+        compare(cards)
+    except ConfigError as error:
+        tell_failure(store, str(error))
+        raise
+    return cards
+
+
+def compare(cards: Sequence[Card]) -> None:
+    """Check that processes are of one world and about to do the same.
+
+    Raises:
+        ConfigError: they are not; names the ranks that differ from rank 0.
+    """
+    first = cards[0]
+    for card in cards:
+        if card.size != first.size:
+            raise ConfigError(
+                f"{card.name} was started as one of {card.size} processes, and {first.name} as "
+                f"one of {first.size}: start all with the same world size"
+            )
+    others = [card for card in cards if card.fingerprint != first.fingerprint]
+    if others:
+        raise ConfigError(
+            f"{_names(others)} {'has' if len(others) == 1 else 'have'} another recipe than "
+            f"{first.name}: start all with the same recipe, options and version of firstlight"
+        )
+    owners: dict[str, Card] = {}
+    for card in cards:
+        if card.gpu and owners.setdefault(card.gpu, card) is not card:
+            raise ConfigError(
+                f"ranks {owners[card.gpu].rank} and {card.rank} on {card.host} have one GPU "
+                "between them: start at most as many processes as there are GPUs"
+            )
+
+
+def tell_failure(store: Store, text: str) -> None:
+    """Tell all ranks why the run ends, unless somebody has already.
+
+    Args:
+        text: one line that names a rank.
+    """
+    at_most(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
+
+
+def announce(host: str, port: int, prefix: str, text: str) -> None:
+    """`tell_failure`, for somebody who is none of the ranks."""
+    with contextlib.suppress(RuntimeError):
+        tell_failure(PrefixStore(prefix, _tcp_store(host, port, _ATTEMPT_SECONDS)), text)
+
+
+def at_most(seconds: float, talk: Callable[[], object]) -> None:
+    """Talk to a store that may have gone, or whose host may have stopped: no call on it is sure
+    to return then, whatever its timeout.
+
+    Args:
+        seconds: to wait; what is not done by then goes on, and nobody looks at it.
+        talk: calls on a store.
+    """
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            talk()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def failure_of(store: Store) -> str | None:
+    """What `tell_failure` was told."""
+    return store.get(FAILED).decode() if store.check([FAILED]) else None
+
+
+def _wait_for_port(world: World, timeout_seconds: float) -> None:
+    """torch's own waiting hears no signals, and tells of every attempt."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            with socket.create_connection((world.host, world.port), _ATTEMPT_SECONDS) as found:
+                # A port that the system hands out itself may be connected to itself.
+                if found.getsockname() != found.getpeername():
+                    return
+                problem = "nobody is there"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if time.monotonic() >= deadline:
+            raise RankError(_unreachable(world, timeout_seconds, problem))
+        time.sleep(_LOOK_SECONDS)
+
+
+def _unreachable(world: World, timeout_seconds: float, problem: str) -> str:
+    return (
+        f"rank {world.rank} on {socket.gethostname()} could not reach {world.host}:{world.port}, "
+        f"where the ranks meet, within {timeout_seconds:.0f} s ({problem}): is rank 0 there?"
+    )
+
+
+def _tcp_store(host: str, port: int, seconds: float, *, hosted: bool = False) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        is_master=hosted,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: float) -> None:
+    missing = list(ranks)
+    while missing := [rank for rank in missing if not store.check([f"card/{rank}"])]:
+        failure = failure_of(store)
+        if failure is not None:
+            raise RankError(failure)
+        if time.monotonic() >= deadline:
+            names = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+            raise RankError(
+                f"{names} did not come within {timeout_seconds:.0f} s: look at what they said, "
+                "and whether as many were started"
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _card(store: Store, rank: int) -> Card:
+    return Card(**json.loads(store.get(f"card/{rank}")))
+
+
+def _names(cards: Sequence[Card]) -> str:
+    return ", ".join(card.name for card in cards)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

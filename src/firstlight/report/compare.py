@@ -1,0 +1,336 @@
+"""Several runs side by side: curves in the same axes, final numbers, what their recipes differ in,
+the last samples."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from firstlight.errors import ConfigError
+from firstlight.report.axes import rounded
+from firstlight.report.html import chosen_samples, duration, memory_unit
+from firstlight.report.page import legend, page, plots
+from firstlight.report.report import NOTE_INCHES, draw_title, png, shown
+from firstlight.report.run import RunRecord, final_numbers, is_accuracy
+from firstlight.report.series import Axis, Series, smoothed, thin
+from firstlight.report.svg import Chart, Line
+from firstlight.report.text import loss_text, own_version, plain
+from firstlight.training.findings import Finding, findings_of
+
+_AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
+_BUCKETS = 350
+#: Where they are kept, and nothing of what they are.
+_NOT_COMPARED = {"run.dir"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs to be laid side by side.
+
+    Attributes:
+        runs: in the order that they were named.
+        labels: what each is called; no two are alike.
+        numbers: `final_numbers` of each.
+        findings: what went wrong in each.
+        smoothed: each run's training loss by step.
+        differences: of each recipe key that is not the same in all, the values; "section.key".
+    """
+
+    runs: Sequence[RunRecord]
+    labels: Sequence[str]
+    numbers: Sequence[Mapping[str, Any]]
+    findings: Sequence[Sequence[Finding]]
+    smoothed: Sequence[Series]
+    differences: Mapping[str, Sequence[Any]]
+
+
+class _Absent:
+    """Stands for a key that a recipe does not have."""
+
+    def __repr__(self) -> str:
+        return "—"
+
+
+_ABSENT = _Absent()
+
+
+def compare(runs: Sequence[RunRecord]) -> Comparison:
+    """Lay runs side by side.
+
+    Raises:
+        ConfigError: a folder is named twice.
+    """
+    labels = distinct_labels([run.folder for run in runs])
+    differences = recipe_differences([run.recipe for run in runs])
+    curves = [smoothed(run.metrics.series("train/loss")) for run in runs]
+    numbers, findings = [final_numbers(r) for r in runs], [findings_of(r) for r in runs]
+    return Comparison(runs, labels, numbers, findings, curves, differences)
+
+
+def distinct_labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names; those that are alike with as many of the folders above as it takes.
+
+    Raises:
+        ConfigError: two are the same folder.
+    """
+    parts = [folder.resolve().parts[1:] for folder in folders]
+    for number, folder in enumerate(folders):
+        if parts[number] in parts[:number]:
+            raise ConfigError(f"run folder {folder} is named twice: name each run once")
+    lengths = [1] * len(parts)
+    while True:
+        labels = ["/".join(p[-n:]) for p, n in zip(parts, lengths, strict=True)]
+        alike = [labels.count(label) > 1 for label in labels]
+        if not any(alike):
+            return labels
+        # Where one path is the end of another, only the longer can grow.
+        lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
+
+
+def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """{"section.key": the value in each} of the keys whose values differ; what a recipe does not
+    have is written as "—"."""
+    flat = [_flat(recipe) for recipe in recipes]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    found = {key: [values.get(key, _ABSENT) for values in flat] for key in keys}
+    return {
+        key: values
+        for key, values in found.items()
+        # 1 and True are equal, and not the same.
+        if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+# The page
+
+
+def comparison_page(found: Comparison) -> str:
+    """The page of several runs."""
+    figures = _figures(found)
+    return page(
+        "comparison.html",
+        {
+            "log": any(figure.chart.needs_log for figure in figures),
+            "title": f"{len(found.runs)} runs",
+            "version": own_version(),
+            "labels": [
+                (label, f"key {line.style}")
+                for label, line in zip(
+                    found.labels, _lines(found, "train/loss", "step"), strict=True
+                )
+            ],
+            "axes": list(_AXES.items()),
+            "figures": figures,
+            "numbers": _number_rows(found),
+            "differences": [
+                (key, [str(v) if v is _ABSENT else plain(v) for v in values])
+                for key, values in found.differences.items()
+            ],
+            "recipes": sum(bool(run.recipe) for run in found.runs),
+            "samples": [(label, *_last_samples(run)) for label, run in _named(found)],
+            "warnings": warnings_of(found),
+        },
+    )
+
+
+def warnings_of(found: Comparison) -> list[str]:
+    """What the page and the picture warn of: figures that can't be compared, and what went wrong in
+    each run."""
+    tokenizers = (
+        "The runs have different tokenizers: losses, which count nats a token, can't be compared. "
+        "Bits per byte can."
+    )
+    named = zip(found.labels, found.findings, strict=True)
+    return [
+        *([tokenizers] if has_different_tokenizers(found) else []),
+        *(f"{label}: {finding.text}" for label, findings in named for finding in findings),
+    ]
+
+
+def _named(found: Comparison) -> list[tuple[str, RunRecord]]:
+    return list(zip(found.labels, found.runs, strict=True))
+
+
+def has_different_tokenizers(found: Comparison) -> bool:
+    """Whether two of the runs are known to have different ones."""
+    kinds = (run.start.get("tokenizer_sha256") for run in found.runs)
+    return len({kind for kind in kinds if isinstance(kind, str)}) > 1
+
+
+def _lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
+    lines = []
+    for number, (label, run) in enumerate(_named(found)):
+        series = run.metrics.series(key, axis)
+        if key == "train/loss":
+            # The same values over each axis; steps without a place on this one are left out.
+            values = found.smoothed[number].y[-len(series) :] if len(series) else series.y
+            series = Series(series.x, values)
+        lines.append(Line(label, series, number))
+    return lines
+
+
+_CHARTS = (
+    ("train/loss", "Training loss", "smoothed, nats a token"),
+    ("val/loss", "Validation loss", "nats a token"),
+    ("train_eval/loss", "Loss on the same training rows", "nats a token"),
+    ("bits_per_byte", "Bits per byte", "of the validation text"),
+)
+
+
+@dataclass(frozen=True)
+class _Figure:
+    chart: Chart
+    legend: Sequence[tuple[str, str]]
+    charts: Sequence[tuple[str, Markup]]
+    wide: bool
+
+
+def _figures(found: Comparison) -> list[_Figure]:
+    figures = []
+    keys = [row for row in _CHARTS if any(row[0] in r.metrics.columns for r in found.runs)]
+    for key, title, unit in keys or _CHARTS[:1]:
+        wide = len(keys) % 2 == 1 and key == "train/loss"
+        charts = [
+            Chart(
+                title,
+                unit,
+                _lines(found, key, axis),
+                name,
+                width=1060 if wide else 520,
+                height=340 if wide else 280,
+            )
+            for axis, name in _AXES.items()
+        ]
+        drawn = [
+            (axis, plots(chart, _BUCKETS, both=True))
+            for axis, chart in zip(_AXES, charts, strict=True)
+        ]
+        figures.append(_Figure(charts[0], legend(charts[0]), drawn, wide))
+    return figures
+
+
+def _last_samples(run: RunRecord) -> tuple[str, list[tuple[str, str]]]:
+    last = [s for s in run.samples if s["step"] == run.samples[-1]["step"]] if run.samples else []
+    shown_steps, _ = chosen_samples(last)
+    return shown_steps[0] if shown_steps else ("", [])
+
+
+Form = Callable[[Any], str]
+
+
+def _memory(value: float) -> str:
+    size, unit = memory_unit(value)
+    return f"{value / size:,.3g} {unit}"
+
+
+#: (key, name, form, whether more is better; None: neither).
+_ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
+    ("val/loss", "validation loss", loss_text, False),
+    ("best_val/loss", "best validation loss", loss_text, False),
+    ("best_val/loss_step", "at step", "{:,}".format, None),
+    ("perplexity", "perplexity", "{:.2f}".format, False),
+    ("bits_per_byte", "bits per byte", "{:.4f}".format, False),
+    ("gzip_bits_per_byte", "gzip -9, bits per byte", "{:.4f}".format, None),
+    ("train_eval/loss", "loss on the same training rows", loss_text, False),
+    ("train/loss", "training loss, last step", loss_text, False),
+    ("step", "steps", "{:,}".format, None),
+    ("max_steps", "of", "{:,}".format, None),
+    ("tokens_seen", "tokens seen", "{:,}".format, None),
+    ("epoch", "epochs", "{:.4g}".format, None),
+    ("parameters", "parameters", rounded, None),
+    ("tokens_per_second", "tokens/s, median", "{:,.0f}".format, True),
+    ("learned_tokens_per_second", "learned tokens/s, median", "{:,.0f}".format, True),
+    ("samples_per_second", "samples/s, median", rounded, True),
+    ("mfu", "MFU, median", "{:.1%}".format, True),
+    ("memory_bytes", "peak memory", _memory, False),
+    ("hours", "training time", lambda hours: " ".join(duration(hours)), None),
+    ("skipped_steps", "steps skipped", "{:,}".format, None),
+    ("rollbacks", "rollbacks", "{:,}".format, None),
+    ("resumed", "resumed", "{:,}".format, None),
+)
+
+
+#: Left out where no run has any.
+_SELDOM = {"skipped_steps", "rollbacks", "resumed"}
+#: What can't be compared between tokenizers.
+_BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
+
+
+def number_table(found: Comparison) -> list[tuple[str, list[str], set[int]]]:
+    """(name, each run's figure, which of these are the best) of what any run has."""
+    own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
+    table = []
+    for key, name, form, more in (*_ROWS, *((key, key, "{:.4f}".format, True) for key in own)):
+        values = [numbers.get(key) for numbers in found.numbers]
+        known = [value for value in values if value is not None]
+        if not known or (not any(known) and key in _SELDOM):
+            continue
+        best: set[int] = set()
+        compared = key not in _BY_TOKEN or not has_different_tokenizers(found)
+        if more is not None and compared and len(set(known)) > 1:
+            target = max(known) if more else min(known)
+            best = {number for number, value in enumerate(values) if value == target}
+        texts = ["—" if value is None else form(value) for value in values]
+        errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
+        for number, error in enumerate(errors):
+            if error is not None and is_accuracy(key):
+                texts[number] += f" ± {error:.4f}"
+        table.append((name, texts, best))
+    return table
+
+
+def _number_rows(found: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
+    return [
+        (name, [(text, number in best) for number, text in enumerate(texts)])
+        for name, texts, best in number_table(found)
+    ]
+
+
+# The picture
+
+
+def comparison_picture(found: Comparison) -> bytes:
+    """The losses of several runs as a PNG: by steps, tokens and hours."""
+    from matplotlib.figure import Figure
+
+    notes = [shown(line) for text in warnings_of(found) for line in textwrap.wrap(text, 170)]
+    figure = Figure(figsize=(15, 8 + NOTE_INCHES * len(notes)), layout="constrained")
+    grid: Any = figure.subplots(2, len(_AXES))
+    for row, (key, title, _) in enumerate(_CHARTS[:2]):
+        for column, (axis, name) in enumerate(_AXES.items()):
+            axes, lines = grid[row][column], _lines(found, key, axis)
+            for line in lines:
+                curve = thin(line.series, _BUCKETS)
+                marker = "o" if line.dotted else None
+                colour = f"C{line.colour % 10}"
+                axes.plot(
+                    curve.x,
+                    curve.y,
+                    color=colour,
+                    marker=marker,
+                    markersize=3,
+                    label=shown(line.name),
+                )
+            axes.set(xlabel=name, ylabel=f"{title.lower()} (nats a token)")
+            axes.locator_params(axis="x", nbins=6)
+            if Chart(title, "", lines).needs_log:
+                axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+    grid[0][0].legend(fontsize="small")
+    draw_title(figure, "firstlight · runs side by side", notes)
+    return png(figure)

@@ -1,0 +1,117 @@
+"""The files of a report: a run's own, and those of a comparison, which replace nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firstlight.errors import ConfigError, InputError
+from firstlight.files.atomic import write_file
+from firstlight.report.compare import (
+    Comparison,
+    compare,
+    comparison_page,
+    comparison_picture,
+)
+from firstlight.report.page import is_page
+from firstlight.report.report import (
+    HTML_NAME,
+    PICTURE_ORIGIN,
+    REPORT_NAME,
+    write_run,
+)
+from firstlight.report.run import read_run, require_run
+
+#: Where the comparison of several runs is written.
+COMPARISON_NAME = "comparison.html"
+_HEAD_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """What was written, and what it shows.
+
+    Attributes:
+        page, picture: the HTML and the PNG file.
+        comparison: of one run or more.
+    """
+
+    page: Path
+    picture: Path
+    comparison: Comparison
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
+    """Write the report of a run, or of several side by side. The runs may still be going on.
+
+    Args:
+        folders: run folders, at least one.
+        out: the page's file; the picture gets its name with .png. None: report.html in the run
+            folder, and for several runs comparison.html in the current folder.
+
+    Raises:
+        InputError: a folder is missing or no run's, or `out` is a file that is no report.
+        CheckpointError: a run's file is damaged.
+        ConfigError: a folder is named twice, or `out` is no name of a page.
+        StorageError: the disk refuses.
+    """
+    for folder in folders:
+        require_run(folder)
+    if out is None and len(folders) > 1:
+        out = Path(COMPARISON_NAME)
+    if out is not None:
+        _require_replaceable(out)
+    found = compare([read_run(folder) for folder in folders])
+    if len(folders) == 1:
+        html = folders[0] / HTML_NAME if out is None else out
+        picture = folders[0] / REPORT_NAME if out is None else out.with_suffix(".png")
+        write_run(found.runs[0], html, picture)
+        return WrittenReport(html, picture, found)
+    assert out is not None
+    write_file(out.with_suffix(".png"), comparison_picture(found))
+    write_file(out, comparison_page(found))
+    return WrittenReport(out, out.with_suffix(".png"), found)
+
+
+def _require_replaceable(out: Path) -> None:
+    """Refuse a name that is no page's, or under which something else is."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"--out {out} must end in .html: the picture gets the same name with .png"
+        )
+    for path, is_ours in ((out, is_page), (out.with_suffix(".png"), _is_picture)):
+        if (path.exists() or path.is_symlink()) and not (path.is_file() and is_ours(path)):
+            raise InputError(
+                f"{path} exists already, is no report, and is not overwritten: name another --out"
+            )
+
+
+def _is_picture(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return head.startswith(b"\x89PNG") and PICTURE_ORIGIN.encode() in head
+
+
+def as_json(report: WrittenReport) -> dict[str, Any]:
+    """A report as JSON values: its files, each run's label, `final_numbers` and findings, and the
+    recipe keys that differ, with each run's value (null also where a recipe lacks the key)."""
+    found = report.comparison
+    named = zip(found.labels, found.numbers, found.findings, strict=True)
+    return {
+        "report": str(report.page),
+        "picture": str(report.picture),
+        "runs": [
+            {"label": label, **numbers, "findings": [one.as_json() for one in findings]}
+            for label, numbers, findings in named
+        ],
+        "differences": {
+            key: [value if _is_json(value) else None for value in values]
+            for key, values in found.differences.items()
+        },
+    }
+
+
+def _is_json(value: object) -> bool:
+    return isinstance(value, str | int | float | bool | list | dict)

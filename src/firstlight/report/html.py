@@ -1,0 +1,395 @@
+"""report.html: a run on one page."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from firstlight.report.axes import rounded
+from firstlight.report.page import legend, page, plots
+from firstlight.report.run import RunRecord, accuracies, final_numbers
+from firstlight.report.series import Metrics, Series, smoothed
+from firstlight.report.svg import COLOURS, Chart, Line, Mark
+from firstlight.report.text import loss_text, own_version, plain, visible
+from firstlight.training.findings import Finding, findings_of
+from firstlight.training.metrics import MOSTLY_LEARNED
+
+#: Of thinned curves; a wide chart has so many pixels.
+_BUCKETS = 700
+#: Characters of samples on a page, escaped; and of one text.
+_MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
+_MAX_EVENTS = 500
+
+#: Keys with a chart or a place of their own, or that say what another says.
+_SHOWN = {
+    "train/loss",
+    "val/loss",
+    "train_eval/loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
+    "memory_bytes",
+    "tokens_seen",
+    "epoch",
+    "seconds",
+    "perplexity",
+    "skipped",
+    "skipped_steps",
+}
+#: Keys beyond these are counted and not drawn.
+_MAX_FURTHER = 40
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart on a page.
+
+    Attributes:
+        id: unique on the page.
+        log: the logarithmic axis is shown first.
+        switch: both can be chosen.
+    """
+
+    id: str
+    chart: Chart
+    charts: Markup
+    legend: Sequence[tuple[str, str]]
+    log: bool = False
+    switch: bool = False
+    wide: bool = False
+
+
+def run_page(run: RunRecord) -> str:
+    """The page of a run."""
+    numbers, findings = final_numbers(run), findings_of(run)
+    samples, samples_note = chosen_samples(run.samples)
+    events, events_note = _events(run)
+    further, found = _further(run.metrics)
+    return page(
+        "run.html",
+        {
+            "title": run.name or "run",
+            "version": own_version(),
+            **_progress(run, findings),
+            "findings": findings,
+            "facts": _facts(run, numbers),
+            "cards": _cards(numbers),
+            "figures": _figures(run, findings),
+            "further": further,
+            "further_note": f"{len(further)}"
+            if len(further) == found
+            else f"{len(further)} of {found}",
+            "evaluations": _evaluations(run.metrics),
+            "evaluation_figure": _evaluation_figure(run.metrics),
+            "samples": samples,
+            "samples_note": samples_note,
+            "events": events,
+            "events_note": events_note,
+            "numbers": _number_rows(numbers),
+            "machine": _machine(run.start),
+            "recipe": run.recipe_text,
+        },
+    )
+
+
+def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
+    step, most = run.last_step, run.max_steps
+    kinds = [one.kind for one in findings]
+    if "diverged" in kinds:
+        of = "" if most is None or step >= most else f" of {most:,}"
+        return {"state": "diverged", "progress": f"diverged: {step:,}{of} steps"}
+    if most is None:
+        return {"state": "", "progress": f"{step:,} steps"}
+    if step >= most:
+        # Green is for runs with nothing to be said against.
+        state = "" if findings else "complete"
+        return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
+    return {"state": "", "progress": f"step {step:,} of {most:,}"}
+
+
+def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
+    """The line under a run's name."""
+    model = run.recipe.get("model")
+    family = model.get("model_type") if isinstance(model, dict) else None
+    facts = []
+    if numbers["parameters"]:
+        facts.append(f"{family or 'a model'} of {rounded(numbers['parameters'])} parameters")
+    machine = run.start.get("machine")
+    if isinstance(machine, dict) and isinstance(machine.get("name"), str):
+        facts.append(machine["name"])
+    began = run.starts[0].get("time") if run.starts else None
+    if isinstance(began, str):
+        facts.append(f"started {_when(began)}")
+    return facts
+
+
+def _when(text: str) -> str:
+    try:
+        return f"{datetime.datetime.fromisoformat(text):%d %B %Y, %H:%M %Z}"
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure in large type, with what it is and what to compare it with."""
+
+    name: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+def _cards(numbers: Mapping[str, Any]) -> list[Card]:
+    cards = []
+    if numbers["val/loss"] is not None:
+        best = (
+            f"best {loss_text(numbers['best_val/loss'])} at step {numbers['best_val/loss_step']:,}"
+        )
+        cards.append(Card("validation loss", loss_text(numbers["val/loss"]), "nats", best))
+    elif numbers["train/loss"] is not None:
+        cards.append(Card("training loss", loss_text(numbers["train/loss"]), "nats"))
+    if numbers["bits_per_byte"] is not None:
+        gzip = numbers["gzip_bits_per_byte"]
+        note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
+        cards.append(Card("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
+    if numbers["tokens_seen"] is not None:
+        epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
+        cards.append(Card("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
+    if numbers["tokens_per_second"] is not None:
+        rate = rounded(numbers["tokens_per_second"])
+        cards.append(Card("throughput", rate, "tokens/s", _beside_throughput(numbers)))
+    if numbers["memory_bytes"] is not None:
+        size, unit = memory_unit(numbers["memory_bytes"])
+        cards.append(Card("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
+    if numbers["hours"]:
+        cards.append(Card("training time", *duration(numbers["hours"]), "steps and saves"))
+    return cards
+
+
+def _beside_throughput(numbers: Mapping[str, Any]) -> str:
+    found = []
+    learned = numbers["learned_tokens_per_second"]
+    if learned is not None and learned < MOSTLY_LEARNED * numbers["tokens_per_second"]:
+        found.append(f"{rounded(learned)} learned tokens/s")
+    if numbers["samples_per_second"] is not None:
+        found.append(f"{rounded(numbers['samples_per_second'])} samples/s")
+    if numbers["mfu"] is not None:
+        found.append(f"MFU {numbers['mfu']:.1%}")
+    return f"{', '.join(found)}; medians" if found else ""
+
+
+def duration(hours: float) -> tuple[str, str]:
+    """(figure, unit) of a time: ("12.3", "min")."""
+    for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
+        if hours >= length or unit == "s":
+            return (
+                f"{hours / length:,.3g}" if hours < 100 * length else f"{hours / length:,.0f}",
+                unit,
+            )
+    raise AssertionError("unreachable")
+
+
+def memory_unit(most: float) -> tuple[int, str]:
+    """(bytes, name) of the unit to write `most` bytes in."""
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+
+
+def loss_unit(run: RunRecord) -> str:
+    """What the loss counts: of preference pairs there is one loss a pair."""
+    return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"
+
+
+def loss_lines(metrics: Metrics) -> list[Line]:
+    """The raw and the smoothed training loss, the validation loss and that on the same rows of the
+    training split."""
+    raw = metrics.series("train/loss")
+    return [
+        Line("train/loss, each step", raw, 0, faint=True),
+        Line("train/loss, smoothed", smoothed(raw), 0),
+        Line("val/loss", metrics.series("val/loss"), 1),
+        Line("train_eval/loss", metrics.series("train_eval/loss"), 6),
+    ]
+
+
+def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
+    metrics, figures = run.metrics, []
+    marks = [Mark(e["step"], kind_of(e), happening(e)) for e in run.what_happened]
+    marks += [
+        Mark(one.since_step, "lowest-validation-loss", one.text)
+        for one in findings
+        if one.kind == "overfitting"
+    ]
+    loss = Chart(
+        "Loss",
+        loss_unit(run),
+        [line for line in loss_lines(metrics) if len(line.series)],
+        width=1060,
+        height=340,
+        marks=marks,
+    )
+    figures.append(_figure("loss", loss, switch=True, wide=True, log=loss.needs_log))
+    size, unit = memory_unit(max(metrics.values("memory_bytes"), default=0))
+    memory = metrics.series("memory_bytes")
+    for identity, title, unit_name, series, colour, zero in (
+        ("rate", "Learning rate", "", metrics.series("learning_rate"), 2, True),
+        ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3, True),
+        ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5, True),
+        ("memory", "Memory", f"{unit}, peak so far", Series(memory.x, memory.y / size), 4, True),
+    ):
+        if len(series):
+            chart = Chart(title, unit_name, [Line(title.lower(), series, colour)], zero=zero)
+            is_norm = identity == "norm"
+            figures.append(_figure(identity, chart, switch=is_norm, log=is_norm))
+    return figures
+
+
+def _figure(
+    identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
+) -> Figure:
+    switch = switch and chart.has_log
+    log = log and switch
+    charts = plots(chart, _BUCKETS if wide else _BUCKETS // 2, both=switch)
+    return Figure(identity, chart, charts, legend(chart), log, switch, wide)
+
+
+def _further(metrics: Metrics) -> tuple[list[Figure], int]:
+    """Charts of the keys without one of their own, and how many there are of these."""
+    shown = {*_SHOWN, *accuracies(metrics)}
+    keys = [key for key in metrics.columns if key not in shown and not key.endswith("_stderr")]
+    figures = [
+        _figure(f"more{number}", Chart(key, "", [Line(key, metrics.series(key), 7)]))
+        for number, key in enumerate(keys[:_MAX_FURTHER])
+    ]
+    return figures, len(keys)
+
+
+def _evaluation_figure(metrics: Metrics) -> Figure | None:
+    """Accuracies over the run, if there was more than one evaluation."""
+    lines = []
+    for number, key in enumerate(accuracies(metrics)):
+        series = metrics.series(key)
+        by_step = metrics.series(f"{key}_stderr")
+        errors = dict(zip(by_step.x.tolist(), by_step.y.tolist(), strict=True))
+        known = np.array([abs(errors.get(x, 0.0)) for x in series.x.tolist()])
+        lines.append(Line(key, series, number, errors=known if known.any() else None))
+    if max((len(line.series) for line in lines), default=0) < 2:
+        return None
+    shown = lines[: 2 * COLOURS]
+    note = "± one standard error"
+    if len(shown) < len(lines):
+        note += f"; the first {len(shown)} of {len(lines)}"
+    chart = Chart("Accuracy", note, shown, width=1060, height=300)
+    return _figure("accuracy", chart, wide=True)
+
+
+def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
+    """(task, last, standard error, step, best, its step) as text."""
+    rows: list[tuple[str, ...]] = []
+    for key in accuracies(metrics):
+        series, error = metrics.series(key), metrics.last(f"{key}_stderr")
+        best = int(series.y.argmax())
+        rows.append(
+            (
+                key,
+                f"{series.y[-1]:.4f}",
+                "" if error is None else f"± {error:.4f}",
+                f"{series.x[-1]:,.0f}",
+                f"{series.y[best]:.4f}",
+                f"{series.x[best]:,.0f}",
+            )
+        )
+    return rows
+
+
+def chosen_samples(
+    samples: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
+    """([(step, [(prompt, text)])], note): all samples, the newest first. Of more than a page can
+    hold, the last step's, the first's and evenly many between."""
+    steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
+    steps.reverse()
+    sizes = [sum(_size(line) for line in lines) for _, lines in steps]
+    count, chosen = len(steps), list(range(len(steps)))
+    while len(chosen) > 1 and sum(sizes[i] for i in chosen) > _MAX_SAMPLES:
+        count = max(1, min(count // 2, len(chosen) - 1))
+        chosen = sorted({round(i * (len(steps) - 1) / max(count - 1, 1)) for i in range(count)})
+    shown = [
+        (f"{steps[i][0]:,}", [(_cut(s["prompt"]), _cut(s["text"])) for s in steps[i][1]])
+        for i in chosen
+    ]
+    note = "" if len(chosen) == len(steps) else f"{len(chosen)} of {len(steps)} evaluations"
+    return shown, note
+
+
+def _size(line: Mapping[str, Any]) -> int:
+    """Bytes that a sample may take on the page."""
+    texts = (_cut(line["prompt"]), _cut(line["text"]))
+    return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
+
+
+def kind_of(event: Mapping[str, Any]) -> str:
+    """The class that an event has on a page."""
+    known = {
+        "rollback": "rollback",
+        "out of memory": "out-of-memory",
+        "resumed": "resumed",
+        "diverged": "diverged",
+    }
+    return known.get(event["event"], "event")
+
+
+def happening(event: Mapping[str, Any]) -> str:
+    """What an event was, in words."""
+    if event["event"] == "rollback":
+        return f"back to step {event.get('to_step')}: {event.get('reason')}"
+    if event["event"] == "out of memory":
+        rows, before = event.get("micro_batch_rows"), event.get("before")
+        return f"micro-batches of {rows} rows from here on (before: {before})"
+    if event["event"] == "resumed":
+        return f"from the checkpoint of step {event['step']}, {_when(str(event.get('time', '')))}"
+    if event["event"] == "diverged":
+        return str(event.get("reason"))
+    details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
+    return f"{event['event']} {', '.join(details)}"
+
+
+def _events(run: RunRecord) -> tuple[list[tuple[str, str, str, str]], str]:
+    found = run.what_happened
+    rows = [
+        (f"{event['step']:,}", kind_of(event), event["event"], _cut(happening(event)))
+        for event in found[-_MAX_EVENTS:]
+    ]
+    return rows, f"the last {len(rows)} of {len(found)}" if len(rows) < len(found) else ""
+
+
+def _number_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """All final numbers, exact."""
+    return [
+        (key, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for key, value in numbers.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]
+
+
+def _machine(start: Mapping[str, Any]) -> list[tuple[str, str]]:
+    machine = start.get("machine")
+    rows = []
+    for key, value in machine.items() if isinstance(machine, dict) else ():
+        if key == "memory_bytes" and isinstance(value, int):
+            key, value = "memory", f"{value / 2**30:.1f} GiB"
+        rows.append((key, plain(value)))
+    return rows

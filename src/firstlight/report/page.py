@@ -1,0 +1,128 @@
+"""What all HTML reports share: one self-contained file, texts from a run made harmless, charts.
+
+A page loads nothing and runs nothing but its own inline script, which its Content-Security-Policy
+names by hash; without JavaScript only the read-out under the pointer is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from firstlight.report.svg import Chart, data_of, svg, thinned
+from firstlight.report.text import visible
+
+#: By which a page of ours is told from other files.
+GENERATOR = b'<meta name="generator" content="firstlight report">'
+_HEAD_BYTES = 2000
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is an HTML report."""
+    with open(path, "rb") as file:
+        return GENERATOR in file.read(_HEAD_BYTES)
+
+
+def page(template: str, values: Mapping[str, Any]) -> str:
+    """Fill a template of pages/ in; everything in `values` but Markup is escaped."""
+    folder = resources.files("firstlight.report") / "pages"
+    names = ("base.html", "figure.html", "run.html", "comparison.html")
+    sources = {name: (folder / name).read_text(encoding="utf-8") for name in names}
+    environment = Environment(
+        loader=DictLoader(sources),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["visible"] = visible
+    environment.filters["explained"] = explained
+    style = (folder / "style.css").read_text(encoding="utf-8")
+    script = (folder / "readout.js").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # Both are written by us, and hold no "</".
+    inline = {"style": Markup(style), "script": Markup(script)}
+    return environment.get_template(template).render(
+        policy=policy, generator=Markup(GENERATOR.decode()), **inline, **values
+    )
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"sha256-{digest}"
+
+
+#: What words of a report mean; each is explained where it stands.
+_TERMS = {
+    "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
+    "average. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs for each byte of the text: the loss divided by "
+    "ln 2, per byte instead of per token. It compares models with different tokenizers. Lower is "
+    "better.",
+    "MFU": "Model FLOPs utilization: the share of the hardware's peak arithmetic that the model's "
+    "own computation takes. Higher is better.",
+    "perplexity": "e to the power of the loss: the number of equally likely tokens that the model "
+    "hesitates between on average. Lower is better.",
+}
+_TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
+_MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
+
+
+def explained(text: object) -> Markup:
+    """A text, escaped, in which each technical term shows its meaning when it is pointed at, tapped
+    or reached by the keyboard."""
+    term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
+    # At the odd places stand the terms.
+    parts = enumerate(_TERM.split(visible(text)))
+    return Markup("").join(
+        term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
+    )
+
+
+#: (width, height) of the drawings for narrower places than the chart's own; the page's style shows
+#: the one whose letters have about their own size.
+_NARROWER = ((680, 300), (360, 230))
+
+
+def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
+    """A chart in the sizes that a page may have room for, and the data for its read-out.
+
+    Args:
+        buckets: see `thin`.
+        both: with a linear and with a logarithmic axis, of which the page's switch shows one.
+    """
+    chart = thinned(chart, buckets)
+    sizes = [chart]
+    for width, height in _NARROWER:
+        if width < chart.width:
+            fewer = thinned(chart, buckets * width // chart.width)
+            sizes.append(replace(fewer, width=width, height=height))
+    drawn = Markup("").join(
+        Markup('<div class="plot {} w{}">{}</div>').format(
+            "log" if log else "linear", one.width, svg(one, log=log)
+        )
+        for log in ((False, True) if both else (False,))
+        for one in sizes
+    )
+    return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(chart), drawn)
+
+
+def legend(chart: Chart) -> list[tuple[str, str]]:
+    """(class, name) of each curve that stands in the legend, and of each kind of mark."""
+    marks = dict.fromkeys(mark.kind for mark in chart.marks)
+    return [
+        *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
+        *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
+    ]

@@ -1,0 +1,11 @@
+"""The base of every section of a recipe and of every model configuration."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Frozen keys; an unknown key, a wrong type and a number that is not finite are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

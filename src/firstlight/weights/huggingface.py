@@ -1,0 +1,307 @@
+"""Model folders in the Hugging Face layout, in and out.
+
+An adapter's folder (PEFT's, or a checkpoint of a run with `lora`) is read as the model that it
+makes of its base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from firstlight.errors import InputError, ModelError
+from firstlight.files.atomic import read_json, sha256_of
+from firstlight.lora.files import (
+    ADAPTER_WEIGHTS_NAME,
+    adapter_chain,
+    adapter_settings,
+    load_adapter,
+)
+from firstlight.lora.layers import merge_lora
+from firstlight.models import FAMILIES, Model, ModelConfig, build_model
+from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
+from firstlight.tokenizer.chat_fit import turn_end_ids
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.loading import LoadingWay, count_tensors, load_weights
+from firstlight.weights.stored import FileState, stored_tensors
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what belongs to it.
+
+    Attributes:
+        model: in evaluation mode, on the device asked for.
+        tokenizer: None where the folder has none.
+        eos_token_ids: ids that end a generation.
+        folder: where it was read from; of an adapter, its own.
+        mapped: the files that the parameters are, where they were not copied.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    folder: Path
+    mapped: tuple[FileState, ...] = ()
+
+    def require_unchanged(self) -> None:
+        """To be called before the weights are used.
+
+        Raises:
+            ModelError: a file that they are was changed in place.
+        """
+        for file in self.mapped:
+            file.require_unchanged()
+
+
+def load_model(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    way: LoadingWay = "auto",
+    vocab_multiple: int = 1,
+) -> LoadedModel:
+    """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
+
+    An adapter is merged into its base. What it has no files for (tokenizer, generation config) is
+    the base's.
+
+    Args:
+        folder: where it lies.
+        device: where the parameters go.
+        dtype: of the parameters; None is that of the file.
+        way: how they get there, see `firstlight.weights.loading`.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
+
+    Raises:
+        ModelError: a file is missing or damaged, the family is unknown, or a tensor is
+            missing, extra or of the wrong shape (named); an adapter's base is not there, or the
+            adapter is of a kind that isn't read.
+        TokenizerError: there is a tokenizer, and it is damaged.
+    """
+    folder = find_model_folder(folder)
+    *adapters, base = adapter_chain(folder)
+    model = unloaded_model(read_config(base), base, vocab_multiple)
+    mapped = load_weights(model, base, device=device, dtype=dtype, way=way)
+    tokenizer = tokenizer_of(base)
+    eos_token_ids = _eos_token_ids(base, tokenizer)
+    for adapter in reversed(adapters):
+        load_adapter(model, adapter)
+        merge_lora(model)
+        own = tokenizer_of(adapter)
+        # A tokenizer for chats ends its texts otherwise than the base's; both are ends.
+        eos_token_ids = _eos_token_ids(adapter, None) or tuple(
+            dict.fromkeys((*eos_token_ids, *(() if own is None else _eos_token_ids(adapter, own))))
+        )
+        tokenizer = own or tokenizer
+    return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
+
+
+#: Layers and experts that are quickly made, and then missed one by one.
+_FEW = 200
+
+
+def unloaded_model(
+    config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
+) -> Model:
+    """The model of a config on the meta device, once it is known to be of a size with the files:
+    a config.json can ask for any.
+
+    Args:
+        config: of the folder's config.json.
+        folder: the model folder.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
+        tensors: how many its files have, stacked experts counted one by one; None is to be
+            found out.
+
+    Raises:
+        ModelError: the files don't have so many layers or experts, or they are damaged.
+    """
+    count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
+    sizes = {"num_hidden_layers": config.num_hidden_layers}
+    if config.expert_count:
+        sizes["num_experts"] = config.expert_count
+    for name, size in sizes.items():
+        if size > max(count, _FEW):
+            raise ModelError(
+                f"{folder}: {CONFIG_NAME} says {name} {size}, and its files have {count} tensors"
+            )
+    try:
+        with torch.device("meta"):
+            return build_model(config, vocab_multiple)
+    except (RuntimeError, TypeError, OverflowError) as error:  # more than torch can count
+        raise ModelError(f"{folder}: {CONFIG_NAME}: no model has such sizes: {error}") from error
+
+
+def base_identity(folder: Path) -> str:
+    """SHA-256 over a model's weights and shape, and over those of its base if it is an adapter:
+    by it a run with `lora`, whose checkpoints hold no base, notices that its base has changed.
+
+    Reads all weights: a second or so for each GB.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    *adapters, base = adapter_chain(folder)
+    parts = [read_config(base).model_dump_json()]
+    parts += [sha256_of(path) for path in sorted({t.path for t in stored_tensors(base).values()})]
+    for adapter in reversed(adapters):
+        parts += [adapter_settings(adapter), sha256_of(adapter / ADAPTER_WEIGHTS_NAME)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder; None where it has none.
+
+    Raises:
+        TokenizerError: there is one, and it is damaged.
+    """
+    return Tokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that is a tokenizer by its name."""
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    return any((folder / name).is_file() for name in names)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model config of a folder's config.json; where an adapter has none, its base's.
+
+    Raises:
+        ModelError: it is missing, damaged, or of a family that firstlight doesn't have.
+    """
+    path = _config_path(folder)
+    if not path.is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
+    return config_from_hf(_read_model_json(path), str(path))
+
+
+def _config_path(folder: Path) -> Path:
+    path = folder / CONFIG_NAME
+    return path if path.is_file() else adapter_chain(folder)[-1] / CONFIG_NAME
+
+
+def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model config of a config.json object.
+
+    Args:
+        content: the object.
+        where: what messages call it.
+
+    Raises:
+        ModelError: it is damaged, or of a family that firstlight doesn't have.
+    """
+    if content.get("quantization_config"):
+        raise ModelError(
+            f"{where}: quantization_config: quantised weights are not read: take the model that "
+            "was not quantised"
+        )
+    family = FAMILIES.get(str(content.get("model_type")))
+    if family is None:
+        raise ModelError(
+            f"{where}: model_type '{content.get('model_type')}' is not supported "
+            f"(supported: {', '.join(FAMILIES)})"
+        )
+    try:
+        return family.config.from_hf(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = "".join(f"{part}: " for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ModelError(f"{where}: {location}{message}") from error
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{where}: {error}") from error
+
+
+def _read_model_json(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """What ends a text: generation_config.json, else config.json, else the tokenizer."""
+    for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
+        path = folder / name
+        value = _read_model_json(path).get("eos_token_id") if path.is_file() else None
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+            return tuple(value)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return (tokenizer.eos_token_id,)
+    return ()
+
+
+def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """The text files of a Hugging Face model folder: all but the weights, by name."""
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
+    return {
+        CONFIG_NAME: json.dumps(content, indent=2) + "\n",
+        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer), indent=2) + "\n",
+        **tokenizer.files(),
+    }
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """The `generation_config.json` of a model with this tokenizer. What ends a turn under its chat
+    template ends a text as well, for those who look here for it."""
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
+    content: dict[str, int | list[int]] = {}
+    if tokenizer.bos_token_id is not None:
+        content["bos_token_id"] = tokenizer.bos_token_id
+    if ends:
+        content["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return content
+
+
+def training_notes(folder: Path) -> list[str]:
+    """What a model folder asks for in training that is not done here: one line each."""
+    path = _config_path(folder)
+    content = _read_model_json(path)
+    return [
+        f"{path} has {name} {content[name]}, which is not applied"
+        for name in ("attention_dropout", "router_jitter_noise")
+        if content.get(name)
+    ]
+
+
+def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """Where transformers reads a model folder otherwise than firstlight: one line each.
+
+    Args:
+        config: its config.json.
+        tokenizer: its tokenizer.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    split = None if family is None else family.spec.tokenizer_split
+    if split is None or tokenizer is None:
+        return []
+    pre_tokenizer = json.loads(tokenizer.backend.to_str())["pre_tokenizer"] or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if any(step.get("pattern", {}).get("Regex") == SPLIT_PATTERNS[split] for step in steps):
+        return []
+    return [
+        f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split of "
+        f"{split}, and gives other ids than this one: take model_type qwen3 or llama for it"
+    ]

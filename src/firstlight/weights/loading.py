@@ -1,0 +1,356 @@
+"""Weights between a model and its safetensors files, without holding them twice.
+
+Three ways lead from a model folder into a model, all by way of a model on the meta device:
+
+    sequential  memory for the model is taken once, and each tensor is read from its file straight
+                into its place, on any device and in any dtype
+    mmap        the parameters *are* the file, mapped into memory: nothing is read until it is
+                used, and processes share it. The file must not change while the model lives
+    straight    all tensors are read, then copied into the model: twice the memory, as most
+                programs load; here to be compared with
+
+The default, `auto`, maps what can be mapped whole, which is what makes a model on the CPU answer at
+once, and reads the rest sequentially: other devices, other dtypes, stacked experts, padded
+vocabularies. Training, which writes all of its weights, reads sequentially.
+
+What a tensor is called in the file and where it lies in the model is one table, `file_tensors`,
+read for loading and for saving.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.errors import ModelError
+from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
+from firstlight.models.family import ExpertNames
+from firstlight.weights.stored import (
+    FLOAT_FORMATS,
+    FileState,
+    StoredTensor,
+    open_mapped,
+    stored_tensors,
+)
+
+LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
+
+#: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
+COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class _Described(Protocol):
+    """What is asked of a tensor before it is read; see `StoredTensor`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def has_values_of(self, other: Self, /) -> bool: ...
+
+
+_AnyTensor = TypeVar("_AnyTensor", bound=_Described)
+
+
+#: The end of a name that only files with stacked experts have.
+_STACKED = ".mlp.experts.gate_up_proj"
+
+
+def has_stacked_experts(names: Iterable[str]) -> bool:
+    """Whether the tensors of these names keep a layer's experts in one tensor, as transformers 5
+    writes them with `save_original_format=False`, and as the model has them."""
+    return any(name.endswith(_STACKED) for name in names)
+
+
+def count_tensors(stored: Mapping[str, _Described]) -> int:
+    """How many tensors a model's files have, stacked experts counted one by one."""
+    return sum(
+        t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1 for n, t in stored.items()
+    )
+
+
+def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
+    """The tensors of a model's file by name, as views of its parameters.
+
+    Left out are a tied head and the rows that pad the vocabulary; stacked experts appear one by
+    one, as in their family's files, unless `stacked` keeps them as they are.
+    """
+    config = model.config
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name in ("lm_head.weight", embedding_name(model)):
+            tensor = tensor[: config.vocab_size]
+        tensors[name] = tensor
+    return tensors if stacked else one_by_one(tensors, config)
+
+
+def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Tensors of which stacked experts [E, 2F, C] and [E, C, F] are replaced by views of each
+    expert's matrices, under the names of their family's files."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if config.family.experts is not None and ".mlp." in name:
+            found |= _expert_tensors(name, tensor, config.family.experts)
+        else:
+            found[name] = tensor
+    return found
+
+
+def embedding_name(model: Model) -> str:
+    """The name of the token embedding's weight."""
+    return f"{model.embedding_name}.weight"
+
+
+def _expert_tensors(name: str, tensor: Tensor, names: ExpertNames) -> dict[str, Tensor]:
+    layer, inner = name.split("mlp.", 1)
+    if inner == "experts.gate_up_proj":
+        return {
+            layer + file_name.format(expert): half
+            for expert, matrix in enumerate(tensor)
+            for file_name, half in zip((names.gate, names.up), matrix.chunk(2), strict=True)
+        }
+    if inner == "experts.down_proj":
+        return {layer + names.down.format(expert): matrix for expert, matrix in enumerate(tensor)}
+    return {layer + names.router if inner == "gate.weight" else name: tensor}
+
+
+def load_weights(
+    model: Model,
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    way: LoadingWay = "auto",
+) -> tuple[FileState, ...]:
+    """Give a model on the meta device the weights of a model folder; return the files that it
+    goes on using.
+
+    Args:
+        model: its parameters get memory on `device`.
+        folder: one safetensors file, or several with an index.
+        device: where the parameters go.
+        dtype: of the parameters; None is that of the embedding in the file.
+        way: see the head of this module.
+
+    Raises:
+        ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
+            shape, not floating-point, or a tied head of its own (all named).
+    """
+    stored = fitting_tensors(model, folder)
+    dtype = dtype or stored[embedding_name(model)].dtype
+    model.to(dtype)
+    mapped = _WAYS[way](model, stored, torch.device(device))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return mapped
+
+
+def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by the names of `file_tensors`, stacked where its are.
+
+    Args:
+        model: of that folder's config; on the meta device will do.
+        folder: one safetensors file, or several with an index.
+
+    Raises:
+        ModelError: as `load_weights`.
+    """
+    return require_fit(model, folder, stored_tensors(folder))
+
+
+def require_fit(
+    model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
+) -> dict[str, _AnyTensor]:
+    """As `fitting_tensors`, from the tensors `stored` that the folder's files have.
+
+    Raises:
+        ModelError: as `load_weights`.
+    """
+    expected = file_tensors(model, stacked=has_stacked_experts(stored))
+    prefix, _, short = embedding_name(model).partition(".")
+    if short in stored:  # saved without its head, and without the name that it has beside that
+        stored = {
+            name if name.startswith("lm_head.") else f"{prefix}.{name}": tensor
+            for name, tensor in stored.items()
+        }
+    stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
+    quantised = sorted(
+        f"{name} ({tensor.kind})"
+        for name, tensor in stored.items()
+        if tensor.kind not in FLOAT_FORMATS
+    )
+    head = stored.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    wrong = [
+        f"{name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in stored and stored[name].shape != tensor.shape
+    ]
+    embedding = embedding_name(model)
+    if head is not None and head.shape != (shape := expected[embedding].shape):
+        wrong.append(f"lm_head.weight is {list(head.shape)}, expected {list(shape)}")
+    for problem, names, advice in (
+        ("lacks", sorted(expected.keys() - stored.keys()), ""),
+        ("has unknown", sorted(stored.keys() - expected.keys()), ""),
+        ("has misshapen", wrong, ""),
+        # Quantised weights mean nothing without their scales.
+        ("has quantised", quantised, ": take the model that was not quantised"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}{advice}")
+    if head is not None and not head.has_values_of(stored[embedding]):
+        raise ModelError(
+            f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
+        )
+    return stored
+
+
+def _load_sequentially(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[FileState, ...]:
+    allocate(model, device)
+    places = file_tensors(model, stacked=has_stacked_experts(stored))
+    inference = torch.is_inference_mode_enabled()
+
+    def read(tensor: StoredTensor, place: Tensor) -> None:
+        # The mode is a thread's own.
+        with torch.inference_mode(inference):
+            tensor.read_into(place)
+
+    # Several at a time: reading releases Python's lock, and one core doesn't fill the memory bus.
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda name: read(stored[name], places[name]), stored))
+    return ()
+
+
+def _load_mapped(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[FileState, ...]:
+    files = tuple({tensor.file for tensor in stored.values()})
+    mapped = open_mapped(stored)
+    parameters = dict(model.named_parameters())
+    whole = {
+        name: tensor
+        for name, tensor in mapped.items()
+        if name in parameters
+        and parameters[name].shape == tensor.shape
+        and parameters[name].dtype == tensor.dtype
+        and device.type == "cpu"
+    }
+    # Stacked experts, padded vocabularies, other dtypes and devices need memory of their own.
+    for name, parameter in parameters.items():
+        if name not in whole:
+            whole[name] = torch.zeros_like(parameter, device=device)
+    model.load_state_dict(whole, strict=False, assign=True)
+    model.finish_loading()
+    for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
+        if place.data_ptr() != mapped[name].data_ptr():
+            place.copy_(mapped[name])
+    return files
+
+
+def _load_straight(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[FileState, ...]:
+    # Copies, so that all of them are in memory at once and not only mapped there.
+    read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
+    allocate(model, device)
+    for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
+        place.copy_(read[name])
+    return ()
+
+
+def _load_automatically(
+    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+) -> tuple[FileState, ...]:
+    mappable = device.type == "cpu" and all(
+        name in stored and stored[name].shape == p.shape and stored[name].dtype == p.dtype
+        for name, p in model.named_parameters()
+    )
+    return (_load_mapped if mappable else _load_sequentially)(model, stored, device)
+
+
+_WAYS: dict[
+    LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[FileState, ...]]
+] = {
+    "auto": _load_automatically,
+    "sequential": _load_sequentially,
+    "mmap": _load_mapped,
+    "straight": _load_straight,
+}
+LOADING_WAYS = tuple(_WAYS)
+
+
+def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Give a model on the meta device memory on the CPU and copies of tensors.
+
+    Args:
+        model: changed in place.
+        tensors: by the names of `file_tensors`.
+        dtype: of the parameters.
+    """
+    model.to(dtype)
+    allocate(model, torch.device("cpu"))
+    for name, place in file_tensors(model).items():
+        place.copy_(tensors[name])
+
+
+def weights_to_save(model: Model) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`: on the CPU and contiguous."""
+    return {
+        name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
+    }
+
+
+# Room for new tokens in a model that is there already
+
+
+@torch.no_grad()
+def grow_vocabulary(
+    model: Model,
+    tokens_before: int,
+    tokens_now: int,
+    *,
+    copied_from: int | None = None,
+    vocab_multiple: int = 1,
+) -> None:
+    """Give the tokens from `tokens_before` up to `tokens_now` rows in the embedding and the head.
+
+    A new token's rows are the mean of the old tokens' (Hewitt 2021: the new token is then as
+    likely as the average one, and takes little from the others), or those of one old token. The
+    old rows stay as they are to the last bit; their logits, too, but for the rounding of a matrix
+    product of another size (none at most sizes, 2e-8 seen). A tied head stays tied.
+
+    Args:
+        model: changed in place, its `config` too. Where it has rows beyond `tokens_before`
+            already, as padded vocabularies do, those of new tokens are overwritten.
+        tokens_before: ids that the old tokenizer had.
+        tokens_now: ids that the new one has.
+        copied_from: the old token whose rows are copied; None takes the mean.
+        vocab_multiple: the rows are padded to a multiple of this.
+    """
+    assert tokens_before <= model.config.vocab_size
+    assert copied_from is None or copied_from < tokens_before
+    vocab_size = max(tokens_now, model.config.vocab_size)
+    rows = padded_vocab_size(vocab_size, vocab_multiple)
+    tied = model.config.tie_word_embeddings
+    for name in (embedding_name(model), *(() if tied else ("lm_head.weight",))):
+        module = model.get_submodule(name.removesuffix(".weight"))
+        old = module.weight
+        assert isinstance(old, Tensor)
+        grown = old.new_zeros(rows, old.shape[1])
+        grown[: len(old)] = old[:rows]
+        known = old[:tokens_before]
+        source = known.double().mean(0) if copied_from is None else old[copied_from]
+        grown[tokens_before:tokens_now] = source.to(old.dtype)
+        module.weight = nn.Parameter(grown)
+    model.config = model.config.model_copy(update={"vocab_size": vocab_size})
+    model.finish_loading()

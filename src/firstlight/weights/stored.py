@@ -1,0 +1,380 @@
+"""Safetensors files on the disk: what they hold, and their numbers without detours."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from firstlight.errors import InputError, ModelError, describe_os_error
+from firstlight.files.atomic import (
+    MAX_JSON_BYTES,
+    read_json,
+    replacing,
+    unique_keys,
+    write_file,
+)
+from firstlight.files.tensor_file import write_tensors
+from firstlight.weights.hub import repository_of
+
+_AnyTensor = TypeVar("_AnyTensor")
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+#: The same of folders whose weights are pickled, which `conversion/pickled.py` reads.
+PICKLED_NAME = "pytorch_model.bin"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
+
+#: The formats of weights, by safetensors' names; all others are of quantised models.
+FLOAT_FORMATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+#: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
+#: to be little memory for several threads.
+_CHUNK_BYTES = 1 << 20
+#: The same where they are moved to a GPU, each time with a wait; what is converted there lies there
+#: twice, for each thread that reads.
+_GPU_CHUNK_BYTES = 1 << 21
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file as it was when it was looked at.
+
+    Attributes:
+        path: where it was.
+        identity: the file itself (device, inode), which a rename over its name does not change.
+        state: size in bytes, time of the last change in nanoseconds.
+    """
+
+    path: Path
+    identity: tuple[int, int]
+    state: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
+        """The file at `path`, or an open one, as it is now."""
+        found = os.stat(path) if file is None else os.fstat(file.fileno())
+        return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
+
+    def require_unchanged(self) -> None:
+        """Refuse to go on with a mapped file that somebody has written into.
+
+        Raises:
+            ModelError: it was overwritten or cut short in place.
+        """
+        try:
+            now = FileState.of(self.path)
+        except OSError:
+            return  # deleted: it lives on as long as it is mapped
+        if now.identity == self.identity and now.state != self.state:
+            raise ModelError(
+                f"{self.path} was changed in place while the model was in use: load it again "
+                "(way='sequential', --loading sequential, keeps a copy)"
+            )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: the file when its header was read.
+        name: of the tensor there.
+        kind: its number format, as safetensors names it (F32, BF16).
+        shape: its sizes.
+        offset: where its bytes begin in the file.
+    """
+
+    file: FileState
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def path(self) -> Path:
+        """The file's path."""
+        return self.file.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its number format, one of `FLOAT_FORMATS`."""
+        return FLOAT_FORMATS[self.kind]
+
+    def read_into(self, target: Tensor) -> None:
+        """Copy it into a contiguous tensor of the same shape, of any dtype and on any device.
+
+        Raises:
+            ModelError: the file can't be read, is shorter than it says, or is another one now.
+        """
+        flat = target.detach().view(-1)
+        if flat.device.type == "cpu" and flat.dtype == self.dtype:
+            with self._open() as file:
+                self._fill(flat, file)
+            return
+        start = 0
+        for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
+            place = flat[start : start + len(part)]
+            # A GPU converts faster; what needs no converting goes straight into its place.
+            place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
+            start += len(part)
+
+    def has_values_of(self, other: StoredTensor) -> bool:
+        """Whether its numbers are those of another tensor of the same shape."""
+        # Parts of the same number of elements, whatever their sizes in bytes.
+        count = _CHUNK_BYTES // 8
+        pairs = zip(
+            self._parts(count * self.dtype.itemsize),
+            other._parts(count * other.dtype.itemsize),
+            strict=True,
+        )
+        return all(
+            torch.equal(one.double().nan_to_num(nan=1e300), two.double().nan_to_num(nan=1e300))
+            for one, two in pairs
+        )
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[io.FileIO]:
+        """The file at the tensor's first byte.
+
+        Raises:
+            ModelError: it can't be read, or is not the one whose header was read.
+        """
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                if FileState.of(self.path, file) != self.file:
+                    raise ModelError(f"{self.path} was changed while it was being read: try again")
+                file.seek(self.offset)
+                yield file
+        except OSError as error:
+            raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
+
+    def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
+        """Its values in order, some at a time, in a buffer that is used again."""
+        count = torch.Size(self.shape).numel()
+        size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
+        buffer = torch.empty(size, dtype=self.dtype, device="cpu")
+        with self._open() as file:
+            for start in range(0, count, size):
+                part = buffer[: min(size, count - start)]
+                self._fill(part, file)
+                yield part
+
+    def _fill(self, flat: Tensor, file: io.FileIO) -> None:
+        if not len(flat):
+            return
+        memory = flat.view(torch.uint8).numpy().data
+        while memory:
+            count = file.readinto(memory)
+            if not count:
+                raise ModelError(f"{self.path} is damaged or cut short")
+            memory = memory[count:]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model folder: of its one file of weights, or of all that its index names.
+
+    Raises:
+        ModelError: there are none, a file is missing or damaged, or the index is not that of its
+            files (named).
+    """
+    if (folder / WEIGHTS_NAME).is_file():
+        return read_header(folder / WEIGHTS_NAME)
+    if not (folder / INDEX_NAME).is_file():
+        raise _no_weights(folder)
+    return indexed_tensors(folder, INDEX_NAME, read_header)
+
+
+def indexed_tensors(
+    folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
+) -> dict[str, _AnyTensor]:
+    """The tensors of all files that an index names.
+
+    Args:
+        folder: of the index and the files.
+        index_name: of the index.
+        read: reads a file's tensors.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the index is not that of the files.
+    """
+    weight_map = _read_index(folder, index_name)
+    tensors: dict[str, _AnyTensor] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though the index names it")
+        for name, tensor in read(path).items():
+            if weight_map.get(name) != file_name:
+                where = weight_map.get(name, "nowhere")
+                raise ModelError(f"{path} has tensor {name}, which {index_name} puts {where}")
+            tensors[name] = tensor
+    lost = sorted(weight_map.keys() - tensors.keys())
+    if lost:
+        raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds, without reading it.
+
+    Raises:
+        ModelError: it is missing or damaged.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            state = FileState.of(path, file)
+            length = int.from_bytes(file.read(8), "little")
+            if MAX_JSON_BYTES < length <= state.state[0]:
+                raise ModelError(
+                    f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
+                    "that are read"
+                )
+            # The library checks all of the header against the file's length; only offsets are
+            # not to be had from it.
+            with safetensors.safe_open(path, framework="pt"):
+                header = json.loads(file.read(length), object_pairs_hook=unique_keys)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    return {
+        name: StoredTensor(
+            state,
+            name,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def has_pickled_weights(folder: Path) -> bool:
+    """Whether a model folder has no other weights than pickled ones."""
+    return any(
+        (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
+    ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+
+
+def _no_weights(folder: Path) -> ModelError:
+    if any(folder.glob("model.shard-*-of-*.safetensors")):
+        return ModelError(
+            f"{folder} holds its weights in pieces, each written by one process: make a model "
+            f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
+        )
+    repository = repository_of(folder)
+    if has_pickled_weights(folder) or repository:
+        return ModelError(
+            f"{folder} has no {WEIGHTS_NAME}; a {PICKLED_NAME} is a pickle, which could run code "
+            "when it is opened: make a model folder with safetensors of it with "
+            f"`firstlight convert {repository or folder} --out DIR`, and use that"
+        )
+    return ModelError(
+        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
+        "(pickled .bin and .pt files can run code when they are opened)"
+    )
+
+
+def _read_index(folder: Path, index_name: str) -> dict[str, str]:
+    """Which file of the folder each tensor is in.
+
+    Raises:
+        ModelError: the index is damaged, or names a file elsewhere.
+    """
+    try:
+        index = read_json(folder / index_name)
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ModelError(f"{folder / index_name} has no weight_map of tensors to files")
+    outside = sorted(name for name in weight_map.values() if Path(name).name != name)
+    if outside:
+        raise ModelError(f"{folder / index_name} names a file outside its folder: {outside[0]}")
+    return weight_map
+
+
+def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors by the names given: the files, mapped into memory, which must not change
+    while they are used.
+
+    Raises:
+        ModelError: a file is not the one whose header was read.
+    """
+    files: dict[Path, dict[str, Tensor]] = {}
+    for state in {tensor.file for tensor in stored.values()}:
+        try:
+            files[state.path] = safetensors.torch.load_file(state.path)
+            changed = FileState.of(state.path) != state
+        except (OSError, safetensors.SafetensorError):
+            changed = True
+        if changed:
+            raise ModelError(f"{state.path} was changed while it was being read: try again")
+    return {name: files[tensor.path][tensor.name] for name, tensor in stored.items()}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, atomically: an old one stands until the new one is complete.
+
+    Raises:
+        StorageError: the disk refuses, or the format has no name for a tensor's dtype.
+    """
+    with replacing(path) as file:
+        write_tensors(file, tensors, {"format": "pt"})
+
+
+def save_weights(
+    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write the weights of a model folder: one file, or several with an index where they are
+    larger than `max_shard_bytes`.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_tensors(shards[0], folder / WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_tensors(shard, folder / file_name)
+        weight_map |= dict.fromkeys(shard, file_name)
+    index: dict[str, Any] = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
+    write_file(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
