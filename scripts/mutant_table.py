@@ -548,7 +548,7 @@ MUTANTS = [
     # Tokens, chats, sampling
     Mutant(
         "added tokens fill gaps",
-        "firstlight/tokenizer/building.py",
+        "firstlight/tokenizer/parts.py",
         "if any(extended.token_to_id(t) != i for i, t in enumerate(tokens, start=first_id)):",
         "if False:",
         (_TEXT + "added_tokens_get_ids_that_others_have",),
@@ -583,7 +583,7 @@ MUTANTS = [
     ),
     Mutant(
         "half a character is streamed",
-        "firstlight/tokenizer/text_stream.py",
+        "firstlight/tokenizer/tokenizer.py",
         '        if text.endswith("\\ufffd"):\n            return ""\n',
         "",
         (_TEXT + "a_character_of_several_tokens_is_streamed_in_halves",),

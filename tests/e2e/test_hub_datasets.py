@@ -152,7 +152,7 @@ def test_a_dataset_that_is_not_there_is_one_line(
 CACHED = """
 import json, sys
 from firstlight.data.chat import ChatOptions
-from firstlight.data.chat_cache import cached_chat
+from firstlight.data.chat import cached_chat
 from firstlight.tokenizer import Tokenizer
 told = []
 tokenizer = Tokenizer.from_pretrained(sys.argv[2])

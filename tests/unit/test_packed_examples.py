@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.cli.main import main
-from firstlight.data.chat import ChatOptions, prepare_chat
-from firstlight.data.chat_cache import cached_chat
+from firstlight.data.chat import ChatOptions, cached_chat, prepare_chat
 from firstlight.data.examples import ExampleDataset, open_split
 from firstlight.data.loader import IGNORE_INDEX, TokenLoader, rows_to_batch
 from firstlight.data.mixing import MixedDataset

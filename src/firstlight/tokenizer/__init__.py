@@ -15,8 +15,7 @@ from firstlight.tokenizer.formats import (
     QWEN2_PATTERN,
     SPLIT_PATTERNS,
 )
-from firstlight.tokenizer.text_stream import TextStream
-from firstlight.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from firstlight.tokenizer.tokenizer import TextStream, Tokenizer, train_tokenizer
 
 __all__ = [
     "END_OF_TEXT",

@@ -22,8 +22,6 @@ from firstlight.tokenizer.chat_meter import (
     replaced_bytes,
 )
 
-__all__ = ["METER", "meter_of", "metered_filters", "metered_tests"]
-
 #: Where a rendering's meter lies among its variables: no template can spell this name.
 METER = " meter"
 

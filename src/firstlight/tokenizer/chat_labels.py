@@ -34,8 +34,6 @@ from firstlight.tokenizer.chat_sandbox import render
 from firstlight.tokenizer.chat_template import free_characters, plain_messages, protected
 from firstlight.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChatEncoder", "LabelledChat"]
-
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _ADVICE = (

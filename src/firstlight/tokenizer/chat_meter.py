@@ -14,19 +14,6 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-__all__ = [
-    "BYTES_PER_PIECE",
-    "MAX_CHARS",
-    "MAX_ITEMS",
-    "Meter",
-    "account_for_format",
-    "account_for_method",
-    "account_for_operator",
-    "joined_bytes",
-    "one_line",
-    "replaced_bytes",
-]
-
 #: Characters of a rendered conversation, and of any one value on the way.
 MAX_CHARS = 10_000_000
 #: What one item of a list counts for among them.

@@ -37,8 +37,6 @@ from firstlight.tokenizer.chat_meter import (
     one_line,
 )
 
-__all__ = ["check_template", "render"]
-
 #: Characters of a template.
 MAX_TEMPLATE_CHARS = 1_000_000
 #: Words and signs of a template's program: each takes some 50 microseconds to compile. The longest

@@ -9,23 +9,32 @@ import base64
 import binascii
 import dataclasses
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from firstlight.errors import InputError, TokenizerError, describe_os_error
+from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
-from firstlight.tokenizer.config import read_chat_template, read_config, token_text
 from firstlight.tokenizer.limits import (
     LARGEST_FILE_BYTES,
+    may_panic,
     read_tokenizer,
     require_bounded,
     require_short,
 )
-from firstlight.tokenizer.sentencepiece import sentencepiece_pieces, unsupported_features
-from firstlight.tokenizer.trial import library_errors, require_swift
+from firstlight.tokenizer.parts import (
+    TokenizerParts,
+    library_errors,
+    prepend_bos,
+    read_chat_template,
+    read_config,
+    token_text,
+)
+from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,6 +69,9 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
+#: Processor time that trying a tokenizer's patterns may take.
+_MOST_SECONDS = 0.3
+
 #: Rank files that would silently get Llama 3's split, by their number of ranks.
 _OTHER_RANKS = {
     50_280: "p50k_base",
@@ -76,17 +88,6 @@ _NEVER_TOKENIZERS = frozenset(
     ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
     ".tar .zip .zst".split()
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenizerParts:
-    """What a `Tokenizer` is made of; see there."""
-
-    backend: tokenizers.Tokenizer
-    bos_token: str | None = None
-    eos_token: str | None = None
-    add_bos: bool = False
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def find_tokenizer_file(folder: Path) -> Path:
@@ -166,7 +167,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
             raise TokenizerError(f"{path} needs vocab.json beside it")
         return read_tokenizer_file(vocabulary_path)
     else:
-        parts = _from_sentencepiece(path, content)
+        parts = from_sentencepiece(path, content)
     return dataclasses.replace(parts, config=parts.config | read_chat_template(path.parent))
 
 
@@ -308,7 +309,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         [AddedToken(token, special=True, normalized=False) for token in _LLAMA3_SPECIAL_TOKENS]
     )
     bos, eos = _LLAMA3_SPECIAL_TOKENS[:2]
-    _prepend_bos(backend, bos)
+    prepend_bos(backend, bos)
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=True)
 
 
@@ -319,89 +320,30 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Make transformers, too, begin every text with `bos`."""
-    bos_id = backend.token_to_id(bos)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-    )
+def require_swift(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuse a tokenizer whose patterns fail, or take long, on one of some short texts.
 
-
-def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
-    """A sentencepiece BPE model with byte fallback, as Llama 2's `tokenizer.model`."""
-    try:
-        pieces = list(sentencepiece_pieces(content))
-        unsupported = unsupported_features(content)
-    except (IndexError, ValueError) as error:
-        raise TokenizerError(
-            f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
-            "a tiktoken rank file nor a sentencepiece model"
-        ) from error
-    vocabulary = {piece: index for index, (piece, _, _) in enumerate(pieces)}
-    names = {kind: [p for p, _, k in pieces if k == kind] for kind in (1, 2, 3, 6)}
-    if not names[1] or not names[2] or len(names[6]) != 256 or len(vocabulary) != len(pieces):
-        raise TokenizerError(
-            f"tokenizer {path} is not a sentencepiece BPE model with byte fallback"
-        )
-    if any(kind == 4 for _, _, kind in pieces):
-        unsupported.append("user-defined symbols")
-    if unsupported:
-        raise TokenizerError(
-            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
-            "which can't be read exactly: convert it to tokenizer.json with transformers"
-        )
-    require_short(path, vocabulary)
-    scores = {piece: score for piece, score, _ in pieces}
-    merges: list[tuple[float, int, int, str, str]] = []
-    for piece, score, kind in pieces:
-        if kind != 1:
-            continue
-        for i in range(1, len(piece)):
-            left, right = piece[:i], piece[i:]
-            if left in scores and right in scores:
-                merges.append((-score, vocabulary[left], vocabulary[right], left, right))
-    merges.sort(key=lambda merge: merge[:3])
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=[(left, right) for _, _, _, left, right in merges],
-            unk_token=names[2][0],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    control = [*names[2], *names[3]]
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in control]
-    )
-    bos = "<s>" if "<s>" in vocabulary else None
-    eos = "</s>" if "</s>" in vocabulary else None
-    if bos is not None:
-        _prepend_bos(backend, bos)
-    return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
-
-
-def require_unicode(text: str) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments.
+    The library gives up after ten million tries at one place of a text, which takes a tenth of a
+    second, so texts of growing length show what a pattern costs before it costs much.
 
     Raises:
-        InputError: the text holds half of a surrogate pair, which is no character.
+        TokenizerError: it does.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text is not valid Unicode at character {error.start}: "
-            f"{text[max(error.start - 10, 0) : error.start + 1]!a}"
-        ) from None
+    if not may_panic(backend):
+        return
+    began = time.thread_time()
+    for text in _trial_texts():
+        with library_errors(f"tokenizer {path} fails on {text[:8]!r}...", muted=True):
+            backend.decode(backend.encode(text, add_special_tokens=False).ids)
+        if time.thread_time() - began > _MOST_SECONDS:
+            raise TokenizerError(
+                f"tokenizer {path} has a pattern that takes for ever on texts such as "
+                f"{text[:8]!r}...: no real tokenizer does"
+            )
+
+
+def _trial_texts() -> Iterator[str]:
+    for length in (*range(8, 42, 2), 300, 2000):
+        for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
+            text = run * (length // len(run))
+            yield from (text, text + "\0!")

@@ -9,21 +9,17 @@ short texts: see `trial`.
 from __future__ import annotations
 
 import base64
+import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from firstlight.errors import InputError, TokenizerError
 from firstlight.files.atomic import read_file, require_few_values
-
-__all__ = [
-    "LARGEST_FILE_BYTES",
-    "read_tokenizer",
-    "require_bounded",
-    "require_short",
-    "steps_of",
-]
 
 LARGEST_FILE_BYTES = 100_000_000
 #: Bytes that are looked at when every token is cut into two in every way: Llama 3's have 10^7.
@@ -251,3 +247,98 @@ def _require_small_tree(vocabulary: list[Any]) -> None:
         before = token
     if nodes > _MOST_UNIGRAM_NODES:
         raise TokenizerError(f"has tokens that share no beginnings, {nodes:,} characters of them")
+
+
+# What the library may fail on
+
+#: Steps whose code in the library can't panic, whatever the text.
+_SOUND_STEPS = frozenset(
+    "BPEDecoder BertNormalizer BertPreTokenizer ByteFallback ByteLevel CharDelimiterSplit Digits "
+    "Fuse Lowercase Metaspace NFC NFD NFKC NFKD Nmt Prepend Punctuation Replace Sequence Split "
+    "Strip StripAccents UnicodeScripts Whitespace WhitespaceSplit WordPiece".split()
+)
+#: Repetitions of a quantifier such as + that names no end.
+_NO_END = 1 << 30
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether a pattern takes few tries at each place of any text: no group is repeated, and what
+    is repeated stands at most twice in an alternative. All published splits are of this kind."""
+    depth = repeats = place = 0
+    while place < len(pattern):
+        character, is_group = pattern[place], pattern[place] == ")"
+        place += 1
+        if character == "\\":
+            if pattern[place : place + 1] in "123456789kg":
+                return False
+            place = _end(r"[pPxo]\{[^}]*\}|.", pattern, place)
+        elif character == "[":
+            end = _end_of_class(pattern, place)
+            if end is None:
+                return False
+            place = end
+        elif character == "(":
+            if pattern[place : place + 1] == "?":
+                end = _end(r"\?(?:[a-z-]*[:)]|[=!>]|<[=!])", pattern, place)
+                if end == place:
+                    return False
+                depth += pattern[end - 1] != ")"
+                place = end
+            else:
+                depth += 1
+            continue
+        elif character == "|" and not depth:
+            repeats = 0
+        depth -= is_group
+        quantifier = _QUANTIFIER.match(pattern, place)
+        if quantifier is not None and (most := _most(quantifier)) > 1:
+            repeats += most > 10
+            if is_group or repeats > 2:
+                return False
+        place = place if quantifier is None else quantifier.end()
+    return True
+
+
+#: With what makes it lazy or possessive.
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[+?]?")
+
+
+def _most(quantifier: re.Match[str]) -> int:
+    """How often at most it repeats something."""
+    sign, least, comma, most = quantifier.groups()
+    if sign:
+        return 1 if sign == "?" else _NO_END
+    return int((most or _NO_END) if comma else (least or 1))
+
+
+def _end(expected: str, pattern: str, place: int) -> int:
+    match = re.compile(expected, re.DOTALL).match(pattern, place)
+    return place if match is None else match.end()
+
+
+def _end_of_class(pattern: str, place: int) -> int | None:
+    """The place after a [...] that begins before `place`; classes may stand in classes."""
+    depth = 1
+    while place < len(pattern):
+        if pattern[place] == "\\":
+            place += 1
+        else:
+            depth += {"[": 1, "]": -1}.get(pattern[place], 0)
+        place += 1
+        if not depth:
+            return place
+    return None
+
+
+def may_panic(backend: tokenizers.Tokenizer) -> bool:
+    """Whether there are texts on which the library may panic, for all that its steps show."""
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+    for part in parts:
+        for step in steps_of(None if part is None else json.loads(part.__getstate__())):
+            pattern = step.get("pattern")
+            regex = pattern.get("Regex") if isinstance(pattern, dict) else None
+            if step.get("type") not in _SOUND_STEPS or (regex and not _is_simple(regex)):
+                return True
+            if step.get("type") == "Strip" and step.get("stop"):  # of a decoder
+                return True
+    return False

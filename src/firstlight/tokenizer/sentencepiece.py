@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
-__all__ = ["sentencepiece_pieces", "unsupported_features"]
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from firstlight.errors import TokenizerError
+from firstlight.tokenizer.limits import require_short
+from firstlight.tokenizer.parts import TokenizerParts, prepend_bos
 
 
 def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
@@ -85,3 +91,68 @@ def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise ValueError("not a protobuf message")
         yield field, content[position : position + size]
         position += size
+
+
+def from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
+    """A sentencepiece BPE model with byte fallback, as Llama 2's `tokenizer.model`."""
+    try:
+        pieces = list(sentencepiece_pieces(content))
+        unsupported = unsupported_features(content)
+    except (IndexError, ValueError) as error:
+        raise TokenizerError(
+            f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
+            "a tiktoken rank file nor a sentencepiece model"
+        ) from error
+    vocabulary = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+    names = {kind: [p for p, _, k in pieces if k == kind] for kind in (1, 2, 3, 6)}
+    if not names[1] or not names[2] or len(names[6]) != 256 or len(vocabulary) != len(pieces):
+        raise TokenizerError(
+            f"tokenizer {path} is not a sentencepiece BPE model with byte fallback"
+        )
+    if any(kind == 4 for _, _, kind in pieces):
+        unsupported.append("user-defined symbols")
+    if unsupported:
+        raise TokenizerError(
+            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
+            "which can't be read exactly: convert it to tokenizer.json with transformers"
+        )
+    require_short(path, vocabulary)
+    scores = {piece: score for piece, score, _ in pieces}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for piece, score, kind in pieces:
+        if kind != 1:
+            continue
+        for i in range(1, len(piece)):
+            left, right = piece[:i], piece[i:]
+            if left in scores and right in scores:
+                merges.append((-score, vocabulary[left], vocabulary[right], left, right))
+    merges.sort(key=lambda merge: merge[:3])
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for _, _, _, left, right in merges],
+            unk_token=names[2][0],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    control = [*names[2], *names[3]]
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
+    bos = "<s>" if "<s>" in vocabulary else None
+    eos = "</s>" if "</s>" in vocabulary else None
+    if bos is not None:
+        prepend_bos(backend, bos)
+    return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)

@@ -14,17 +14,23 @@ import tokenizers
 
 from firstlight.errors import TokenizerError, nearest
 from firstlight.files.atomic import write_file
-from firstlight.tokenizer.building import extended_backend, trained_parts
-from firstlight.tokenizer.config import chat_template_of, named_tokens, natural_pad_token
 from firstlight.tokenizer.formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     find_tokenizer_file,
     read_tokenizer_file,
-    require_unicode,
 )
-from firstlight.tokenizer.trial import library_errors, may_panic
+from firstlight.tokenizer.limits import may_panic
+from firstlight.tokenizer.parts import (
+    chat_template_of,
+    extended_backend,
+    library_errors,
+    named_tokens,
+    natural_pad_token,
+    require_unicode,
+    trained_parts,
+)
 
 #: What ids come from in tokenizer.json, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
@@ -169,7 +175,7 @@ class Tokenizer:
         backend = extended_backend(self.backend, tokens, self.vocab_size)
         config = dict(self.config)
         if chat_template is not None:
-            from firstlight.tokenizer.chat_template import check_template
+            from firstlight.tokenizer.chat_sandbox import check_template
 
             check_template(chat_template)
             config["chat_template"] = chat_template
@@ -390,3 +396,50 @@ def train_tokenizer(
         InputError: a text holds half of a surrogate pair.
     """
     return Tokenizer(**vars(trained_parts(texts, vocab_size, pattern, special_tokens)))
+
+
+class TextStream:
+    """Turn token ids into text one at a time, never emitting half a character.
+
+    The pieces that `push` returns, and at the end `finish`, concatenate to exactly the text
+    that decoding everything at once would have added after `prompt_ids`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
+        text = tokenizer.decode(self._ids)
+        self._emitted = len(text)
+        # A prompt that ends inside a character is kept whole until the character is.
+        if not text.endswith("\ufffd"):
+            self._shrink()
+
+    def push(self, token_id: int) -> str:
+        """Add one id; return the text that is now certain (often a word, sometimes nothing)."""
+        if token_id in self._tokenizer.special_token_ids:
+            return ""
+        self._ids.append(token_id)
+        # With byte fallback a whole run of byte tokens decodes together: all good or all bad.
+        if token_id in self._tokenizer.byte_token_ids:
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        piece = text[self._emitted :]
+        self._shrink()
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held back. Bytes that never became a character show as U+FFFD."""
+        piece = self._tokenizer.decode(self._ids)[self._emitted :]
+        self._shrink()
+        return piece
+
+    def _shrink(self) -> None:
+        """Keep only the ids that still matter: the last token that is no byte token, so that
+        a decoder which strips the first space of a text does not strip later ones."""
+        start = max(len(self._ids) - 1, 0)
+        while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:
+            start -= 1
+        self._ids = self._ids[start:]
+        self._emitted = len(self._tokenizer.decode(self._ids))

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.data.chat import ChatOptions
-from firstlight.data.chat_cache import cached_chat
+from firstlight.data.chat import ChatOptions, cached_chat
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import open_split
 from firstlight.data.mixing import MixedDataset, whole_weights

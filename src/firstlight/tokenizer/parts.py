@@ -1,0 +1,304 @@
+"""What stands beside a tokenizer: `tokenizer_config.json`, and the chat template wherever it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from firstlight.errors import FirstlightError, InputError, TokenizerError
+from firstlight.files.atomic import plain_lines, read_file, read_json
+from firstlight.tokenizer.limits import may_panic
+
+#: What vocabularies call their padding; Qwen's is `<|endoftext|>`, where turns end otherwise.
+_PAD_TOKENS = (
+    *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
+    "<|endoftext|>",
+)
+
+#: Of a template's file; what is rendered may have a million characters.
+_MAX_TEMPLATE_BYTES = 4_000_000
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`; empty where there is none.
+
+    Raises:
+        TokenizerError: it can't be read, or is not a JSON object.
+    """
+    return _read_object(folder / "tokenizer_config.json")
+
+
+def read_chat_template(folder: Path) -> dict[str, Any]:
+    """`{"chat_template": ...}` from where transformers looks for it, or `{}`.
+
+    `chat_template.jinja` wins over the entry of `tokenizer_config.json`, and that one over
+    `chat_template.json`.
+
+    Raises:
+        TokenizerError: one of them can't be read, or is not what its name says.
+    """
+    jinja = folder / "chat_template.jinja"
+    try:
+        if jinja.is_file():
+            content = read_file(jinja, _MAX_TEMPLATE_BYTES).decode("utf-8")
+            return {"chat_template": plain_lines(content)}
+    except InputError as error:
+        raise TokenizerError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{jinja} is not UTF-8: {error}") from error
+    for config in (read_config(folder), _read_object(folder / "chat_template.json")):
+        if config.get("chat_template") is not None:
+            return {"chat_template": config["chat_template"]}
+    return {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        config = read_json(path) if path.is_file() else {}
+    except InputError as error:
+        raise TokenizerError(str(error)) from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{path} is not a JSON object")
+    return config
+
+
+def chat_template_of(config: dict[str, Any]) -> str | None:
+    """The chat template of a config: a text, or of a list by name the one called "default"."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = {t.get("name"): t.get("template") for t in named}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> dict[str, str]:
+    """The tokens that a config names, by name: what chat templates may write.
+
+    Args:
+        config: the config without bos and eos.
+        bos: `bos_token`, if there is one.
+        eos: `eos_token`, likewise.
+    """
+    further = config.get("extra_special_tokens")
+    entries = {name: token for name, token in config.items() if name.endswith("_token")}
+    entries |= further if isinstance(further, dict) else {}
+    entries |= {"bos_token": bos, "eos_token": eos}
+    texts = {name: token_text(token) for name, token in entries.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def natural_pad_token(
+    special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
+) -> str | None:
+    """The token that a vocabulary has for padding, which no text that a model learns contains.
+
+    Args:
+        special_tokens: of the vocabulary.
+        ends: bos and eos, which are learned: a collator that pads with one of them leaves it out
+            of the loss everywhere.
+        byte_fallback: every text has tokens, so that `<unk>` is in none.
+    """
+    names = [*_PAD_TOKENS, *(["<unk>"] if byte_fallback else [])]
+    return next((name for name in names if name in special_tokens and name not in ends), None)
+
+
+def token_text(token: Any) -> str | None:
+    """A token in a config: a string, or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def trained_parts(
+    texts: Iterable[str], vocab_size: int, pattern: str, special_tokens: Sequence[str]
+) -> TokenizerParts:
+    """What `firstlight.tokenizer.train_tokenizer` makes; see there."""
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise TokenizerError(
+            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
+            f"(256 bytes and {len(special_tokens)} special)"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    seen = 0
+
+    def count(pieces: Iterable[str]) -> Iterator[str]:
+        nonlocal seen
+        for piece in pieces:
+            seen += len(piece)
+            require_unicode(piece)
+            yield piece
+
+    backend.train_from_iterator(count(texts), trainer)
+    if seen == 0:
+        raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
+    return TokenizerParts(backend, eos_token=special_tokens[0] if special_tokens else None)
+
+
+def extended_backend(
+    backend: tokenizers.Tokenizer, tokens: Sequence[str], first_id: int
+) -> tokenizers.Tokenizer:
+    """A copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
+
+    Args:
+        backend: takes special tokens in texts as text.
+        tokens: the new ones.
+        first_id: one more than the highest id so far.
+
+    Raises:
+        TokenizerError: a token is empty, given twice or in the vocabulary already; or the ids
+            so far have gaps, which the new tokens would fill.
+    """
+    for number, token in enumerate(tokens):
+        _require_new(backend, token)
+        if token in tokens[:number]:
+            raise TokenizerError(f"the new token '{token}' is given twice")
+    extended = tokenizers.Tokenizer.from_str(backend.to_str())
+    extended.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    if any(extended.token_to_id(t) != i for i, t in enumerate(tokens, start=first_id)):
+        raise TokenizerError(
+            f"no token can be added to this tokenizer: not every id below {first_id} has a token"
+        )
+    return extended
+
+
+def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
+    if not token:
+        raise TokenizerError("a new token is empty")
+    require_unicode(token)
+    if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
+        raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
+    # A word may stand in the vocabulary under other letters: Ġthe, ▁the.
+    with library_errors(f"the tokenizer can't encode '{token}'", muted=may_panic(backend)):
+        ids = backend.encode(token, add_special_tokens=False).ids
+        is_word = len(ids) == 1 and backend.decode(ids) == token
+    if is_word or backend.token_to_id(token) is not None:
+        raise TokenizerError(
+            f"'{token}' is an ordinary word of the vocabulary already: "
+            "choose one that texts don't hold, such as <|name|>"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerParts:
+    """What a `Tokenizer` is made of; see there."""
+
+    backend: tokenizers.Tokenizer
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos: bool = False
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def require_unicode(text: str) -> None:
+    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments.
+
+    Raises:
+        InputError: the text holds half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text is not valid Unicode at character {error.start}: "
+            f"{text[max(error.start - 10, 0) : error.start + 1]!a}"
+        ) from None
+
+
+def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
+    """Make transformers, too, begin every text with `bos`."""
+    bos_id = backend.token_to_id(bos)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+    )
+
+
+@contextlib.contextmanager
+def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
+    """Turn an error of the library into a `TokenizerError` of one line.
+
+    Args:
+        problem: the beginning of the line.
+        muted: leave out what the library writes to stderr, too.
+    """
+    try:
+        with _muted_library() if muted else contextlib.nullcontext():
+            yield
+    except BaseException as error:
+        # Ctrl-C is no Exception either.
+        is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not is_of_library or isinstance(error, FirstlightError | MemoryError):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise TokenizerError(f"{problem}: {reason} ({_remedy(reason)})") from error
+
+
+def _remedy(reason: str) -> str:
+    """What helps against an error of the library."""
+    if re.search(r"[Mm]issing .* token from the vocabulary", reason):
+        return "add the token that its unk_token names to the vocabulary in tokenizer.json"
+    return "mend its tokenizer.json, or take another tokenizer"
+
+
+_MUTED = threading.Lock()
+
+
+@contextlib.contextmanager
+def _muted_library() -> Iterator[None]:
+    """Leave out what the library writes to stderr when it panics, which is a page of Rust.
+
+    It writes past Python, to the process's stderr. What other threads write there meanwhile comes
+    afterwards.
+    """
+    with _MUTED, contextlib.ExitStack() as stack:
+        try:
+            stderr = os.dup(2)
+            stack.callback(os.close, stderr)
+            held = stack.enter_context(_unnamed_file())
+            os.dup2(held.fileno(), 2)
+        except OSError:  # no stderr, or no room for what is written
+            yield
+            return
+        stack.callback(os.dup2, stderr, 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                _pass_on(held, stderr)
+            raise
+        _pass_on(held, stderr)
+
+
+def _unnamed_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stderr"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _pass_on(held: IO[bytes], stderr: int) -> None:
+    held.seek(0)
+    with contextlib.suppress(OSError):
+        os.write(stderr, held.read())
