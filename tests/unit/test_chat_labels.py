@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.tokenizer.chat_labels import ChatEncoder
-from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, turn_end_ids, with_chat_template
+from firstlight.tokenizer.chat_labels import ChatEncoder, turn_end_ids, with_chat_template
+from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 
 _NAMES = pytest.mark.parametrize("name", CHAT_TEMPLATES)
 

@@ -46,8 +46,12 @@ from firstlight.errors import (
 from firstlight.files.atomic import make_folder, new_folder, remove_file, remove_folder, sha256_of
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.chat_labels import ChatEncoder, LabelledChat
-from firstlight.tokenizer.chat_template import require_end, with_chat_template
+from firstlight.tokenizer.chat_labels import (
+    ChatEncoder,
+    LabelledChat,
+    require_end,
+    with_chat_template,
+)
 
 #: Shards of examples are smaller than those of text: their labels are held in memory.
 _SHARD_TOKENS = 10_000_000

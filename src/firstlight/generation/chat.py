@@ -13,7 +13,7 @@ from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of, tokenizer_of
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import Model
-from firstlight.tokenizer.chat_template import turn_end_ids
+from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.huggingface import LoadedModel
 
 __all__ = [

@@ -27,7 +27,7 @@ from firstlight.lora.files import (
 from firstlight.lora.layers import merge_lora
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
-from firstlight.tokenizer.chat_template import turn_end_ids
+from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.loading import LoadingWay, count_tensors, load_weights
 from firstlight.weights.stored import FileState, stored_tensors
