@@ -6,6 +6,16 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen keys; an unknown key, a wrong type and a number that is not finite are errors."""
+    """Frozen keys; an unknown key, a wrong type and a number that is not finite are errors.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    The text below a key is its documentation: `model_fields[key].description`, which
+    `firstlight train --help-all` prints.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )

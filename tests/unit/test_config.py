@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -450,8 +449,4 @@ def test_every_recipe_of_the_project_parses(path: Path) -> None:
 @pytest.mark.parametrize("section", _SECTIONS)
 def test_every_key_of_a_section_is_documented(section: str) -> None:
     kind: type[BaseModel] = _SECTIONS[section]
-    documented = re.findall(
-        r"^ {4}([a-z0-9_, ]+):|[.] ([a-z0-9_]+):", kind.__doc__ or "", re.MULTILINE
-    )
-    names = {name.strip() for pair in documented for part in pair for name in part.split(",")}
-    assert set(kind.model_fields) <= names
+    assert all(field.description for field in kind.model_fields.values())

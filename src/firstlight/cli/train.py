@@ -52,14 +52,14 @@ class _TrainCommand(click.Command):
         return result
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from firstlight.recipe import key_documentation, recipe_fields
+        from firstlight.recipe import recipe_fields
 
         sections: dict[str, list[tuple[str, str]]] = {}
         for section, kind, key in recipe_fields():
             field = kind.model_fields[key]
             default = "required" if field.is_required() else json.dumps(field.default)
             family = f" ({kind.__name__.removesuffix('Config')})" if section == "model" else ""
-            text = key_documentation(kind).get(key, "")
+            text = " ".join((field.description or "").split())
             sections.setdefault(section + family, []).append(
                 (f"--{section}.{key}", f"{text} [{default}]".strip())
             )

@@ -14,16 +14,14 @@ from firstlight.section import Section
 
 
 class MixedCorpus(Section):
-    """One corpus of `data.mix`.
-
-    dir: a folder that `firstlight prepare` wrote, or its URL.
-    weight: how many rows it gives in relation to the others' weights.
-    name: of its val/loss/NAME and epoch/NAME; null is the last part of `dir`.
-    """
+    """One corpus of `data.mix`."""
 
     dir: str = Field(min_length=1)
+    """a folder that `firstlight prepare` wrote, or its URL."""
     weight: float = Field(gt=0)
+    """how many rows it gives in relation to the others' weights."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    """name in val/loss/NAME and epoch/NAME; null is the last part of `dir`."""
 
     @property
     def label(self) -> str:
@@ -32,59 +30,56 @@ class MixedCorpus(Section):
 
 
 class DataConfig(Section):
-    """The `data` section. One of `dir`, `mix` and `files` is given.
-
-    kind: chat for conversations, preference for pairs of answers, text for text; null is what
-        `dir` holds.
-    dir: a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
-        https://), from which it is fetched into a cache.
-    mix: several of them, prepared with one tokenizer: a list of {dir, weight}. Each gives rows
-        in proportion to its weight, exactly, in its own shuffled order, again and again. An
-        epoch is as many rows as the corpora have together. val/loss is the mean of their
-        losses by weight; each one's stands beside it.
-    files: with kind chat, conversations (with kind preference, pairs) that are prepared when the
-        run starts, and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
-        hf:NAME[:CONFIG].
-    val_files: of `files`, those to validate on; null holds val_fraction of the conversations out.
-    val_fraction: of `files`: the share that is held out for validation; 0 is none.
-    format: of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys.
-    template: the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null is
-        the tokenizer's own. It is saved with the model.
-    tokenizer: of `files`: a folder or file; null is that of --init-from.
-    train_on: of `files`: assistant learns what the assistant says and where it ends, all every
-        token.
-    on_bad: of `files`: whether to refuse or skip records that are no conversations.
-    long: of conversations that are longer than a row: refuse them all, drop them, or cut their
-        ends off.
-    seq_len: tokens a training row; null is the model's max_position_embeddings.
-    verify: compare the shards with their sha256 before the first step.
-    document_masking: tokens see only their own document; positions start anew in each. Always so
-        with conversations.
-    workers: threads that read rows ahead; the order of the rows does not depend on them. 0
-        reads them when a step needs them.
-    prefetch: micro-batches that are read ahead; at least those of one step.
-    pin_memory: page-locked batches, from which a GPU copies while it computes; null is where
-        there is a CUDA GPU.
-    """
+    """The `data` section. One of `dir`, `mix` and `files` is given."""
 
     kind: Literal["text", "chat", "preference"] | None = None
+    """chat for conversations, preference for pairs of answers, text for text; null is what `dir`
+    holds."""
     dir: str | None = Field(min_length=1)
+    """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
+    https://), from which it is fetched into a cache."""
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
+    """several of them, prepared with one tokenizer: a list of {dir, weight}. Each gives rows in
+    proportion to its weight, exactly, in its own shuffled order, again and again. An epoch is as
+    many rows as the corpora have together. val/loss is the mean of their losses by weight; each
+    one's stands beside it."""
     files: list[str] | None = Field(None, min_length=1)
+    """with kind chat, conversations (with kind preference, pairs) that are prepared when the run
+    starts, and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
+    hf:NAME[:CONFIG]."""
     val_files: list[str] | None = Field(None, min_length=1)
+    """of `files`, those to validate on; null holds val_fraction of the conversations out."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
+    """of `files`: the share that is held out for validation; 0 is none."""
     format: ChatForm = "auto"
+    """of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys."""
     template: str | None = Field(None, min_length=1)
+    """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null is the
+    tokenizer's own. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
+    """of `files`: a folder or file; null is that of --init-from."""
     train_on: Literal["assistant", "all"] = "assistant"
+    """of `files`: assistant learns what the assistant says and where it ends, all every token."""
     on_bad: Literal["refuse", "skip"] = "refuse"
+    """of `files`: whether to refuse or skip records that are no conversations."""
     long: LongPolicy = "refuse"
+    """of conversations that are longer than a row: refuse them all, drop them, or cut their ends
+    off."""
     seq_len: int | None = Field(None, gt=0)
+    """tokens a training row; null is the model's max_position_embeddings."""
     verify: bool = True
+    """compare the shards with their sha256 before the first step."""
     document_masking: bool = False
+    """tokens see only their own document; positions start anew in each. Always so with
+    conversations."""
     workers: int = Field(1, ge=0, le=64)
+    """threads that read rows ahead; the order of the rows does not depend on them. 0 reads them
+    when a step needs them."""
     prefetch: int = Field(2, ge=1, le=1024)
+    """micro-batches that are read ahead; at least those of one step."""
     pin_memory: bool | None = None
+    """page-locked batches, from which a GPU copies while it computes; null is where there is a CUDA
+    GPU."""
 
     @model_validator(mode="before")
     @classmethod

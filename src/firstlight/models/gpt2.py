@@ -45,24 +45,7 @@ _GGUF = GGUFSpec(
 
 
 class GPT2Config(FamilyConfig):
-    """Shape of a GPT-2 model. Dropout is off unless asked for, as is usual for pretraining today.
-
-    model_type: "gpt2".
-    vocab_size: tokens the model knows; 0 takes the tokenizer's.
-    hidden_size: width of the residual stream.
-    intermediate_size: width inside the MLP; 0 is 4 hidden_size.
-    num_hidden_layers: depth.
-    num_attention_heads: heads, which share hidden_size.
-    max_position_embeddings: the context limit in tokens.
-    activation_function: "gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's).
-    qkv_bias: queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none.
-    layer_norm_epsilon: added under the norms' root.
-    embd_pdrop: dropout after the embeddings.
-    attn_pdrop: dropout of attention weights.
-    resid_pdrop: dropout before each addition to the residual stream.
-    tie_word_embeddings: the head is the embedding, transposed.
-    initializer_range: standard deviation of the initial weights.
-    """
+    """Shape of a GPT-2 model. Dropout is off by default, as is usual for pretraining today."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"gpt2": FamilySpec("GPT2LMHeadModel", _GGUF)}
     hf_names: ClassVar[Mapping[str, str]] = {
@@ -83,20 +66,35 @@ class GPT2Config(FamilyConfig):
     stores_transposed = True
 
     model_type: Literal["gpt2"] = "gpt2"
+    """"gpt2"."""
     vocab_size: int = Field(0, ge=0)
+    """tokens the model knows; 0 takes the tokenizer's."""
     hidden_size: int = Field(768, gt=0)
+    """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
+    """width inside the MLP; 0 is 4 hidden_size."""
     num_hidden_layers: int = Field(12, gt=0, le=10_000)
+    """depth."""
     num_attention_heads: int = Field(12, gt=0)
+    """heads, which share hidden_size."""
     max_position_embeddings: int = Field(1024, gt=0)
+    """the context limit in tokens."""
     activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
+    """"gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's)."""
     qkv_bias: bool = True
+    """queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
+    """added under the norms' root."""
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
+    """dropout after the embeddings."""
     attn_pdrop: float = Field(0.0, ge=0, lt=1)
+    """dropout of attention weights."""
     resid_pdrop: float = Field(0.0, ge=0, lt=1)
+    """dropout before each addition to the residual stream."""
     tie_word_embeddings: bool = True
+    """the head is the embedding, transposed."""
     initializer_range: float = Field(0.02, gt=0, le=1)
+    """standard deviation of the initial weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -41,33 +41,57 @@ else:
 
 
 class _DecoderConfig(FamilyConfig):
-    """What all families of this file share."""
+    """The keys that all families of this file share; names and meanings are Hugging Face's."""
 
     #: The family of a config that doesn't name it.
     default_type: ClassVar[str] = "llama"
 
     model_type: str
     vocab_size: int = Field(0, ge=0)
+    """tokens the model knows; 0 takes the tokenizer's."""
     hidden_size: int = Field(256, gt=0)
+    """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
+    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
+    In models with experts: of the layers without experts."""
     num_hidden_layers: int = Field(4, gt=0, le=10_000)
+    """depth."""
     num_attention_heads: int = Field(4, gt=0)
+    """query heads."""
     num_key_value_heads: int = Field(0, ge=0)
+    """key and value heads; 0 is as many as query heads."""
     head_dim: int = Field(0, ge=0)
+    """size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given, hidden_size
+    need not be a multiple of num_attention_heads (except in llama)."""
     max_position_embeddings: int = Field(1024, gt=0)
+    """the context limit in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
+    """added under the norms' root."""
     rope_theta: float = Field(10_000.0, gt=0)
+    """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """null, {rope_type: linear, factor} or {rope_type: llama3, factor, low_freq_factor,
+    high_freq_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
+    """biases on all the attention's projections (llama, qwen3, granite, qwen3_moe)."""
     mlp_bias: bool = False
+    """biases on the MLP's projections (llama, granite)."""
     sliding_window: int | None = Field(None, gt=0)
+    """a token sees so many tokens, itself included; null is all (not llama, granite)."""
     max_window_layers: int = Field(0, ge=0)
+    """the first so many layers see all tokens all the same (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
+    """the head is the embedding, transposed."""
     initializer_range: float = Field(0.02, gt=0, le=1)
+    """standard deviation of the initial weights."""
     embedding_multiplier: float = Field(1.0, gt=0)
+    """factor of the embeddings (granite)."""
     attention_multiplier: float | None = Field(None, gt=0)
+    """factor of the attention's scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
+    """factor of what attention and MLP add to the residual stream (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
+    """divisor of the logits (granite)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -256,76 +280,39 @@ def _rope_from_hf(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 
 
 class LlamaConfig(_DecoderConfig):
-    """Shape of a dense model; names and meanings are Hugging Face's.
-
-    model_type: "llama", "mistral", "qwen2" (biases on queries, keys and values), "qwen3"
-        (queries and keys normalised by head) or "granite" (four multipliers).
-    vocab_size: tokens the model knows; 0 takes the tokenizer's.
-    hidden_size: width of the residual stream.
-    intermediate_size: width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
-    num_hidden_layers: depth.
-    num_attention_heads: query heads.
-    num_key_value_heads: key and value heads; 0 is as many as query heads.
-    head_dim: size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given,
-        hidden_size need not be a multiple of num_attention_heads (except in llama).
-    max_position_embeddings: the context limit in tokens.
-    rms_norm_eps: added under the norms' root.
-    rope_theta: base of the rotary frequencies.
-    rope_scaling: null, {rope_type: linear, factor} or {rope_type: llama3, factor,
-        low_freq_factor, high_freq_factor, original_max_position_embeddings}.
-    attention_bias: biases on all the attention's projections (llama, qwen3, granite).
-    mlp_bias: biases on the MLP's projections (llama, granite).
-    sliding_window: a token sees so many tokens, itself included; null is all (not llama, granite).
-    max_window_layers: the first so many layers see all tokens all the same (qwen2, qwen3).
-    tie_word_embeddings: the head is the embedding, transposed.
-    initializer_range: standard deviation of the initial weights.
-    embedding_multiplier: factor of the embeddings (granite).
-    attention_multiplier: factor of the attention's scores; null is 1 / sqrt(head_dim) (granite).
-    residual_multiplier: factor of what attention and MLP add to the residual stream (granite).
-    logits_scaling: divisor of the logits (granite).
-    """
+    """Shape of a dense model."""
 
     families = DENSE
     tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
     has_pipeline = True
 
     model_type: DenseType = "llama"
+    """"llama", "mistral", "qwen2" (biases on queries, keys and values), "qwen3" (queries and keys
+    normalised by head) or "granite" (four multipliers)."""
 
 
 class MoEConfig(_DecoderConfig):
-    """Shape of a Mixture-of-Experts model: as `LlamaConfig`, the MLPs being experts of which
-    each token visits a few.
-
-    model_type: "mixtral" or "qwen3_moe" (queries and keys normalised by head).
-    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: as a
-        dense model's; intermediate_size is that of the layers without experts.
-    num_key_value_heads, head_dim, max_position_embeddings, rms_norm_eps: as a dense model's.
-    rope_theta, rope_scaling, sliding_window, tie_word_embeddings: as a dense model's.
-    attention_bias: as a dense model's (qwen3_moe).
-    mlp_bias, max_window_layers: not a key of these families.
-    initializer_range: standard deviation of the initial weights.
-    embedding_multiplier, attention_multiplier, residual_multiplier, logits_scaling: not a key of
-        these families.
-    num_experts: experts a layer.
-    num_experts_per_tok: experts that each token visits.
-    moe_intermediate_size: width inside an expert; 0 is intermediate_size.
-    norm_topk_prob: the visited experts' weights are scaled to sum to 1 (always, in mixtral).
-    router_aux_loss_coef: weight of the load-balancing loss in training (Fedus et al. 2021).
-    decoder_sparse_step: every so many layers have experts, counted from 1 (qwen3_moe).
-    mlp_only_layers: layers, counted from 0, without experts (qwen3_moe).
-    """
+    """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
 
     families = ROUTED
     default_type: ClassVar[str] = "mixtral"
 
     model_type: RoutedType = "mixtral"
+    """"mixtral" or "qwen3_moe" (queries and keys normalised by head)."""
     num_experts: int = Field(8, gt=0, le=10_000)
+    """experts a layer."""
     num_experts_per_tok: int = Field(2, gt=0)
+    """experts that each token visits."""
     moe_intermediate_size: int = Field(0, ge=0)
+    """width inside an expert; 0 is intermediate_size."""
     norm_topk_prob: bool = True
+    """the visited experts' weights are scaled to sum to 1 (always, in mixtral)."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
+    """weight of the load-balancing loss in training (Fedus et al. 2021)."""
     decoder_sparse_step: int = Field(1, gt=0)
+    """every so many layers have experts, counted from 1 (qwen3_moe)."""
     mlp_only_layers: list[int] = Field([])
+    """layers, counted from 0, without experts (qwen3_moe)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,33 +22,30 @@ _ALTERNATIVES = (
 
 
 class ScheduleConfig(Section):
-    """The `schedule` section of a recipe.
-
-    max_steps: optimizer steps of the run; null is one epoch of the training split.
-    epochs: passes over the training split, fractions included, instead of max_steps.
-    warmup_steps: steps over which the learning rate rises; null is a twentieth of decay_steps.
-    warmup_tokens: tokens over which the learning rate rises, instead of warmup_steps.
-    warmup_ratio: share of the run's steps over which the learning rate rises, instead of
-        warmup_steps.
-    decay_steps: step at which the learning rate has come down to its minimum, where it stays,
-        counted from the run's first one; null is the last step of the run.
-    min_lr_ratio: minimum of the learning rate as a share of the peak; 0.1 where neither it nor
-        min_learning_rate is given.
-    min_learning_rate: minimum of optimizer.learning_rate as a value, instead of min_lr_ratio;
-        another peak (Muon's) comes down by the same factor.
-    resume: with --init-from, go on in the schedule at the step that the checkpoint was saved at,
-        with its optimizer's state, on whatever data; false is a schedule of its own, from step 0.
-    """
+    """The `schedule` section of a recipe."""
 
     max_steps: int | None = Field(None, gt=0)
+    """optimizer steps of the run; null is one epoch of the training split."""
     epochs: float | None = Field(None, gt=0)
+    """passes over the training split, fractions included, instead of max_steps."""
     warmup_steps: int | None = Field(None, ge=0)
+    """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
+    """tokens over which the learning rate rises, instead of warmup_steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """share of the run's steps over which the learning rate rises, instead of warmup_steps."""
     decay_steps: int | None = Field(None, gt=0)
+    """step at which the learning rate has come down to its minimum, where it stays, counted from
+    the run's first one; null is the last step of the run."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
+    """minimum of the learning rate as a share of the peak; 0.1 where neither it nor
+    min_learning_rate is given."""
     min_learning_rate: float | None = Field(None, ge=0)
+    """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; another peak (Muon's)
+    comes down by the same factor."""
     resume: bool = False
+    """with --init-from, go on in the schedule at the step that the checkpoint was saved at, with
+    its optimizer's state, on whatever data; false is a schedule of its own, from step 0."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,6 @@
 from firstlight.checkpoint.config import CheckpointConfig
 from firstlight.data.config import NO_MASKING, DataConfig, MixedCorpus
 from firstlight.recipe.load import (
-    key_documentation,
     key_of_other_name,
     known_keys,
     load_recipe,
@@ -37,7 +36,6 @@ __all__ = [
     "Recipe",
     "ResolvedRecipe",
     "RunConfig",
-    "key_documentation",
     "key_of_other_name",
     "known_keys",
     "load_recipe",

@@ -6,8 +6,6 @@ the nearest real name; the resolved recipe is saved with the run and in each che
 
 from __future__ import annotations
 
-import inspect
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,14 +159,6 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
                 yield section, kind, key
-
-
-def key_documentation(section: type[BaseModel]) -> dict[str, str]:
-    """What a section's docstring says of each key: its `key: text` paragraphs."""
-    paragraphs = re.findall(
-        r"^(\w+(?:, \w+)*): (.*(?:\n +.*)*)", inspect.cleandoc(section.__doc__ or ""), re.MULTILINE
-    )
-    return {key: " ".join(text.split()) for keys, text in paragraphs for key in keys.split(", ")}
 
 
 #: What other programs call our keys.

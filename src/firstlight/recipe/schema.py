@@ -22,25 +22,23 @@ from firstlight.section import Section
 
 
 class RunConfig(Section):
-    """The `run` section.
-
-    dir: the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>.
-    seed: decides the initial weights, the order of the rows and dropout.
-    device: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps".
-    deterministic: on a CUDA GPU, compute the same bits each time, so that a resumed run is bit for
-        bit the one that was not stopped; costs speed, in attention's backward pass above all. On a
-        CPU the bits are always the same.
-    max_minutes: save and stop once so much time has passed since the start, but not before a
-        step is done; null is no limit.
-    tensorboard: write metrics and samples into the run folder's tensorboard/, too.
-    """
+    """The `run` section."""
 
     dir: str | None = Field(None, min_length=1)
+    """the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>."""
     seed: int = Field(1337, ge=0, lt=2**63)
+    """decides the initial weights, the order of the rows and dropout."""
     device: str = "auto"
+    """"auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"."""
     deterministic: bool = False
+    """on a CUDA GPU, compute the same bits each time, so that a resumed run is bit for bit the one
+    that was not stopped; costs speed, in attention's backward pass above all. On a CPU the bits are
+    always the same."""
     max_minutes: float | None = Field(None, gt=0)
+    """save and stop once so much time has passed since the start, but not before a step is done;
+    null is no limit."""
     tensorboard: bool = False
+    """write metrics and samples into the run folder's tensorboard/, too."""
 
 
 DEFAULT_ROWS = 8
@@ -55,22 +53,21 @@ def _number_of_rows(value: object) -> object:
 class BatchConfig(Section):
     """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows of each
     process.
-
-    micro_batch_size: rows a forward pass: more keep the hardware busier, and take more memory
-        for activations. "auto" is the largest that fits: found before the run by trying the
-        whole of global_batch_tokens, then half of it, and so on, in a process of its own. null
-        is 8; but on a CPU, which some 1,024 tokens keep busy, no more than that where
-        global_batch_tokens says how large a step is.
-    gradient_accumulation_steps: forward passes a step: the step of a large batch in the memory
-        of a small one, with the same gradient.
-    global_batch_tokens: tokens a step; decides the accumulation instead of it.
     """
 
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
+    """rows a forward pass: more keep the hardware busier, and take more memory for activations.
+    "auto" is the largest that fits: found before the run by trying the whole of
+    global_batch_tokens, then half of it, and so on, in a process of its own. null is 8; but on a
+    CPU, which some 1,024 tokens keep busy, no more than that where global_batch_tokens says how
+    large a step is."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
+    """forward passes a step: the step of a large batch in the memory of a small one, with the same
+    gradient."""
     global_batch_tokens: int | None = Field(None, gt=0)
+    """tokens a step; decides the accumulation instead of it."""
 
     @property
     def rows(self) -> int:
@@ -126,34 +123,31 @@ class BatchConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The `evaluation` section.
-
-    every_steps: validation loss and sample texts after every so many steps; 0 is at the end only.
-    max_rows: rows of the validation split that are evaluated, spread evenly; 0 is all.
-    train_rows: rows of the training split that are evaluated beside it, spread evenly and the same
-        each time (of each corpus of a mix): train_eval/loss has what val/loss has, without
-        dropout and without a batch's luck; 0 is none.
-    sample_prompts: texts to be continued at each evaluation; with conversations, messages to be
-        answered.
-    sample_tokens: tokens a sample.
-    temperature: how the samples are drawn; 0 is greedy.
-    tasks: what the model is scored in, as with `firstlight eval --tasks`, each one text:
-        "hellaswag,FILE.jsonl", "lm-eval:NAME".
-    tasks_every_steps: the tasks after every so many steps, and at the end; 0 is at each evaluation.
-    task_items: items of each task, the first so many; 0 is all.
-    task_folder: further tasks for lm-evaluation-harness.
-    """
+    """The `evaluation` section."""
 
     every_steps: int = Field(200, ge=0)
+    """validation loss and sample texts after every so many steps; 0 is at the end only."""
     max_rows: int = Field(256, ge=0)
+    """rows of the validation split that are evaluated, spread evenly; 0 is all."""
     train_rows: int = Field(0, ge=0)
+    """rows of the training split that are evaluated beside it, spread evenly and the same each time
+    (of each corpus of a mix): train_eval/loss has what val/loss has, without dropout and without a
+    batch's luck; 0 is none."""
     sample_prompts: list[str] = Field(default=[""])
+    """texts to be continued at each evaluation; with conversations, messages to be answered."""
     sample_tokens: int = Field(64, ge=1)
+    """tokens a sample."""
     temperature: float = Field(0.8, ge=0)
+    """how the samples are drawn; 0 is greedy."""
     tasks: list[str] = Field(default=[])
+    """what the model is scored in, as with `firstlight eval --tasks`, each one text:
+    "hellaswag,FILE.jsonl", "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
+    """the tasks after every so many steps, and at the end; 0 is at each evaluation."""
     task_items: int = Field(0, ge=0)
+    """items of each task, the first so many; 0 is all."""
     task_folder: str | None = None
+    """further tasks for lm-evaluation-harness."""
 
 
 #: A z-score of fewer values says nothing.
@@ -164,39 +158,35 @@ class GuardConfig(Section):
     """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
     with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
     made the update by then: there, one such step counts as too many.
-
-    max_skipped_steps: with so many skipped steps in a row, on_divergence is done. fp16's own
-        skipped steps, which end when the loss scale fits, don't count.
-    on_divergence: "rollback" puts the newest good checkpoint's weights, moments and random
-        numbers back and goes on with the data that come next (Chowdhery et al. 2022, section
-        5.1), "stop" ends the run.
-    max_rollbacks: after so many rollbacks, the next ends the run.
-    spike_z_score: skip a step whose loss or gradient norm is so many standard deviations above
-        the mean of the steps before; null is never.
-    spike_window: how many steps before are looked at; the first 16 are never skipped for it.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
+    """with so many skipped steps in a row, on_divergence is done. fp16's own skipped steps, which
+    end when the loss scale fits, don't count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
+    """"rollback" puts the newest good checkpoint's weights, moments and random numbers back and
+    goes on with the data that come next (Chowdhery et al. 2022, section 5.1), "stop" ends the
+    run."""
     max_rollbacks: int = Field(2, ge=0)
+    """after so many rollbacks, the next ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
+    """skip a step whose loss or gradient norm is so many standard deviations above the mean of the
+    steps before; null is never."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
+    """how many steps before are looked at; the first 16 are never skipped for it."""
 
 
 class PreferenceConfig(Section):
-    """The `preference` section, of runs on preference pairs.
-
-    objective: dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of
-        the answers' log-probabilities, each the sum over its tokens. The references are those of
-        the model that the run starts from.
-    beta: how strongly the model is held to the one it starts from: the greater, the closer.
-    label_smoothing: the share of pairs that is taken to be the wrong way round (conservative
-        DPO).
-    """
+    """The `preference` section, of runs on preference pairs."""
 
     objective: Literal["dpo"] = "dpo"
+    """dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of the
+    answers' log-probabilities, each the sum over its tokens. The references are those of the model
+    that the run starts from."""
     beta: float = Field(0.1, gt=0)
+    """how strongly the model is held to the one it starts from: the greater, the closer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """the share of pairs that is taken to be the wrong way round (conservative DPO)."""
 
 
 #: Model configuration, told apart by `model_type`.
@@ -206,13 +196,12 @@ AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 class PlanningConfig(Section):
     """The `planning` section: facts for `firstlight plan` before data and weights are there.
     Training doesn't read it: the prepared data and the weights themselves decide.
-
-    vocab_size: number of tokens of the tokenizer that the data is to be prepared with.
-    model: shape of the weights that --init-from is to name, for a recipe without a `model` section.
     """
 
     vocab_size: int | None = Field(None, ge=1)
+    """number of tokens of the tokenizer that the data is to be prepared with."""
     model: AnyModelConfig | None = None
+    """shape of the weights that --init-from is to name, for a recipe without a `model` section."""
 
 
 class Recipe(Section):
