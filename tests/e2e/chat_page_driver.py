@@ -19,7 +19,7 @@ from firstlight.generation import chat
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load, pieces_of
-from firstlight.serving.chat_ui import require_web, serve_chat
+from firstlight.serving.chat_page import require_web, serve_chat
 from firstlight.serving.loopback import is_loopback
 
 _permits = threading.Semaphore(0)

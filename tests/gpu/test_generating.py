@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CONTEXT, PATIENCE, Collected, new_job, new_scheduler, tiny_loaded, tiny_tokenizer
+from tiny import (
+    CONTEXT,
+    PATIENCE,
+    Collected,
+    new_scheduler,
+    new_sequence,
+    tiny_loaded,
+    tiny_tokenizer,
+)
 
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import generate, generate_batch
@@ -219,17 +227,17 @@ def test_sixty_four_texts_at_a_time_are_those_alone(device: torch.device) -> Non
         collected = Collected()
         scheduler = new_scheduler(BatchDecoder(on_device, most, CONTEXT), collected)
         try:
-            jobs = [
-                new_job(prompt, max_new_tokens=length)
+            sequences = [
+                new_sequence(prompt, max_new_tokens=length)
                 for prompt, length in zip(prompts, lengths, strict=True)
             ]
-            scheduler.submit(jobs)
-            collected.wait(*jobs)
-            for job, length in zip(jobs, lengths, strict=True):
-                last = collected.updates[job][-1]
+            scheduler.submit(sequences)
+            collected.wait(*sequences)
+            for sequence, length in zip(sequences, lengths, strict=True):
+                last = collected.updates[sequence][-1]
                 assert (last.error, last.finish_reason) == (None, "length")
-                assert len(job.text.token_ids) == length
-            return [collected.text(job) for job in jobs]
+                assert len(sequence.text.token_ids) == length
+            return [collected.text(sequence) for sequence in sequences]
         finally:
             scheduler.stop()
 

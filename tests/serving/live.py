@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
+from firstlight.serving.access import Access, RequestGuard
 from firstlight.serving.api import create_app
-from firstlight.serving.guarding import Access, Guard
+from firstlight.serving.limits import Limits
 from firstlight.serving.server import (
     ServerOptions,
     listening_socket,
@@ -23,7 +24,7 @@ from firstlight.serving.server import (
     new_service,
     url_of,
 )
-from firstlight.serving.service import Limits, Service
+from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class Direct:
         decoder: what it decodes with.
     """
 
-    def __init__(self, app: Guard, service: Service, decoder: WatchedDecoder) -> None:
+    def __init__(self, app: RequestGuard, service: Service, decoder: WatchedDecoder) -> None:
         self._app, self.service, self.decoder = app, service, decoder
         self._runner = asyncio.Runner()
         self.run(self._attach())

@@ -9,7 +9,7 @@ import pytest
 from live import KEY, Direct, new_direct
 
 from firstlight.errors import ConfigError, InputError
-from firstlight.serving.guarding import Access
+from firstlight.serving.access import Access
 from firstlight.serving.loopback import is_loopback
 from firstlight.serving.server import ServerOptions, checked_key, key_from_file
 

@@ -15,8 +15,8 @@ from live import KEY, Live, live
 from test_disconnects import content_for, raw_request
 from tiny import PATIENCE, WatchedDecoder
 
-from firstlight.serving.scheduler import Job
-from firstlight.serving.service import Limits
+from firstlight.serving.limits import Limits
+from firstlight.serving.scheduler import ScheduledSequence
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -106,7 +106,7 @@ def test_a_body_that_does_not_come_is_a_408(server: Live, head: bytes) -> None:
 def test_a_body_that_nobody_wants_is_not_waited_for(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.serving.protocol._LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("firstlight.serving.limits._LINGER_SECONDS", 0.2)
     with server.connect() as connection:
         connection.sendall(HEALTH[:-2] + b"Content-Length: 900\r\n\r\n")
         assert read_answer(connection)[0] == 200
@@ -246,8 +246,8 @@ def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
         submitted = threading.Semaphore(0)
         plain = server.service.scheduler.submit
 
-        def submit(jobs: Sequence[Job]) -> None:
-            plain(jobs)
+        def submit(sequences: Sequence[ScheduledSequence]) -> None:
+            plain(sequences)
             submitted.release()
 
         monkeypatch.setattr(server.service.scheduler, "submit", submit)

@@ -20,10 +20,10 @@ import pytest
 from live import Direct, Live, Request, live, new_direct, request_for, sample
 from tiny import PATIENCE, WatchedDecoder
 
-from firstlight.serving.problems import ClientGoneError
-from firstlight.serving.protocol import GuardedProtocol
-from firstlight.serving.scheduler import Job, Update
-from firstlight.serving.service import Limits, Progress
+from firstlight.serving.errors import ClientGoneError
+from firstlight.serving.limits import LimitedProtocol, Limits
+from firstlight.serving.scheduler import ScheduledSequence, Update
+from firstlight.serving.service import Progress
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -120,17 +120,17 @@ def test_a_client_that_went_away_before_its_body_was_whole_is_nobody() -> None:
 def test_a_client_that_does_not_read_is_dropped_with_a_bounded_number_of_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("firstlight.serving.service._MOST_UNREAD", 10)
+    monkeypatch.setattr("firstlight.serving.service._MAX_UNREAD", 10)
     with held() as app:
         app.decoder.release()
         aborted = asyncio.Event()
         request = request_for(PATHS[0], content_for(PATHS[0], stream=True, max_tokens=90))
-        cancelled: list[Job] = []
+        cancelled: list[ScheduledSequence] = []
         plain_cancel = app.service.scheduler.cancel
 
-        def cancel(jobs: Sequence[Job]) -> None:
-            cancelled.extend(jobs)
-            plain_cancel(jobs)
+        def cancel(sequences: Sequence[ScheduledSequence]) -> None:
+            cancelled.extend(sequences)
+            plain_cancel(sequences)
 
         def abort() -> None:
             assert len(cancelled) == 1  # before anybody waits for the connection
@@ -243,14 +243,14 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         return made
 
     lost = threading.Event()
-    plain_lost = GuardedProtocol.connection_lost
+    plain_lost = LimitedProtocol.connection_lost
 
-    def connection_lost(self: GuardedProtocol, error: Exception | None) -> None:
+    def connection_lost(self: LimitedProtocol, error: Exception | None) -> None:
         plain_lost(self, error)
         lost.set()
 
     monkeypatch.setattr(socket, "create_server", small)
-    monkeypatch.setattr(GuardedProtocol, "connection_lost", connection_lost)
+    monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
     with (
         live(decoder, limits=Limits(write_timeout=0.2)) as server,
         counting_answers(server, monkeypatch) as wait_for_answers,
@@ -324,9 +324,9 @@ def wait_for_nothing(server: Live) -> None:
 
 
 def jobs_left() -> int:
-    """How many jobs anything in this process still knows of."""
+    """How many sequences anything in this process still knows of."""
     gc.collect()
-    return sum(type(one) is Job for one in gc.get_objects())
+    return sum(type(one) is ScheduledSequence for one in gc.get_objects())
 
 
 def test_of_fifty_dropped_connections_nothing_is_left() -> None:
@@ -382,9 +382,9 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
         failed = asyncio.Event()
         plain_cancel = app.service.scheduler.cancel
 
-        def cancel(jobs: Sequence[Job]) -> None:
+        def cancel(sequences: Sequence[ScheduledSequence]) -> None:
             failed.set()
-            plain_cancel(jobs)
+            plain_cancel(sequences)
 
         monkeypatch.setattr(app.service.scheduler, "cancel", cancel)
         request = request_for(PATHS[0], content)
@@ -405,11 +405,11 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
 
 def test_what_was_made_for_a_client_that_went_away_is_forgotten() -> None:
     with held() as app:
-        work = app.service.workshop.completion(b'{"prompt": "x"}')
-        progress = Progress(work, app.service, lambda: None, "req_1")
+        prepared = app.service.processor.completion(b'{"prompt": "x"}')
+        progress = Progress(prepared, app.service, {"request_id": "req_1"})
 
         async def read() -> object:
-            progress.jobs[0].receive(Update(progress.jobs[0], "a", 1))
+            progress.sequences[0].receive(Update(progress.sequences[0], "a", 1))
             progress.end(ClientGoneError())
             return await anext(progress)
 

@@ -17,7 +17,7 @@ from test_server_api import POSTS, body_for
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 
 from firstlight.generation import structured
-from firstlight.serving.documentation import up_to_pattern
+from firstlight.serving.openapi import up_to_pattern
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from live import Answer, Direct, events, new_direct
 from tiny import WatchedDecoder
 
-from firstlight.serving.schemas import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
+from firstlight.serving.request import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
 
 PATHS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,

@@ -16,7 +16,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import continuation, generate, pieces_of
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.serving.work import fingerprint_of
+from firstlight.serving.processor import fingerprint_of
 
 openai = pytest.importorskip("openai")
 

@@ -13,8 +13,8 @@ from tiny import (
     CONTEXT,
     Collected,
     WatchedDecoder,
-    new_job,
     new_scheduler,
+    new_sequence,
     tiny_loaded,
     tiny_tokenizer,
 )
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.engine import generate
-from firstlight.serving.scheduler import Job, QueueFullError, Scheduler, StoppedError
+from firstlight.serving.scheduler import QueueFullError, ScheduledSequence, Scheduler, StoppedError
 
 
 @contextmanager
@@ -54,15 +54,15 @@ def test_texts_are_what_they_are_alone_whoever_joins_and_leaves_meanwhile() -> N
         for number in range(40)
     ]
     with scheduling(WatchedDecoder(3)) as (scheduler, collected):
-        jobs = [new_job(PROMPTS[n % 5], **config) for n, config in enumerate(values)]
-        for job in jobs:
-            scheduler.submit([job])
-        collected.wait(*jobs)
-    for number, job in enumerate(jobs):
+        sequences = [new_sequence(PROMPTS[n % 5], **config) for n, config in enumerate(values)]
+        for sequence in sequences:
+            scheduler.submit([sequence])
+        collected.wait(*sequences)
+    for number, sequence in enumerate(sequences):
         alone = generate(tiny_loaded(), PROMPTS[number % 5], **values[number])  # type: ignore[arg-type]
-        assert collected.text(job) == alone.text
-        assert job.text.token_ids == alone.token_ids
-        updates = collected.updates[job]
+        assert collected.text(sequence) == alone.text
+        assert sequence.text.token_ids == alone.token_ids
+        updates = collected.updates[sequence]
         assert sum(update.tokens for update in updates) == len(alone.token_ids)
         assert [update.finish_reason for update in updates if update.ended] == ["length"]
 
@@ -70,7 +70,7 @@ def test_texts_are_what_they_are_alone_whoever_joins_and_leaves_meanwhile() -> N
 def test_texts_join_a_batch_that_runs_and_leave_it_without_the_others() -> None:
     decoder = WatchedDecoder(4, held=True)
     with scheduling(decoder) as (scheduler, collected):
-        long, short = new_job(max_new_tokens=20), new_job("one", max_new_tokens=3)
+        long, short = new_sequence(max_new_tokens=20), new_sequence("one", max_new_tokens=3)
         scheduler.submit([long])
         decoder.allow(5)
         decoder.wait_for(lambda: decoder.steps == 5)
@@ -87,20 +87,20 @@ def test_texts_join_a_batch_that_runs_and_leave_it_without_the_others() -> None:
 
 def test_all_jobs_have_their_updates_of_a_step_in_one_delivery() -> None:
     with scheduling(WatchedDecoder(4)) as (scheduler, collected):
-        jobs = [new_job(max_new_tokens=6) for _ in range(4)]
-        scheduler.submit(jobs)
-        collected.wait(*jobs)
-    assert collected.batches[0] == jobs
+        sequences = [new_sequence(max_new_tokens=6) for _ in range(4)]
+        scheduler.submit(sequences)
+        collected.wait(*sequences)
+    assert collected.batches[0] == sequences
     assert len(collected.batches) == 6
 
 
 def test_the_first_token_is_delivered_before_the_next_step_begins() -> None:
     decoder = WatchedDecoder(2, held=True)
     with scheduling(decoder) as (scheduler, collected):
-        job = new_job()
-        scheduler.submit([job])
-        collected.wait_for(lambda: job in collected.updates)
-        assert (len(collected.updates[job]), decoder.steps) == (1, 0)
+        sequence = new_sequence()
+        scheduler.submit([sequence])
+        collected.wait_for(lambda: sequence in collected.updates)
+        assert (len(collected.updates[sequence]), decoder.steps) == (1, 0)
 
 
 def test_first_come_first_served_and_none_is_passed_over() -> None:
@@ -108,39 +108,39 @@ def test_first_come_first_served_and_none_is_passed_over() -> None:
     decoder = WatchedDecoder(2)
     with scheduling(decoder, max_queue=1000) as (scheduler, collected):
         generator = random.Random(0)
-        jobs = [new_job(max_new_tokens=generator.randint(1, 12)) for _ in range(200)]
-        for number, job in enumerate(jobs):
-            job.text.prompt_ids.append(number % 320)  # to know it by
-        started: list[Job] = []
-        order: list[Job] = []
+        sequences = [new_sequence(max_new_tokens=generator.randint(1, 12)) for _ in range(200)]
+        for number, sequence in enumerate(sequences):
+            sequence.text.prompt_ids.append(number % 320)  # to know it by
+        started: list[ScheduledSequence] = []
+        order: list[ScheduledSequence] = []
 
-        def submit(part: Sequence[Job]) -> None:
-            for job in part:
+        def submit(part: Sequence[ScheduledSequence]) -> None:
+            for sequence in part:
                 with scheduler._changed:  # the order in which they get in line
-                    order.append(job)
-                    scheduler.submit([job])
+                    order.append(sequence)
+                    scheduler.submit([sequence])
 
-        threads = [threading.Thread(target=submit, args=(jobs[n::4],)) for n in range(4)]
+        threads = [threading.Thread(target=submit, args=(sequences[n::4],)) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        collected.wait(*jobs)
+        collected.wait(*sequences)
         for batch in collected.batches:
-            started.extend(job for job in batch if job not in started)
+            started.extend(sequence for sequence in batch if sequence not in started)
     assert started == order
 
 
 def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("firstlight.serving.scheduler._TOKENS_THAT_JOIN", 30)
+    monkeypatch.setattr("firstlight.serving.scheduler._MAX_JOINING_TOKENS", 30)
     decoder = WatchedDecoder(4, held=True)
     with scheduling(decoder) as (scheduler, collected):
-        first = new_job(max_new_tokens=30)
+        first = new_sequence(max_new_tokens=30)
         scheduler.submit([first])
         collected.wait_for(lambda: first in collected.updates)
-        others = [new_job("the star " * 20, max_new_tokens=9) for _ in range(2)]
+        others = [new_sequence("the star " * 20, max_new_tokens=9) for _ in range(2)]
         assert len(others[0].text.prompt_ids) >= 30
         scheduler.submit(others)
         decoder.allow(1)
@@ -156,19 +156,19 @@ def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins(
 def test_a_queue_has_its_bound_and_takes_all_or_none() -> None:
     decoder = WatchedDecoder(2, held=True)
     with scheduling(decoder, max_queue=3) as (scheduler, collected):
-        first = [new_job() for _ in range(4)]
+        first = [new_sequence() for _ in range(4)]
         scheduler.submit(first)
         with pytest.raises(QueueFullError):
-            scheduler.submit([new_job(), new_job()])
-        last = new_job()
+            scheduler.submit([new_sequence(), new_sequence()])
+        last = new_sequence()
         scheduler.submit([last])
         decoder.wait_for(lambda: len(decoder.prompts) == 2)
         assert (scheduler.running, scheduler.waiting) == (2, 3)
         with pytest.raises(QueueFullError, match="3 texts wait"):
-            scheduler.submit([new_job()])
+            scheduler.submit([new_sequence()])
         decoder.release()
         collected.wait(*first, last)
-        again = new_job()
+        again = new_sequence()
         scheduler.submit([again])
         collected.wait(again)
 
@@ -177,8 +177,8 @@ def test_a_queue_has_its_bound_and_takes_all_or_none() -> None:
 def test_a_cancelled_job_is_gone_within_two_steps(others: int) -> None:
     decoder = WatchedDecoder(4, held=True)
     with scheduling(decoder) as (scheduler, collected):
-        kept = [new_job("one", max_new_tokens=12) for _ in range(others)]
-        dropped = new_job(max_new_tokens=50)
+        kept = [new_sequence("one", max_new_tokens=12) for _ in range(others)]
+        dropped = new_sequence(max_new_tokens=50)
         scheduler.submit([dropped, *kept])
         decoder.allow(3)
         decoder.wait_for(lambda: decoder.steps == 3)
@@ -186,19 +186,19 @@ def test_a_cancelled_job_is_gone_within_two_steps(others: int) -> None:
         decoder.allow(9)  # with none left, only the step that may have been begun is done
         collected.wait(*kept)
         decoder.release()
-        after = new_job("one")
+        after = new_sequence("one")
         scheduler.submit([after])
         collected.wait(after)
         assert len(dropped.text.token_ids) <= 3 + 1 + 2
         assert not collected.ended(dropped)
-        assert all(len(job.text.token_ids) == 12 for job in kept)
+        assert all(len(sequence.text.token_ids) == 12 for sequence in kept)
         assert (scheduler.running, scheduler.waiting) == (0, 0)
 
 
 def test_a_cancelled_job_that_waits_makes_room_at_once() -> None:
     decoder = WatchedDecoder(1, held=True)
     with scheduling(decoder, max_queue=1) as (scheduler, collected):
-        first, second, third = new_job(), new_job(), new_job()
+        first, second, third = new_sequence(), new_sequence(), new_sequence()
         scheduler.submit([first])
         scheduler.submit([second])
         scheduler.cancel([second, second])
@@ -221,17 +221,17 @@ def test_a_job_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(WatchedDecoder, "step", damaged)
     with scheduling(decoder) as (scheduler, collected):
-        jobs = [new_job(prompt, max_new_tokens=9) for prompt in PROMPTS[:4]]
-        scheduler.submit(jobs)
-        collected.wait(*jobs)
-        errors = [collected.updates[job][-1].error for job in jobs]
+        sequences = [new_sequence(prompt, max_new_tokens=9) for prompt in PROMPTS[:4]]
+        scheduler.submit(sequences)
+        collected.wait(*sequences)
+        errors = [collected.updates[sequence][-1].error for sequence in sequences]
         assert [error is None for error in errors] == [True, False, True, True]
         assert isinstance(errors[1], ModelError)
-        for job, prompt in zip(jobs, PROMPTS, strict=False):
-            if job is not jobs[1]:
+        for sequence, prompt in zip(sequences, PROMPTS, strict=False):
+            if sequence is not sequences[1]:
                 alone = generate(tiny_loaded(), prompt, max_new_tokens=9, temperature=0)
-                assert collected.text(job) == alone.text
-        after = new_job()
+                assert collected.text(sequence) == alone.text
+        after = new_sequence()
         scheduler.submit([after])
         collected.wait(after)
         assert (scheduler.running, len(decoder)) == (0, 0)
@@ -240,7 +240,7 @@ def test_a_job_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.Monke
 def test_a_prompt_that_the_decoder_refuses_fails_alone() -> None:
     decoder = WatchedDecoder(4)
     with scheduling(decoder) as (scheduler, collected):
-        good, bad, other = new_job(), new_job(), new_job("one")
+        good, bad, other = new_sequence(), new_sequence(), new_sequence("one")
         bad.text.prompt_ids.clear()
         scheduler.submit([good, bad, other])
         collected.wait(good, bad, other)
@@ -263,11 +263,13 @@ def test_a_step_that_fails_ends_its_texts_and_not_the_scheduler() -> None:
 
     decoder.before_step = fail
     with scheduling(decoder) as (scheduler, collected):
-        jobs = [new_job(), new_job("one")]
-        scheduler.submit(jobs)
-        collected.wait(*jobs)
-        assert all(isinstance(collected.updates[j][-1].error, torch.OutOfMemoryError) for j in jobs)
-        after = new_job()
+        sequences = [new_sequence(), new_sequence("one")]
+        scheduler.submit(sequences)
+        collected.wait(*sequences)
+        assert all(
+            isinstance(collected.updates[j][-1].error, torch.OutOfMemoryError) for j in sequences
+        )
+        after = new_sequence()
         scheduler.submit([after])
         collected.wait(after)
         assert collected.updates[after][-1].finish_reason == "length"
@@ -276,28 +278,32 @@ def test_a_step_that_fails_ends_its_texts_and_not_the_scheduler() -> None:
 def test_a_text_ends_with_length_where_its_row_is_full() -> None:
     decoder = WatchedDecoder(2)
     with scheduling(decoder) as (scheduler, collected):
-        job = new_job("the", max_new_tokens=10_000)
-        scheduler.submit([job])
-        collected.wait(job)
-    assert collected.updates[job][-1].finish_reason == "length"
-    assert len(job.text.prompt_ids) + len(job.text.token_ids) == CONTEXT == decoder.max_tokens
+        sequence = new_sequence("the", max_new_tokens=10_000)
+        scheduler.submit([sequence])
+        collected.wait(sequence)
+    assert collected.updates[sequence][-1].finish_reason == "length"
+    assert (
+        len(sequence.text.prompt_ids) + len(sequence.text.token_ids)
+        == CONTEXT
+        == decoder.max_tokens
+    )
 
 
 def test_stopping_fails_what_is_left_and_takes_nothing_more() -> None:
     decoder = WatchedDecoder(1, held=True)
     collected = Collected()
     scheduler = new_scheduler(decoder, collected)
-    running, waiting = new_job(), new_job()
+    running, waiting = new_sequence(), new_sequence()
     scheduler.submit([running, waiting])
     decoder.wait_for(lambda: len(decoder.prompts) == 1)
     stopper = threading.Thread(target=scheduler.stop)
     stopper.start()
     decoder.release()
     stopper.join()
-    for job in (running, waiting):
-        assert isinstance(collected.updates[job][-1].error, StoppedError)
+    for sequence in (running, waiting):
+        assert isinstance(collected.updates[sequence][-1].error, StoppedError)
     with pytest.raises(StoppedError):
-        scheduler.submit([new_job()])
+        scheduler.submit([new_sequence()])
     assert not scheduler.alive
 
 
@@ -321,21 +327,21 @@ def test_what_nobody_expects_ends_all_texts_and_says_so(
 
     decoder.before_step = fail
     with scheduling(decoder) as (scheduler, collected):
-        jobs = [new_job(), new_job()]
-        scheduler.submit(jobs)
-        collected.wait(*jobs)
+        sequences = [new_sequence(), new_sequence()]
+        scheduler.submit(sequences)
+        collected.wait(*sequences)
         scheduler.stop()
         assert not scheduler.alive
-    assert isinstance(collected.updates[jobs[1]][-1].error, StoppedError)
+    assert isinstance(collected.updates[sequences[1]][-1].error, StoppedError)
     assert "the scheduler failed: SystemError: broken" in capsys.readouterr().err
 
 
 def test_logprobs_come_with_the_tokens_they_belong_to() -> None:
     with scheduling(WatchedDecoder(2)) as (scheduler, collected):
-        job = new_job(logprobs=2)
-        scheduler.submit([job])
-        collected.wait(job)
-    found = [entry for update in collected.updates[job] for entry in update.logprobs]
-    assert found == job.text.logprobs
-    assert [entry.token_id for entry in found] == job.text.token_ids
-    assert len(tiny_tokenizer().decode(job.text.token_ids)) > 0
+        sequence = new_sequence(logprobs=2)
+        scheduler.submit([sequence])
+        collected.wait(sequence)
+    found = [entry for update in collected.updates[sequence] for entry in update.logprobs]
+    assert found == sequence.text.logprobs
+    assert [entry.token_id for entry in found] == sequence.text.token_ids
+    assert len(tiny_tokenizer().decode(sequence.text.token_ids)) > 0

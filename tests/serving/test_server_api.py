@@ -13,8 +13,8 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
-from firstlight.serving.guarding import Access
-from firstlight.serving.service import Limits
+from firstlight.serving.access import Access
+from firstlight.serving.limits import Limits
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
@@ -282,7 +282,7 @@ def test_what_nobody_expects_is_a_500_too(direct: Direct, monkeypatch: pytest.Mo
     def fail(self: object) -> None:
         raise KeyError("/a/folder")
 
-    monkeypatch.setattr("firstlight.serving.metrics.Metrics.page", fail)
+    monkeypatch.setattr("firstlight.serving.service.ServerMetrics.page", fail)
     with pytest.raises(KeyError):  # for the log
         direct.ask("/metrics")
     assert sample(direct.service, "firstlight_requests_total", route="/metrics", status="500") == 1

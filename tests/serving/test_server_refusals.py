@@ -10,8 +10,8 @@ import pytest
 from live import Direct, new_direct
 from test_server_api import POSTS, body_for, refused
 
-from firstlight.serving.schemas import REFUSED
-from firstlight.serving.service import Limits
+from firstlight.serving.limits import Limits
+from firstlight.serving.request import REFUSED
 
 
 @pytest.fixture(scope="module")

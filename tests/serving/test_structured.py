@@ -14,7 +14,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 
 from firstlight.generation import structured
 from firstlight.generation.structured import Grammars, SchemaError, Vocabulary
-from firstlight.serving.token_text import TokenTexts
+from firstlight.serving.response import TokenTexts
 
 pytest.importorskip("llguidance")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")

@@ -15,7 +15,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import LlamaConfig, Model, empty_model
-from firstlight.serving.scheduler import Job, Scheduler, Update
+from firstlight.serving.scheduler import ScheduledSequence, Scheduler, Update
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.weights.huggingface import LoadedModel
@@ -113,23 +113,23 @@ class WatchedDecoder(BatchDecoder):
 
 
 class Collected:
-    """What a scheduler delivers, by job.
+    """What a scheduler delivers, by sequence.
 
     Attributes:
-        batches: the jobs of each delivery.
+        batches: the sequences of each delivery.
     """
 
     def __init__(self) -> None:
-        self.batches: list[list[Job]] = []
-        self.updates: dict[Job, list[Update]] = {}
+        self.batches: list[list[ScheduledSequence]] = []
+        self.updates: dict[ScheduledSequence, list[Update]] = {}
         self._changed = threading.Condition()
 
     def deliver(self, updates: list[Update]) -> None:
         """To be given to the scheduler."""
         with self._changed:
-            self.batches.append([update.job for update in updates])
+            self.batches.append([update.sequence for update in updates])
             for update in updates:
-                self.updates.setdefault(update.job, []).append(update)
+                self.updates.setdefault(update.sequence, []).append(update)
             self._changed.notify_all()
 
     def wait_for(self, what: Callable[[], bool]) -> None:
@@ -137,21 +137,21 @@ class Collected:
         with self._changed:
             assert self._changed.wait_for(what, PATIENCE)
 
-    def ended(self, job: Job) -> bool:
+    def ended(self, sequence: ScheduledSequence) -> bool:
         """Whether its last update has come."""
-        return any(update.ended for update in self.updates.get(job, ()))
+        return any(update.ended for update in self.updates.get(sequence, ()))
 
-    def wait(self, *jobs: Job) -> None:
-        """Wait for the end of jobs."""
-        self.wait_for(lambda: all(self.ended(job) for job in jobs))
+    def wait(self, *sequences: ScheduledSequence) -> None:
+        """Wait for the end of sequences."""
+        self.wait_for(lambda: all(self.ended(sequence) for sequence in sequences))
 
-    def text(self, job: Job) -> str:
+    def text(self, sequence: ScheduledSequence) -> str:
         """All its pieces."""
-        return "".join(update.piece for update in self.updates[job])
+        return "".join(update.piece for update in self.updates[sequence])
 
 
-def new_job(prompt: str = "the star", **config: object) -> Job:
-    """A job of 8 greedy tokens, unless `config` says otherwise."""
+def new_sequence(prompt: str = "the star", **config: object) -> ScheduledSequence:
+    """A sequence of 8 greedy tokens, unless `config` says otherwise."""
     loaded = tiny_loaded()
     values = {"max_new_tokens": 8, "temperature": 0.0, **config}
     text = Continuation(
@@ -161,7 +161,7 @@ def new_job(prompt: str = "the star", **config: object) -> Job:
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
     )
-    return Job(text, lambda update: None)
+    return ScheduledSequence(text, lambda update: None)
 
 
 def new_scheduler(

@@ -14,7 +14,8 @@ import pytest
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.serving.chat_guard import (
+from firstlight.serving.chat_page import Address, Answers, changed_settings, require_web
+from firstlight.serving.loopback import (
     Event,
     LoopbackGuard,
     Receive,
@@ -24,7 +25,6 @@ from firstlight.serving.chat_guard import (
     refusal,
     without_foreign_tags,
 )
-from firstlight.serving.chat_ui import Address, Answers, changed_settings, require_web
 
 # Who may ask
 

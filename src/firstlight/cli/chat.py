@@ -59,7 +59,7 @@ def chat_command(
 
     settings = SamplingConfig(**sampling)
     if web:
-        from firstlight.serving.chat_ui import require_web, serve_chat
+        from firstlight.serving.chat_page import require_web, serve_chat
 
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
     loaded = load(checkpoint, find_hardware(device).device, dtype=dtype, best=best)

@@ -146,8 +146,8 @@ def serve_command(
     require_packages()
     from firstlight.generation.engine import load
     from firstlight.hardware.device import find_hardware
+    from firstlight.serving.limits import Limits
     from firstlight.serving.server import ServerOptions, serve
-    from firstlight.serving.service import Limits
 
     limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
     options = ServerOptions(

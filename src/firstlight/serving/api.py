@@ -1,32 +1,45 @@
-"""The routes: what OpenAI's clients ask for, the server's health, and what it counts."""
+"""The HTTP routes: OpenAI's API, the server's health, and its metrics."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from firstlight.console import say
 from firstlight.errors import FirstlightError
-from firstlight.serving.documentation import (
-    answers,
-    error_responses,
+from firstlight.serving.access import CLIENT_GONE, Access, RequestGuard
+from firstlight.serving.errors import (
+    FAILED,
+    ClientGoneError,
+    RequestError,
+    error_body,
+    json_response,
+)
+from firstlight.serving.limits import read_body
+from firstlight.serving.openapi import (
+    ChatCompletion,
+    Completion,
+    Health,
+    ModelCard,
+    Models,
     request_body,
+    responses,
     with_schemas,
 )
-from firstlight.serving.guarding import CLIENT_GONE, Access, Guard, read_body
-from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, error_body
-from firstlight.serving.replies import EventStream, error_response, json_response, whole_answer
-from firstlight.serving.schemas import ChatRequest, CompletionRequest
+from firstlight.serving.processor import PreparedRequest
+from firstlight.serving.request import ChatRequest, CompletionRequest
+from firstlight.serving.response import Choice, usage_of
+from firstlight.serving.scheduler import Update
 from firstlight.serving.service import Service
-from firstlight.serving.work import Work
 
-_MODEL = "/v1/models/{model:path}"
 _PLAIN_ROUTES = (
     "/v1/models",
     "/v1/completions",
@@ -35,14 +48,15 @@ _PLAIN_ROUTES = (
     "/metrics",
     "/openapi.json",
 )
+_LAST_EVENT = b"data: [DONE]\n\n"
 
 
-def create_app(service: Service, access: Access) -> Guard:
+def create_app(service: Service, access: Access) -> RequestGuard:
     """The server as an ASGI application; its FastAPI is in `.app`.
 
     Args:
-        service: that answers. It is started, and stopped when the application shuts down.
-        access: who may ask.
+        service: the started service; it is stopped when the application shuts down.
+        access: allowed hosts and origins, and the key.
     """
 
     @asynccontextmanager
@@ -56,7 +70,7 @@ def create_app(service: Service, access: Access) -> Guard:
         title="firstlight",
         description="A language model behind OpenAI's interface.",
         lifespan=lifespan,
-        # Their pages would load scripts from elsewhere.
+        # FastAPI's documentation pages would load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -75,22 +89,22 @@ def create_app(service: Service, access: Access) -> Guard:
     def count(path: str, status: int) -> None:
         service.metrics.count_request(_route_of(path), status)
 
-    return Guard(app, access, service.limits, count)
+    return RequestGuard(app, access, service.limits, count)
 
 
 def _route_of(path: str) -> str:
-    """A route's name for the counters: there are few, whatever clients ask for."""
+    """A route's name for the metrics: one of a few, whatever path a client requests."""
     if path in _PLAIN_ROUTES:
         return path
     return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
 def _add_handlers(app: FastAPI) -> None:
-    """Whatever goes wrong is told in OpenAI's shape."""
+    """Respond to every exception with an error in OpenAI's format."""
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        return error_response(error)
+        return error.response
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
@@ -105,13 +119,13 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(FirstlightError)
     async def unable(request: Request, error: FirstlightError) -> Response:
-        # The log gets one line for it, and the traceback of any other error.
+        # One line in the log; any other exception is logged with its traceback.
         say(f"firstlight: {request.scope['state']['request_id']}: {error}")
         return json_response(error_body(500, FAILED), 500)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        # What it was goes to the log, not to the client.
+        # The cause goes to the log, not to the client.
         return json_response(error_body(500, FAILED), 500)
 
 
@@ -123,12 +137,12 @@ def _add_information(app: FastAPI, service: Service) -> None:
         "owned_by": "firstlight",
     }
 
-    @app.get("/v1/models", responses=answers("Models") | error_responses(401, 403))
+    @app.get("/v1/models", responses=responses(Models, 401, 403))
     async def models() -> Response:
         """The one model there is."""
         return json_response({"object": "list", "data": [card]})
 
-    @app.get(_MODEL, responses=answers("Model") | error_responses(401, 403, 404))
+    @app.get("/v1/models/{model:path}", responses=responses(ModelCard, 401, 403, 404))
     async def model(model: str) -> Response:
         """A model by its name."""
         if model != service.name:
@@ -140,14 +154,14 @@ def _add_information(app: FastAPI, service: Service) -> None:
             )
         return json_response(card)
 
-    @app.get("/health", responses=answers("Health") | error_responses(403, 503))
+    @app.get("/health", responses=responses(Health, 403, 503))
     async def health() -> Response:
         """Whether requests are answered. Needs no key."""
         if not service.scheduler.alive:
             raise RequestError(503, "the server is stopping, or has failed", code="stopping")
         return json_response({"status": "ok"})
 
-    @app.get("/metrics", responses=answers("") | error_responses(401, 403))
+    @app.get("/metrics", responses=responses(None, 401, 403))
     async def metrics() -> Response:
         """What is counted, in Prometheus' text format."""
         return Response(
@@ -156,39 +170,123 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    errors = error_responses(400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+    errors = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
-    async def answer(request: Request, make: Callable[[bytes], Work]) -> Response:
-        work = await service.prepared(make, await _timely_body(request, service))
-        if work.stream:
-            return EventStream(service, work)
-        return await whole_answer(service, work, request)
-
-    whole = answers("Completion", streamed=True)
+    async def respond(request: Request, prepare: Callable[[bytes], PreparedRequest]) -> Response:
+        body = await read_body(request.scope, request.receive, service.limits)
+        prepared = await service.prepare(prepare, body)
+        if prepared.stream:
+            return EventStream(service, prepared)
+        return await _whole_response(service, prepared, request)
 
     @app.post(
-        "/v1/completions", responses=whole | errors, openapi_extra=request_body(CompletionRequest)
+        "/v1/completions",
+        responses=responses(Completion, *errors, streamed=True),
+        openapi_extra=request_body(CompletionRequest),
     )
     async def completions(request: Request) -> Response:
         """Continue one or more texts."""
-        return await answer(request, service.workshop.completion)
-
-    whole = answers("ChatCompletion", streamed=True)
+        return await respond(request, service.processor.completion)
 
     @app.post(
-        "/v1/chat/completions", responses=whole | errors, openapi_extra=request_body(ChatRequest)
+        "/v1/chat/completions",
+        responses=responses(ChatCompletion, *errors, streamed=True),
+        openapi_extra=request_body(ChatRequest),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, service.workshop.chat)
+        return await respond(request, service.processor.chat)
 
 
-async def _timely_body(request: Request, service: Service) -> bytes:
-    limits = service.limits
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            return await read_body(request.scope, request.receive, limits.max_body_bytes)
-    except TimeoutError:
-        raise RequestError(
-            408, f"the body did not arrive within {limits.body_timeout:g} seconds", code="timeout"
-        ) from None
+async def _whole_response(
+    service: Service, prepared: PreparedRequest, request: Request
+) -> Response:
+    """The response in one object.
+
+    Raises:
+        RequestError, ClientGoneError: see `Service.running` and `Progress`.
+    """
+    choices = [Choice() for _ in prepared.texts]
+    async with service.running(prepared, request.scope, request.receive) as progress:
+        async for updates in progress:
+            for index, update in updates:
+                choices[index].add(update)
+    usage = usage_of(prepared.prompt_tokens, choices)
+    return json_response(prepared.response.whole(choices, usage))
+
+
+class EventStream(Response):
+    """A streamed response (server-sent events). It starts with the first token, so that an
+    earlier failure has its own status.
+
+    Args:
+        service: the service that generates.
+        prepared: the request.
+    """
+
+    def __init__(self, service: Service, prepared: PreparedRequest) -> None:
+        self.status_code, self.background = 200, None
+        self._service, self._prepared = service, prepared
+        self._choices = [Choice() for _ in prepared.texts]
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application.
+
+        Raises:
+            RequestError, ClientGoneError: nothing has been sent.
+        """
+        prepared = self._prepared
+        try:
+            async with self._service.running(prepared, scope, receive) as progress:
+                async for updates in progress:
+                    await self._send(send, b"".join(map(_event, self._chunks(updates))))
+            last = b""
+            if prepared.includes_usage:
+                usage = usage_of(prepared.prompt_tokens, self._choices)
+                last = _event(prepared.response.usage(usage))
+            await self._send(send, last + _LAST_EVENT, more=False)
+        except RequestError as error:
+            if not self._has_begun:
+                raise
+            await self._send(send, _event(error.body) + _LAST_EVENT, more=False)
+        except ClientGoneError:
+            if not self._has_begun:
+                raise
+            # Nobody reads it; uvicorn learns that the response is over.
+            await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, content: bytes, *, more: bool = True) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                # nginx would collect the chunks.
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if content or not more:
+            await send({"type": "http.response.body", "body": content, "more_body": more})
+
+    def _chunks(self, updates: Sequence[tuple[int, Update]]) -> Iterable[dict[str, Any]]:
+        response = self._prepared.response
+        for index, update in updates:
+            choice = self._choices[index]
+            if not choice.pieces:
+                opening = response.opening(index)
+                if opening is not None:
+                    yield opening
+            choice.pieces = []  # sent before, and not needed
+            choice.add(update)
+            if update.finish_reason is not None:
+                yield from response.ending(
+                    index, update.piece, choice.logprobs, update.finish_reason
+                )
+            elif update.piece:
+                yield response.piece(index, update.piece, choice.logprobs)
+                choice.logprobs.clear()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"

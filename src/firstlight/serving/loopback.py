@@ -1,8 +1,16 @@
-"""Which addresses are this machine's own."""
+"""The guard of the chat page: only this machine is answered, and no other is asked."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import ipaddress
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from firstlight.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
@@ -14,3 +22,167 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Tags that have a browser fetch something from elsewhere, or prepare to.
+_FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
+_INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
+
+_HEADERS = {
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-dns-prefetch-control": "off",
+}
+
+
+def require_loopback(host: str) -> str:
+    """The address to listen at.
+
+    Raises:
+        ConfigError: other machines could reach it.
+    """
+    address = host.removeprefix("[").removesuffix("]")
+    if not is_loopback(address):
+        raise ConfigError(
+            f"the page knows no passwords, so that it is not shown at {host}: leave --host out, "
+            "and from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
+        )
+    return "127.0.0.1" if host == "localhost" else address
+
+
+def refusal(headers: dict[str, str]) -> str | None:
+    """Why a request is not answered; None if it is.
+
+    The Host must be this machine's own name: a page from elsewhere whose name was made to point
+    here (DNS rebinding) sends its own. The Origin, where there is one, must be this very page's:
+    WebSockets can be opened from any. Ports aren't compared with the one listened at, for the
+    sake of tunnels.
+
+    Args:
+        headers: names in lower case.
+    """
+    host = headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        name = None
+    if name is None or not is_loopback(name):
+        return "this page is for the machine that it runs on: the Host is not"
+    origin = headers.get("origin")
+    if origin is not None and origin.lower() != f"http://{host}".lower():
+        return "the request comes from another page"
+    return None
+
+
+def content_security_policy(host: str, html: str = "") -> str:
+    """What a page may do: nothing that is not from here, and of scripts written into it only
+    those that are in it now.
+
+    Args:
+        host: as the browser wrote it.
+        html: of the page.
+    """
+    hashes = (
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in _INLINE_SCRIPT.findall(html)
+    )
+    scripts = " ".join(("'self'", *(f"'sha256-{digest}'" for digest in hashes)))
+    rules = (
+        "default-src 'none'",
+        f"script-src {scripts}",
+        "style-src 'self' 'unsafe-inline'",  # the page's own components write style attributes
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        f"connect-src 'self' ws://{host}",
+        "worker-src 'self'",
+        "manifest-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return "; ".join(rules)
+
+
+def without_foreign_tags(html: str) -> str:
+    """A page without the <link> and <meta> tags that name other machines."""
+    return _FOREIGN_TAG.sub("", html)
+
+
+class LoopbackGuard:
+    """An ASGI application that passes on the requests of this machine's own pages, and gives the
+    answers headers that keep a page from asking elsewhere. HTML is cleared of what would.
+
+    Args:
+        app: that answers.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        reason = refusal(headers)
+        if reason is not None:
+            await _refuse(scope, send, reason)
+        elif scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+        else:
+            # Compressed pages couldn't be looked at, and here nothing is gained.
+            plain = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
+            answer = _Answer(send, headers["host"])
+            await self._app({**scope, "headers": plain}, receive, answer)
+
+
+async def _refuse(scope: Scope, send: Send, reason: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        return
+    body = f"{reason}\n".encode()
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Answer:
+    """Sends an answer on with the headers; HTML once the whole of it is there."""
+
+    def __init__(self, send: Send, host: str) -> None:
+        self._send, self._host = send, host
+        self._start: Event = {}
+        self._html: bytearray | None = None
+
+    async def __call__(self, event: Event) -> None:
+        if event["type"] == "http.response.start":
+            self._start = event
+            kind = dict(event.get("headers", [])).get(b"content-type", b"")
+            if kind.startswith(b"text/html"):
+                self._html = bytearray()
+            else:
+                await self._begin("")
+        elif self._html is None or event["type"] != "http.response.body":
+            await self._send(event)
+        else:
+            self._html += event.get("body", b"")
+            if not event.get("more_body", False):
+                html = without_foreign_tags(self._html.decode("utf-8", errors="replace"))
+                await self._begin(html)
+                await self._send({"type": "http.response.body", "body": html.encode()})
+
+    async def _begin(self, html: str) -> None:
+        added = {**_HEADERS, "content-security-policy": content_security_policy(self._host, html)}
+        if self._html is not None:
+            added["content-length"] = str(len(html.encode()))
+        kept = [e for e in self._start.get("headers", []) if e[0].lower().decode() not in added]
+        headers = [*kept, *((name.encode(), value.encode()) for name, value in added.items())]
+        await self._send({**self._start, "headers": headers})

@@ -1,6 +1,6 @@
-"""Which texts are decoded together: one thread, one decoder, first come, first served.
+"""Continuous batching: one thread and one decoder, first come, first served.
 
-Texts join and leave the batch between its steps. Nothing here knows of HTTP or of event loops.
+Texts join and leave the batch between its steps. This module knows nothing of HTTP or event loops.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.sampling import TokenLogprob
 
-#: Between two steps texts join until they had so many tokens together: those that are running
-#: wait meanwhile. One always joins.
-_TOKENS_THAT_JOIN = 512
+#: Prompt tokens after which no more texts join between two steps, since the running texts wait
+#: meanwhile. One text always joins.
+_MAX_JOINING_TOKENS = 512
 
-#: What a model or its library may raise over one text, memory that runs out among it. Whatever
-#: else there is ends the thread, and with it all texts.
+#: Exceptions that a model or its library may raise for one text, out of memory among them. Any
+#: other exception ends the thread, and with it all texts.
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -38,7 +38,7 @@ _FAILURES = (
 
 
 class QueueFullError(FirstlightError):
-    """As many texts wait as may."""
+    """The queue is full."""
 
 
 class StoppedError(FirstlightError):
@@ -46,13 +46,13 @@ class StoppedError(FirstlightError):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class ScheduledSequence:
     """One text to be continued.
 
     Attributes:
-        text: nothing of it has been computed when it is submitted; the scheduler's from then on.
-        receive: what takes the job's updates, as far as whoever hands them out calls it.
-        cancelled: nobody waits for it any more.
+        text: the text, none of it computed yet; the scheduler's own once it is submitted.
+        receive: callback for the sequence's updates, called by the receiver of `deliver`.
+        cancelled: set if nobody waits for the text any more.
     """
 
     text: Continuation
@@ -62,18 +62,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step did for a job.
+    """The result of one step for one sequence.
 
     Attributes:
-        job: whose it is.
-        piece: text that has become certain, often none.
-        tokens: how many were chosen, 0 or 1; an end token is none.
-        logprobs: of these tokens, where the job's config asks for them.
-        finish_reason: "stop" or "length" with the last update.
-        error: why the job failed, with the last update.
+        sequence: the sequence.
+        piece: text that has become certain, often empty.
+        tokens: number of chosen tokens, 0 or 1; an end token does not count.
+        logprobs: log-probabilities of these tokens, if the sampling config asks for them.
+        finish_reason: "stop" or "length" in the last update.
+        error: the failure, in the last update of a failed sequence.
     """
 
-    job: Job
+    sequence: ScheduledSequence
     piece: str = ""
     tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()
@@ -82,7 +82,7 @@ class Update:
 
     @property
     def ended(self) -> bool:
-        """Whether it is the job's last."""
+        """Whether this is the sequence's last update."""
         return self.finish_reason is not None or self.error is not None
 
 
@@ -90,10 +90,10 @@ class Scheduler:
     """Decodes the texts that are submitted, as many at a time as the decoder has room for.
 
     Args:
-        make_decoder: called in the thread that will use it, by `start`.
-        max_queue: how many texts may wait beside those that the decoder has room for.
-        deliver: called in the scheduler's thread with the updates of a step, all jobs' at once;
-            must return soon.
+        make_decoder: factory, called by `start` in the thread that uses the decoder.
+        max_queue: number of texts that may wait, beyond those in the decoder.
+        deliver: callback for the updates of a step, all sequences' at once; called in the
+            scheduler's thread, must return soon.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Scheduler:
         assert max_queue >= 0
         self._make_decoder, self._max_queue, self._deliver = make_decoder, max_queue, deliver
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[ScheduledSequence] = deque()
         #: In the order of the decoder's rows; changed by the thread alone, holding the lock.
-        self._running: list[Job] = []
+        self._running: list[ScheduledSequence] = []
         self._stopping = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firstlight-scheduler")
         self._loop_ended: Future[None] | None = None
@@ -117,7 +117,7 @@ class Scheduler:
         """Make the decoder and begin.
 
         Raises:
-            whatever `make_decoder` raises.
+            Exception: whatever `make_decoder` raises.
         """
         self._decoder = self._thread.submit(self._make_decoder).result()
         self._loop_ended = self._thread.submit(self._loop)
@@ -125,36 +125,36 @@ class Scheduler:
 
     @property
     def max_tokens(self) -> int:
-        """Of each text, prompt and new tokens together."""
+        """Longest text, prompt and new tokens together."""
         return self._decoder.max_tokens
 
     @property
     def max_sequences(self) -> int:
-        """How many texts are decoded at a time, at most."""
+        """Largest batch."""
         return self._decoder.max_sequences
 
     @property
     def capacity(self) -> int:
-        """How many texts there may be at a time, running and waiting."""
+        """Largest number of running and waiting texts."""
         return self._decoder.max_sequences + self._max_queue
 
     @property
     def running(self) -> int:
-        """How many texts are in the batch."""
+        """Number of texts in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many texts wait for a place in the batch."""
+        """Number of texts in the queue."""
         return len(self._waiting)
 
     @property
     def alive(self) -> bool:
-        """Whether texts are taken."""
+        """Whether texts are accepted."""
         return self._loop_ended is not None and not self._stopping
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none, in this order.
+    def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Queue sequences, all or none, in this order.
 
         Raises:
             QueueFullError: there is no room for them.
@@ -163,24 +163,24 @@ class Scheduler:
         with self._changed:
             if not self.alive:
                 raise StoppedError("the server is stopping")
-            if len(self._waiting) + len(self._running) + len(jobs) > self.capacity:
+            if len(self._waiting) + len(self._running) + len(sequences) > self.capacity:
                 raise QueueFullError(
                     f"{self.waiting} texts wait for an answer already: try again later"
                 )
-            self._waiting.extend(jobs)
+            self._waiting.extend(sequences)
             self._changed.notify_all()
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
-        """Forget jobs: those that wait at once, those that run before the next step. None of them
-        need be there any more. An update may still come."""
+    def cancel(self, sequences: Iterable[ScheduledSequence]) -> None:
+        """Drop sequences: waiting ones at once, running ones before the next step. Ended ones are
+        ignored. An update may still come."""
         with self._changed:
-            for job in jobs:
-                job.cancelled = True
-            if any(job.cancelled for job in self._waiting):
-                self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            for sequence in sequences:
+                sequence.cancelled = True
+            if any(sequence.cancelled for sequence in self._waiting):
+                self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
     def stop(self) -> None:
-        """End after the step at hand, if any; all jobs that are left fail with StoppedError."""
+        """End after the step at hand, if any; all remaining sequences fail with StoppedError."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -196,8 +196,8 @@ class Scheduler:
                     if self._stopping:
                         return
                 self._drop_cancelled()
-                for work in (self._join, self._step):
-                    updates = work()
+                for advance in (self._join, self._step):
+                    updates = advance()
                     if updates:
                         self._deliver(updates)
         finally:
@@ -210,7 +210,7 @@ class Scheduler:
             self._running, self._waiting = [], deque()
         if left:
             error = StoppedError("the server is stopping")
-            self._deliver([Update(job, error=error) for job in left])
+            self._deliver([Update(sequence, error=error) for sequence in left])
 
     def _drop_cancelled(self) -> None:
         for row in reversed(range(len(self._running))):
@@ -218,47 +218,47 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Take in whom there is room for; each gets its first token."""
+        """Take waiting texts into the batch; each gets its first token."""
         updates: list[Update] = []
         tokens = 0
-        while tokens < _TOKENS_THAT_JOIN:
+        while tokens < _MAX_JOINING_TOKENS:
             with self._changed:
                 if not self._waiting or len(self._running) == self._decoder.max_sequences:
                     break
-                job = self._waiting.popleft()
-                self._running.append(job)
-            tokens += len(job.text.prompt_ids)
-            updates.append(self._first(job))
+                sequence = self._waiting.popleft()
+                self._running.append(sequence)
+            tokens += len(sequence.text.prompt_ids)
+            updates.append(self._first(sequence))
             if updates[-1].ended:
                 self._remove(len(self._running) - 1)
         return updates
 
-    def _first(self, job: Job) -> Update:
+    def _first(self, sequence: ScheduledSequence) -> Update:
         try:
-            logits_V = self._decoder.add(job.text.prompt_ids, job.text.score_prompt)
+            logits_V = self._decoder.add(sequence.text.prompt_ids, sequence.text.score_prompt)
         except _FAILURES as error:
-            return Update(job, error=error)
-        return _pushed(job, logits_V)
+            return Update(sequence, error=error)
+        return _pushed(sequence, logits_V)
 
     def _step(self) -> list[Update]:
-        """One token more for all that run."""
+        """Generate one more token of each running text."""
         running = self._running
         if not running:
             return []
         try:
-            logits_BV = self._decoder.step([job.text.token_ids[-1] for job in running])
+            logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
         except _FAILURES as error:
-            # Nobody can say which of them it was.
-            updates = [Update(job, error=error) for job in running]
+            # Any of the texts may have caused it.
+            updates = [Update(sequence, error=error) for sequence in running]
         else:
-            updates = [_pushed(job, logits_BV[row]) for row, job in enumerate(running)]
+            updates = [_pushed(sequence, logits_BV[row]) for row, sequence in enumerate(running)]
         for row in reversed(range(len(updates))):
             if updates[row].ended:
                 self._remove(row)
         return updates
 
     def _remove(self, row: int) -> None:
-        # One that could not join is in no row of the decoder.
+        # A text that failed to join has no row in the decoder.
         if row < len(self._decoder):
             self._decoder.remove(row)
         with self._changed:
@@ -266,16 +266,16 @@ class Scheduler:
             self._running.pop()
 
 
-def _pushed(job: Job, logits_V: Tensor) -> Update:
-    """A job with one token more, or that has failed."""
-    text = job.text
+def _pushed(sequence: ScheduledSequence, logits_V: Tensor) -> Update:
+    """A sequence's update with one more token, or with its failure."""
+    text = sequence.text
     before = len(text.token_ids)
     try:
         piece = text.push(logits_V)
     except _FAILURES as error:
-        return Update(job, error=error)
+        return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
-    return Update(job, piece, len(text.token_ids) - before, logprobs, text.finish_reason)
+    return Update(sequence, piece, len(text.token_ids) - before, logprobs, text.finish_reason)
 
 
 def _say_failure(ended: Future[None]) -> None:

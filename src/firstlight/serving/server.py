@@ -19,11 +19,11 @@ import uvicorn
 from firstlight.errors import ConfigError, StorageError
 from firstlight.files.atomic import read_file
 from firstlight.generation.batch import BatchDecoder
+from firstlight.serving.access import Access
 from firstlight.serving.api import create_app
-from firstlight.serving.guarding import Access
+from firstlight.serving.limits import Limits, protocol_with
 from firstlight.serving.loopback import is_loopback
-from firstlight.serving.protocol import protocol_with
-from firstlight.serving.service import Limits, Service
+from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
 #: The environment variable of the API key.

@@ -1,5 +1,4 @@
-"""One model that answers requests: between the event loop, where clients are, and the scheduler's
-thread, where texts are made."""
+"""The service of one model: connects the event loop of the clients with the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -7,64 +6,113 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from starlette.types import Receive, Scope
 
 from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError, can_structure
 from firstlight.models.accounting import cache_bytes_per_token
-from firstlight.serving.documentation import Bounds
-from firstlight.serving.metrics import Metrics
-from firstlight.serving.problems import FAILED, ClientGoneError, RequestError, schema_problem
-from firstlight.serving.scheduler import Job, QueueFullError, Scheduler, StoppedError, Update
-from firstlight.serving.work import Work, Workshop
+from firstlight.serving.errors import FAILED, ClientGoneError, RequestError, unsupported_schema
+from firstlight.serving.limits import Limits
+from firstlight.serving.openapi import Bounds
+from firstlight.serving.processor import PreparedRequest, RequestProcessor
+from firstlight.serving.scheduler import (
+    QueueFullError,
+    ScheduledSequence,
+    Scheduler,
+    StoppedError,
+    Update,
+)
 from firstlight.weights.huggingface import LoadedModel
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
 #: Updates of one request that are kept for a client that doesn't read.
-_MOST_UNREAD = 2048
+_MAX_UNREAD = 2048
 
-#: Requests that are read and encoded at a time; the others wait.
+#: Threads that read and encode requests.
 _WORKERS = 2
 
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-@dataclass(frozen=True)
-class Limits:
-    """How long and how large things may be. Times are in seconds.
 
-    Attributes:
-        request_timeout: from a request's arrival in the queue to its end.
-        header_timeout: for the head of a request to arrive.
-        body_timeout: for its body.
-        write_timeout: that a client may let what it is sent lie.
-        max_body_bytes: of a request.
-        max_header_bytes: of its head.
-        max_connections: at a time; when there are more, those without a request are closed,
-            the oldest first.
+class ServerMetrics:
+    """Prometheus metrics of one server, in a registry of their own.
+
+    Args:
+        running, waiting: callbacks that give the numbers of texts in the batch and in the queue.
     """
 
-    request_timeout: float = 600.0
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    write_timeout: float = 30.0
-    max_body_bytes: int = 2**20
-    max_header_bytes: int = 16 * 2**10
-    max_connections: int = 512
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "firstlight_requests",
+            "Requests answered, by route and status; 499: the client had gone.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "firstlight_prompt_tokens", "Tokens of prompts taken in.", registry=registry
+        )
+        self.generated_tokens = Counter(
+            "firstlight_generated_tokens", "Tokens generated.", registry=registry
+        )
+        self.refusals = Counter(
+            "firstlight_queue_refusals", "Requests refused: the queue was full.", registry=registry
+        )
+        self.disconnects = Counter(
+            "firstlight_client_disconnects",
+            "Requests whose client went away or didn't read, before the answer was complete.",
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "firstlight_time_to_first_token_seconds",
+            "From a text's submission to its first token, the queue included.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "firstlight_inter_token_seconds",
+            "Between two tokens of a text.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        for name, what, count in (
+            ("firstlight_running_sequences", "Texts in the batch.", running),
+            ("firstlight_waiting_sequences", "Texts that wait for a place in it.", waiting),
+        ):
+            Gauge(name, what, registry=registry).set_function(count)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count a response."""
+        self._requests.labels(route, str(status)).inc()
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
 
 
 class Service:
     """Answers requests with one model.
 
     Args:
-        loaded: with a tokenizer.
-        name: of the model, for clients.
+        loaded: a model with a tokenizer.
+        name: the model's name for clients.
         make_decoder: see `Scheduler`.
-        max_queue: how many texts may wait.
-        limits: of each request.
+        max_queue: number of texts that may wait.
+        limits: limits of each request.
     """
 
     def __init__(
@@ -80,8 +128,8 @@ class Service:
         self.created = int(time.time())
         self._loaded = loaded
         self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
-        self.metrics = Metrics(lambda: self.scheduler.running, lambda: self.scheduler.waiting)
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="firstlight-work")
+        self.metrics = ServerMetrics(lambda: self.scheduler.running, lambda: self.scheduler.waiting)
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="firstlight-request")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -89,10 +137,10 @@ class Service:
 
         Raises:
             ModelError: the model has no tokenizer.
-            whatever the decoder's factory raises.
+            Exception: whatever `make_decoder` raises.
         """
         self.scheduler.start()
-        self.workshop = Workshop(
+        self.processor = RequestProcessor(
             self._loaded,
             self.name,
             context=self.scheduler.max_tokens,
@@ -100,43 +148,45 @@ class Service:
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say in which event loop the requests are."""
+        """Set the event loop of the requests."""
         self._loop = loop
 
     def stop(self) -> None:
-        """End; requests that are left fail with 503."""
+        """End; the remaining requests fail with 503."""
         self.scheduler.stop()
-        if hasattr(self, "workshop"):  # it was started
-            self.workshop.close()
+        if hasattr(self, "processor"):  # it was started
+            self.processor.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def cache_bytes(self) -> int:
-        """What the keys and values of a full batch take, in the dtype of the weights."""
+        """Size of a full batch's keys and values, in the dtype of the weights."""
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         return token * self.scheduler.max_tokens * self.scheduler.max_sequences
 
     @property
     def bounds(self) -> Bounds:
-        """What requests must keep to, for the document."""
+        """The model's bounds of requests, for the OpenAPI document."""
         loaded = self._loaded
         return Bounds(
             model=self.name,
             vocab_size=loaded.model.config.vocab_size,
             context=self.scheduler.max_tokens,
             capacity=self.scheduler.capacity,
-            chats=loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None,
-            structured=can_structure(),
+            has_chat=loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None,
+            has_schemas=can_structure(),
         )
 
-    async def prepared(self, make: Callable[[bytes], Work], body: bytes) -> Work:
-        """What a body asks for, read in a thread, so that the others don't wait.
+    async def prepare(
+        self, prepare: Callable[[bytes], PreparedRequest], body: bytes
+    ) -> PreparedRequest:
+        """Read a body in a thread, so that other requests don't wait.
 
         Raises:
-            RequestError, ModelError: see `Workshop`.
+            RequestError, ModelError: see `RequestProcessor`.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._workers, make, body)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
 
     def _deliver(self, updates: list[Update]) -> None:
         """Hand the updates of a step to the event loop, in one call."""
@@ -146,25 +196,25 @@ class Service:
     def _hand_out(self, updates: list[Update]) -> None:
         self.metrics.generated_tokens.inc(sum(update.tokens for update in updates))
         for update in updates:
-            update.job.receive(update)
+            update.sequence.receive(update)
 
     @contextlib.asynccontextmanager
     async def running(
-        self, work: Work, receive: Receive, abort: Callable[[], None], request_id: str
+        self, prepared: PreparedRequest, scope: Scope, receive: Receive
     ) -> AsyncIterator[Progress]:
-        """Have work done; when the block is left, whatever is left of it is forgotten.
+        """Generate a request's texts; leaving the block cancels the unfinished ones.
 
         Args:
-            receive: tells when the client goes away.
-            abort: closes its connection, whatever has not been sent.
-            request_id: the request's name in the log.
+            prepared: the request.
+            scope: its ASGI scope, whose state has the request's id and the connection's `abort`.
+            receive: its ASGI channel, which tells of a disconnect.
 
         Raises:
             RequestError: 429, the queue is full; 503, the server is stopping.
         """
-        progress = Progress(work, self, abort, request_id)
+        progress = Progress(prepared, self, scope["state"])
         try:
-            self.scheduler.submit(progress.jobs)
+            self.scheduler.submit(progress.sequences)
         except QueueFullError as error:
             self.metrics.refusals.inc()
             raise RequestError(
@@ -172,7 +222,7 @@ class Service:
             ) from None
         except StoppedError as error:
             raise RequestError(503, str(error), code="stopping") from None
-        self.metrics.prompt_tokens.inc(work.prompt_tokens)
+        self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         watcher = asyncio.create_task(_watch(receive, progress))
         timeout = asyncio.get_running_loop().call_later(
             self.limits.request_timeout, progress.expire
@@ -182,7 +232,7 @@ class Service:
         finally:
             watcher.cancel()
             timeout.cancel()
-            self.scheduler.cancel(progress.jobs)
+            self.scheduler.cancel(progress.sequences)
 
 
 async def _watch(receive: Receive, progress: Progress) -> None:
@@ -192,60 +242,59 @@ async def _watch(receive: Receive, progress: Progress) -> None:
 
 
 class Progress:
-    """The updates of one request's texts, as they come: `async for updates in progress` gives
-    lists of (index of the choice, update), and ends after the last update of all of them.
+    """The updates of one request's texts: `async for updates in progress` gives lists of (index
+    of the choice, update), and ends after the last update of all texts.
     """
 
-    def __init__(
-        self, work: Work, service: Service, abort: Callable[[], None], request_id: str
-    ) -> None:
-        self.jobs = [Job(text, self._receive) for text in work.texts]
-        self._index = {job: index for index, job in enumerate(self.jobs)}
-        self._service, self._abort, self._request_id = service, abort, request_id
-        self._left = len(self.jobs)
+    def __init__(self, prepared: PreparedRequest, service: Service, state: Any) -> None:
+        self.sequences = [ScheduledSequence(text, self._receive) for text in prepared.texts]
+        self._index = {sequence: index for index, sequence in enumerate(self.sequences)}
+        self._service, self._state = service, state
+        self._left = len(self.sequences)
         self._submitted = time.monotonic()
-        self._last: dict[Job, float] = {}
+        self._last: dict[ScheduledSequence, float] = {}
         self._unread: deque[tuple[int, Update]] = deque()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
     def _receive(self, update: Update) -> None:
-        """In the event loop."""
+        """Take an update, in the event loop."""
         if self._error is not None:
             return
         if update.error is not None:
-            self.end(_failure(update.error, self._request_id))
+            self.end(_failure(update.error, self._state["request_id"]))
             return
         self._measure(update)
         self._left -= update.ended
-        self._unread.append((self._index[update.job], update))
+        self._unread.append((self._index[update.sequence], update))
         self._changed.set()
-        if len(self._unread) > _MOST_UNREAD:
+        if len(self._unread) > _MAX_UNREAD:
             self.end(ClientGoneError())
-            self._abort()
+            # Only uvicorn's connections can be closed by the application.
+            self._state.get("abort", lambda: None)()
 
     def _measure(self, update: Update) -> None:
         now, metrics = time.monotonic(), self._service.metrics
-        before = self._last.get(update.job)
+        before = self._last.get(update.sequence)
         if before is None:
             metrics.first_token.observe(now - self._submitted)
         else:
             metrics.inter_token.observe(now - before)
-        self._last[update.job] = now
+        self._last[update.sequence] = now
 
     def end(self, error: Exception) -> None:
-        """Have nothing more computed; whoever iterates gets the error, after what came before it
-        if there is somebody to read that."""
+        """Cancel the texts. The iteration raises `error`, after the updates before it unless the
+        client has gone."""
         if self._error is None:
             self._error = error
-            self._service.scheduler.cancel(self.jobs)
+            self._service.scheduler.cancel(self.sequences)
             if isinstance(error, ClientGoneError):
                 self._unread.clear()
                 self._service.metrics.disconnects.inc()
             self._changed.set()
 
     def expire(self) -> None:
-        """The time of the request is over."""
+        """End because the time of the request is over."""
         seconds = self._service.limits.request_timeout
         self.end(
             RequestError(
@@ -259,7 +308,7 @@ class Progress:
         return self
 
     async def __anext__(self) -> Sequence[tuple[int, Update]]:
-        """What has come since the last time.
+        """The updates since the last call.
 
         Raises:
             RequestError: a text failed, or it took too long.
@@ -281,6 +330,6 @@ def _failure(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, StoppedError):
         return RequestError(503, str(error), code="stopping")
     if isinstance(error, SchemaError):
-        return schema_problem(str(error))
+        return unsupported_schema(str(error))
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
     return RequestError(500, FAILED)

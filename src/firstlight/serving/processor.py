@@ -1,4 +1,4 @@
-"""From what a request asks for to the texts that are to be continued."""
+"""Request processing: from a request's body to the token sequences that are to be continued."""
 
 from __future__ import annotations
 
@@ -18,44 +18,53 @@ from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.models import Model
 from firstlight.report.text import own_version
-from firstlight.serving.answers import AnswerFormat, ChatFormat, CompletionFormat, Echo
-from firstlight.serving.bodies import read_request
-from firstlight.serving.problems import RequestError, schema_problem, too_long
-from firstlight.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from firstlight.serving.token_text import TokenTexts
+from firstlight.serving.errors import RequestError, unsupported_schema
+from firstlight.serving.request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    read_request,
+)
+from firstlight.serving.response import (
+    ChatFormat,
+    CompletionFormat,
+    Echo,
+    ResponseFormat,
+    TokenTexts,
+)
 from firstlight.weights.huggingface import LoadedModel
 
-#: Tokens of a completion that doesn't say, as OpenAI's. A chat's answer may fill the context.
+#: OpenAI's default `max_tokens` of a completion. A chat's answer may fill the context.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one request asks for.
+class PreparedRequest:
+    """A request that is checked and encoded.
 
     Attributes:
-        texts: one for each choice: those of the first prompt, those of the second, ...
-        prompt_tokens: of all prompts.
-        answer: how the answer is told.
-        stream: piece by piece.
-        tells_usage: whether a stream ends with the numbers of tokens.
+        texts: one continuation for each choice: the choices of the first prompt, of the second, ...
+        prompt_tokens: number of tokens of all prompts.
+        response: format of the response.
+        stream: send chunks while the texts grow.
+        includes_usage: end a stream with the numbers of tokens.
     """
 
     texts: list[Continuation]
     prompt_tokens: int
-    answer: AnswerFormat
+    response: ResponseFormat
     stream: bool
-    tells_usage: bool
+    includes_usage: bool
 
 
-class Workshop:
-    """Makes work of requests. Its methods take their time: they are for threads of their own.
+class RequestProcessor:
+    """Checks and encodes requests. Its methods take long: they are for threads of their own.
 
     Args:
-        loaded: with a tokenizer.
-        name: of the model, for clients.
-        context: tokens of a text, prompt and answer together.
-        capacity: how many texts there may be at a time.
+        loaded: a model with a tokenizer.
+        name: the model's name for clients.
+        context: largest number of tokens of a text, prompt and answer together.
+        capacity: largest number of texts at a time.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
@@ -70,33 +79,34 @@ class Workshop:
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._chat_ends = tuple(dict.fromkeys(ends))
 
-    def completion(self, body: bytes) -> Work:
-        """What a body sent to `/v1/completions` asks for.
+    def completion(self, body: bytes) -> PreparedRequest:
+        """Prepare a body sent to `/v1/completions`.
 
         Raises:
-            RequestError: it can't be done.
+            RequestError: the request is invalid.
             ModelError: the model can't be used any more.
         """
         request = read_request(CompletionRequest, body)
-        self._require_usual(request)
+        self._check_common(request)
         most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         scored = request.logprobs if request.echo else None
         if most == 0 and scored is None:
             scored = 0
-        texts = self._continuations(
-            request,
-            self._prompts(request.prompt),
-            _Wanted(most, request.logprobs, scored),
-            self._ends,
-        )
-        answer = CompletionFormat(
+        several: Sequence[str | list[int] | int]
+        several = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        if isinstance(several[0], int):
+            several = [several]  # type: ignore[list-item]
+        prompts = [self._encoded(one) for one in several]  # type: ignore[arg-type]
+        wanted = {"max_new_tokens": most, "logprobs": request.logprobs, "prompt_logprobs": scored}
+        texts = self._continuations(request, prompts, wanted, self._ends)
+        response = CompletionFormat(
             self.name,
             self._fingerprint,
             None if request.logprobs is None else self._texts,
-            tells_usage=_tells_usage(request),
+            includes_usage=request.includes_usage,
             echoes=self._echoes(request, texts) if request.echo else (),
         )
-        return _work(request, texts, answer)
+        return _prepared(request, texts, response)
 
     def _echoes(self, request: CompletionRequest, texts: Sequence[Continuation]) -> list[Echo]:
         """The prompts that the choices begin with: texts as they were given, ids decoded."""
@@ -109,11 +119,11 @@ class Workshop:
             found.append(Echo(prompt, text))
         return found
 
-    def chat(self, body: bytes) -> Work:
-        """What a body sent to `/v1/chat/completions` asks for.
+    def chat(self, body: bytes) -> PreparedRequest:
+        """Prepare a body sent to `/v1/chat/completions`.
 
         Raises:
-            RequestError: it can't be done.
+            RequestError: the request is invalid.
             ModelError: the model can't be used any more.
         """
         if self._tokenizer.chat_template is None:
@@ -125,7 +135,7 @@ class Workshop:
                 code="no_chat_template",
             )
         request = read_request(ChatRequest, body)
-        self._require_usual(request)
+        self._check_common(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         most = request.max_completion_tokens
@@ -135,20 +145,26 @@ class Workshop:
                 "max_tokens and max_completion_tokens differ: give one of them",
                 param="max_tokens",
             )
-        prompt_ids = self._encoded_chat(request)
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        wanted = _Wanted(most or request.max_tokens or self.context, logprobs)
-        answer = ChatFormat(
+        messages = [message.plain() for message in request.messages]
+        try:
+            prompt_ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        except (InputError, TokenizerError) as error:
+            raise RequestError(400, f"messages: {error}", param="messages") from None
+        wanted = {
+            "max_new_tokens": most or request.max_tokens or self.context,
+            "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        }
+        texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
+        response = ChatFormat(
             self.name,
             self._fingerprint,
             self._texts if request.logprobs else None,
-            tells_usage=_tells_usage(request),
+            includes_usage=request.includes_usage,
         )
-        texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
-        return _work(request, texts, answer)
+        return _prepared(request, texts, response)
 
-    def _require_usual(self, request: GenerationRequest) -> None:
-        """What both kinds of requests must keep to.
+    def _check_common(self, request: GenerationRequest) -> None:
+        """Check what completions and chats have in common.
 
         Raises:
             RequestError, ModelError: see `completion`.
@@ -163,14 +179,6 @@ class Workshop:
             )
         if request.stream_options is not None and not request.stream:
             raise RequestError(400, "stream_options needs stream: true", param="stream_options")
-
-    def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-        """Ids of one or more prompts."""
-        several: Sequence[str | list[int] | int]
-        several = [prompt] if isinstance(prompt, str) else prompt
-        if isinstance(several[0], int):
-            several = [several]  # type: ignore[list-item]
-        return [self._encoded(one) for one in several]  # type: ignore[arg-type]
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -187,25 +195,24 @@ class Workshop:
             )
         return prompt
 
-    def _encoded_chat(self, request: ChatRequest) -> list[int]:
-        messages = [message.plain() for message in request.messages]
-        try:
-            return self._tokenizer.encode_chat(messages, add_generation_prompt=True)
-        except (InputError, TokenizerError) as error:
-            raise RequestError(400, f"messages: {error}", param="messages") from None
-
     def _continuations(
         self,
         request: GenerationRequest,
         prompts: list[list[int]],
-        wanted: _Wanted,
+        wanted: dict[str, int | None],
         end_ids: tuple[int, ...],
     ) -> list[Continuation]:
         """The choices of each prompt.
 
+        Args:
+            request: the request.
+            prompts: token ids of each prompt.
+            wanted: settings that completions and chats name differently; see `SamplingConfig`.
+            end_ids: tokens that end a text.
+
         Raises:
-            RequestError: there are too many, a prompt is empty, too long or can't be decoded, or a
-                bias is for a token that the model doesn't have.
+            RequestError: there are too many choices, a prompt is empty, too long or can't be
+                decoded, or a bias is for a token that the model doesn't have.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
@@ -219,11 +226,17 @@ class Workshop:
         for prompt_ids in prompts:
             if not prompt_ids:
                 raise RequestError(400, f"{param} has no tokens to go on from", param=param)
-            if len(prompt_ids) + (wanted.max_tokens > 0) > self.context:
-                raise too_long(len(prompt_ids), self.context, param)
-        constraint = self._constraints(request.schema_asked)
+            if len(prompt_ids) + (wanted["max_new_tokens"] != 0) > self.context:
+                raise RequestError(
+                    400,
+                    f"{param} has {len(prompt_ids)} tokens, and there is room for {self.context}, "
+                    "prompt and answer together: shorten it",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+        make_constraint = self._constraints(request.schema_asked)
         if request.schema_asked is not None:
-            end_ids = self._chat_ends  # which the grammar ends with
+            end_ids = self._chat_ends  # the tokens that the grammar ends with
         samplings = [_sampling(request, n, wanted) for n in range(choices)]
         try:
             require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
@@ -237,7 +250,7 @@ class Workshop:
                     context=self.context,
                     eos_token_ids=end_ids,
                     tokenizer=self._tokenizer,
-                    constraint=constraint(),
+                    constraint=make_constraint(),
                 )
                 for prompt_ids in prompts
                 for sampling in samplings
@@ -246,21 +259,18 @@ class Workshop:
             raise RequestError(400, f"{param}: {error}", param=param) from None
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
-        """What makes the constraint of each choice.
+        """The factory of each choice's constraint.
 
         Raises:
-            RequestError: the schema can't be followed, or not here.
+            RequestError: the schema is not supported, or schemas are not installed.
         """
         if schema is None:
             return lambda: None
         try:
             with self._making_grammars:
                 if self._grammars is None:
-                    self._grammars = Grammars(
-                        self._texts.vocabulary(
-                            self._loaded.model.config.vocab_size, self._chat_ends
-                        )
-                    )
+                    size = self._loaded.model.config.vocab_size
+                    self._grammars = Grammars(self._texts.vocabulary(size, self._chat_ends))
             grammars = self._grammars
             grammars.constraint(schema)
         except MissingDependencyError as error:
@@ -268,7 +278,7 @@ class Workshop:
                 400, str(error), param="response_format", code="unsupported_parameter"
             ) from None
         except SchemaError as error:
-            raise schema_problem(str(error)) from None
+            raise unsupported_schema(str(error)) from None
         return lambda: grammars.constraint(schema)
 
     def close(self) -> None:
@@ -277,18 +287,11 @@ class Workshop:
             self._grammars.close()
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What the two kinds of requests say in different fields; see `SamplingConfig`."""
-
-    max_tokens: int
-    logprobs: int | None
-    prompt_logprobs: int | None = None
-
-
-def _work(request: GenerationRequest, texts: list[Continuation], answer: AnswerFormat) -> Work:
+def _prepared(
+    request: GenerationRequest, texts: list[Continuation], response: ResponseFormat
+) -> PreparedRequest:
     tokens = sum(len(text.prompt_ids) for text in texts[:: request.n or 1])
-    return Work(texts, tokens, answer, bool(request.stream), _tells_usage(request))
+    return PreparedRequest(texts, tokens, response, bool(request.stream), request.includes_usage)
 
 
 def fingerprint_of(model: Model) -> str:
@@ -307,13 +310,12 @@ def fingerprint_of(model: Model) -> str:
     return f"fp_{found.hexdigest()[:12]}"
 
 
-def _sampling(request: GenerationRequest, choice: int, wanted: _Wanted) -> SamplingConfig:
-    """How one choice is made; what is not said is as OpenAI has it."""
+def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
+    """The sampling of one choice, with OpenAI's defaults."""
     seed = request.seed
     try:
         return SamplingConfig(
-            max_new_tokens=wanted.max_tokens,
-            # 0 is greedy, and no lack of an answer.
+            # 0 is greedy, not a missing value.
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or 0,
@@ -323,15 +325,9 @@ def _sampling(request: GenerationRequest, choice: int, wanted: _Wanted) -> Sampl
             frequency_penalty=request.frequency_penalty or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
-            logprobs=wanted.logprobs,
-            prompt_logprobs=wanted.prompt_logprobs,
-            # Negative seeds are OpenAI's, too.
+            # OpenAI allows negative seeds.
             seed=None if seed is None else (seed + choice) % 2**63,
+            **wanted,
         )
     except ConfigError as error:
         raise RequestError(400, str(error)) from None
-
-
-def _tells_usage(request: GenerationRequest) -> bool:
-    options = request.stream_options
-    return options is not None and bool(options.include_usage)

@@ -25,7 +25,7 @@ from firstlight.errors import (
 )
 from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
 from firstlight.generation.sampling import SamplingConfig
-from firstlight.serving.chat_guard import LoopbackGuard, require_loopback
+from firstlight.serving.loopback import LoopbackGuard, require_loopback
 from firstlight.weights.huggingface import LoadedModel
 
 #: Chainlit's configuration: text is text, nobody else's page, no files, no changes to what was

@@ -1,0 +1,199 @@
+"""Access control: the checks of host, origin and API key before a request is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from firstlight.serving.errors import RequestError, new_request_id
+from firstlight.serving.limits import Limits, header_values, require_body_size, require_head_size
+from firstlight.serving.loopback import is_loopback
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+#: Status in metrics of a request whose client disconnected; nginx's number.
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class Access:
+    """Hosts, origins and the API key that requests are checked for.
+
+    Attributes:
+        key_digest: SHA-256 of the API key; None if no key is required.
+        hosts: allowed names in the header Host, without a port; None allows any.
+        origins: allowed foreign pages, as in the header Origin.
+    """
+
+    key_digest: bytes | None
+    hosts: frozenset[str] | None
+    origins: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        host: str,
+        key: bytes | None,
+        hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
+    ) -> Access:
+        """The access of a server that listens at `host`.
+
+        A foreign page's name can be made to point to this machine (DNS rebinding), so a loopback
+        address is only answered under its own names; elsewhere there is a key.
+        """
+        digest = None if key is None else hashlib.sha256(key).digest()
+        given = {name.lower() for name in hosts}
+        names = {*given, *_LOOPBACK} if given or is_loopback(host) else None
+        if names is not None and is_loopback(host) and ":" not in host:
+            names.add(host)
+        return cls(
+            digest,
+            None if names is None else frozenset(names),
+            frozenset(origin.lower() for origin in origins),
+        )
+
+    def require(self, scope: Scope) -> None:
+        """Refuse a request without access.
+
+        Raises:
+            RequestError: 401 or 403.
+        """
+        host = self._require_host(header_values(scope, b"host"))
+        self._require_origin(header_values(scope, b"origin"), host)
+        if self.key_digest is not None and scope["path"] != "/health" and not is_preflight(scope):
+            self._require_key(header_values(scope, b"authorization"), self.key_digest)
+
+    def _require_host(self, found: list[bytes]) -> str:
+        host = found[0].decode("latin-1").lower() if len(found) == 1 else ""
+        match = _HOST.fullmatch(host)
+        if match is None or (self.hosts is not None and match["name"] not in self.hosts):
+            raise RequestError(
+                403,
+                "this server is not to be asked under the name in the header Host: use localhost, "
+                "or start it with --allowed-host",
+                code="host_not_allowed",
+            )
+        return host
+
+    def _require_origin(self, found: list[bytes], host: str) -> None:
+        if not found:
+            return
+        origin = found[0].decode("latin-1").lower() if len(found) == 1 else ""
+        is_own = origin.partition("://")[2] == host
+        if not is_own and origin not in self.origins:
+            raise RequestError(
+                403,
+                "pages of this Origin may not ask this server: start it with --allowed-origin",
+                code="origin_not_allowed",
+            )
+
+    def _require_key(self, found: list[bytes], expected: bytes) -> None:
+        scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
+        # Digests have one length: the time of the comparison tells nothing about the key.
+        is_right = hmac.compare_digest(hashlib.sha256(key).digest(), expected)
+        if scheme.lower() != b"bearer" or not is_right:
+            raise RequestError(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def foreign_origin(self, scope: Scope) -> bytes | None:
+        """The allowed foreign origin of a request, if it has one."""
+        found = header_values(scope, b"origin")
+        is_allowed = len(found) == 1 and found[0].decode("latin-1").lower() in self.origins
+        return found[0] if is_allowed else None
+
+
+def is_preflight(scope: Scope) -> bool:
+    """Whether a request is a browser's CORS preflight."""
+    return scope["method"] == "OPTIONS" and bool(
+        header_values(scope, b"access-control-request-method")
+    )
+
+
+class RequestGuard:
+    """The outermost layer of the server: refuses requests without access and oversized ones, adds
+    security and CORS headers, and counts.
+
+    Args:
+        app: the application that gets the remaining requests.
+        access: allowed hosts and origins, and the key.
+        limits: limits of a request's head and of the declared size of its body.
+        count: callback with path and status of each request.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: Access, limits: Limits, count: Callable[[str, int], None]
+    ) -> None:
+        self.app, self._access, self._count = app, access, count
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        status = CLIENT_GONE
+        origin = self._access.foreign_origin(scope)
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_headers(origin, request_id)]
+            await send(message)
+
+        try:
+            await self._respond_to(scope)(scope, receive, send_with_headers)
+        finally:
+            self._count(scope["path"], status)
+
+    def _respond_to(self, scope: Scope) -> ASGIApp:
+        """The responding application: an error, a preflight's response, or `app`."""
+        try:
+            require_head_size(scope, self._limits)
+            self._access.require(scope)
+            require_body_size(scope, self._limits)
+        except RequestError as error:
+            return error.response
+        if is_preflight(scope) and self._access.foreign_origin(scope) is not None:
+            return Response(status_code=204, headers=_preflight_headers(scope))
+        return self.app
+
+
+def _headers(origin: bytes | None, request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers of every response, given the request's allowed foreign origin, if any."""
+    headers = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
+    if origin is not None:
+        headers += [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", b"x-request-id"),
+            (b"vary", b"Origin"),
+        ]
+    return headers
+
+
+def _preflight_headers(scope: Scope) -> dict[str, str]:
+    wanted = header_values(scope, b"access-control-request-headers")
+    names = wanted[0] if len(wanted) == 1 and _HEADER_NAMES.fullmatch(wanted[0]) else b""
+    return {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": names.decode() or "authorization, content-type",
+        "access-control-max-age": "600",
+    }

@@ -1,0 +1,269 @@
+"""The OpenAPI document: requests and responses of the routes, for client generators and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
+
+from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS, ChatRequest, CompletionRequest
+
+_REF = "#/components/schemas/{model}"
+_STATUSES = {
+    400: "The request can't be meant, or doesn't fit the context.",
+    401: "The API key is missing or wrong.",
+    403: "The header Host or Origin is not allowed.",
+    404: "There is no such model.",
+    408: "The body took too long to arrive.",
+    413: "The body is too large.",
+    415: "The body is not said to be JSON.",
+    429: "The queue is full; see the header Retry-After.",
+    500: "The model failed.",
+    503: "The server is stopping.",
+    504: "The answer took too long.",
+}
+
+
+# The responses' schemas. They only document: the server writes plain dicts, which is faster.
+
+
+class ErrorDetails(BaseModel):
+    """The problem of a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """A refused or failed request."""
+
+    error: ErrorDetails
+
+
+class Health(BaseModel):
+    """The server's state."""
+
+    status: Literal["ok"]
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(BaseModel):
+    """The list of models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
+
+
+class _Choice(BaseModel):
+    index: _Count
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionChoice(_Choice):
+    """One continuation of a prompt."""
+
+    text: str
+
+
+class AssistantMessage(BaseModel):
+    """The message of a chat's choice."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Choice):
+    """One answer to a conversation."""
+
+    message: AssistantMessage
+
+
+class _Generated(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class Completion(_Generated):
+    """The response of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+
+
+class ChatCompletion(_Generated):
+    """The response of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of requests that depend on the model.
+
+    Attributes:
+        model: the model's name.
+        vocab_size: number of tokens in the vocabulary.
+        context: largest number of tokens of a text, prompt and answer together.
+        capacity: largest number of texts at a time.
+        has_chat: the model has a chat template.
+        has_schemas: answers can follow a JSON Schema.
+    """
+
+    model: str
+    vocab_size: int
+    context: int
+    capacity: int
+    has_chat: bool
+    has_schemas: bool
+
+
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """The `requestBody` of a route's entry; the route reads the body itself."""
+    schema = {"$ref": _REF.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def responses(
+    kind: type[BaseModel] | None, *errors: int, streamed: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route's entry.
+
+    Args:
+        kind: schema of a successful response; None is plain text.
+        errors: statuses of refusals.
+        streamed: the response may come as server-sent events.
+    """
+    text = {"type": "string"}
+    ok: dict[str, Any] = {"description": "OK"}
+    if kind is None:
+        ok["content"] = {"text/plain": {"schema": text}}
+    else:
+        ok["model"] = kind
+    if streamed:
+        # The data of an event is a chunk in JSON, and "[DONE]" at last.
+        event = {"type": "object", "required": ["data"], "properties": {"data": text}}
+        ok["content"] = {"text/event-stream": {"schema": event}}
+    found: dict[int | str, dict[str, Any]] = {200: ok}
+    return found | {s: {"description": _STATUSES[s], "model": Error} for s in errors}
+
+
+def with_schemas(document: dict[str, Any], bounds: Bounds) -> dict[str, Any]:
+    """A document with the schemas of the requests, and how the key is sent."""
+    kinds: list[Any] = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
+    _, schemas = models_json_schema(kinds, ref_template=_REF)
+    definitions = schemas["$defs"]
+    for name in ("CompletionRequest", "ChatRequest"):
+        _state_bounds(definitions[name], bounds)
+    if not bounds.has_chat:
+        del document["paths"]["/v1/chat/completions"]
+    for methods in document["paths"].values():
+        for route in methods.values():
+            route["responses"].pop("422", None)  # FastAPI's own; ours is 400
+    components = document["components"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(name, None)
+    components["schemas"] |= definitions
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}, {}]
+    return document
+
+
+def _state_bounds(schema: dict[str, Any], bounds: Bounds) -> None:
+    """Add to a request's schema what depends on the model, and what depends on another field."""
+    fields = schema["properties"]
+    fields["model"] = {"enum": [bounds.model, None]}
+    if not bounds.has_schemas:
+        text = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
+        fields["response_format"] = {
+            "anyOf": [{**text, "additionalProperties": False}, {"type": "null"}]
+        }
+    for one in fields["response_format"]["anyOf"]:
+        # Two types have one schema, which client generators take for an error.
+        one.pop("discriminator", None)
+    (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
+    bias["propertyNames"] = {"pattern": up_to_pattern(bounds.vocab_size - 1)}
+    rules = [_either("stream_options", {"stream": {"const": True}})]
+    if "messages" in fields:
+        rules.append(_either("top_logprobs", {"logprobs": {"const": True}}))
+        rules.append(_either("max_tokens", {"max_completion_tokens": {"type": "null"}}, ()))
+        fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, bounds.capacity)
+    else:
+        _bound_ids(fields["prompt"], bounds)
+        rules.append({"anyOf": _choices(bounds.capacity)})
+    schema["allOf"] = rules
+
+
+def _either(
+    name: str, others: dict[str, Any], required: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """A rule: the field is null or missing, or the other fields are as given."""
+    needed = list(others if required is None else required)
+    absent = {"properties": {name: {"type": "null"}}}
+    return {"anyOf": [absent, {"properties": others, "required": needed}]}
+
+
+def _bound_ids(prompt: dict[str, Any], bounds: Bounds) -> None:
+    """Bound token ids by the vocabulary, and their number by the context."""
+    lists = [one for one in prompt["anyOf"] if one["type"] == "array"]
+    lists += [one["items"] for one in lists if one["items"].get("type") == "array"]
+    for one in lists:
+        if one["items"].get("type") == "integer":
+            one["maxItems"] = max(bounds.context - 1, 1)
+            one["items"]["maximum"] = bounds.vocab_size - 1
+
+
+def _choices(capacity: int) -> list[dict[str, Any]]:
+    """Alternatives of `n` and `prompt` within the capacity: more choices, fewer prompts."""
+    found: list[dict[str, Any]] = []
+    for count in range(1, min(MAX_CHOICES, capacity) + 1):
+        prompts = min(capacity // count, MAX_PROMPTS)
+        several = {"type": "array", "items": {"type": ["string", "array"]}, "maxItems": prompts}
+        single = {"type": "array", "items": {"type": "integer"}}
+        fewer = {"anyOf": [{"type": "string"}, several, single]}
+        choices = {"anyOf": [{"type": "integer", "maximum": count}, {"type": "null"}]}
+        if found and found[-1]["properties"]["prompt"] == fewer:
+            found.pop()
+        found.append({"properties": {"n": choices, "prompt": fewer}})
+    return found
+
+
+def up_to_pattern(highest: int) -> str:
+    """A regular expression of the decimal numbers from 0 to `highest`."""
+    digits = str(highest)
+    found = ["0"]
+    if len(digits) > 1:
+        found.append(f"[1-9][0-9]{{0,{len(digits) - 2}}}")
+    for index, digit in enumerate(digits):
+        least = 1 if index == 0 else 0
+        if int(digit) > least:
+            rest = len(digits) - index - 1
+            found.append(f"{digits[:index]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return f"^({'|'.join([*found, digits])})$"

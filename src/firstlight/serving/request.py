@@ -1,0 +1,360 @@
+"""Request bodies: OpenAI's fields and our own, each with its bounds.
+
+Every field is either implemented or refused by name; only fields that change nothing about an
+answer are accepted without effect.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from firstlight.errors import nearest
+from firstlight.serving.errors import RequestError
+
+#: Choices of one prompt; prompts of one request.
+MAX_CHOICES, MAX_PROMPTS = 8, 64
+MAX_MESSAGES, MAX_PARTS = 512, 64
+MAX_STOPS, MAX_STOP_CHARS = 4, 256
+MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
+MAX_BIASES = 1024
+#: Token ids of one prompt: more than any context.
+_MAX_PROMPT_IDS = 200_000
+
+
+def _whole(value: Any) -> Any:
+    """Take 2.0 as an integer, as JSON Schema does."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+_WHOLE = BeforeValidator(_whole)
+_Text = Annotated[str, Field(max_length=256)]
+_TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0), _WHOLE]], Field(fail_fast=True, min_length=1)
+]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Nothing = Annotated[list[Any], Field(max_length=0)] | None
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(_Strict):
+    """`stream_options`.
+
+    Attributes:
+        include_usage: ask for one more chunk at the end, with the numbers of tokens.
+        include_obfuscation: no effect; nothing is padded.
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class PlainFormat(_Strict):
+    """A `response_format` without a schema.
+
+    Attributes:
+        type: "text" is any text, "json_object" any JSON object.
+    """
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(_Strict):
+    """The schema of a `response_format`.
+
+    Attributes:
+        name, description: no effect.
+        schema_: JSON Schema; None allows any object.
+        strict: no effect: the schema is always enforced.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class SchemaFormat(_Strict):
+    """A `response_format` with a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class GenerationRequest(_Strict):
+    """The fields that completions and chats have in common.
+
+    Attributes:
+        model: the name that `/v1/models` gives; may be missing.
+        stream: send chunks while the answer grows, as server-sent events.
+        max_tokens: largest number of new tokens of each choice; limited by the context, too.
+        n: number of choices, each with a seed of its own: `seed`, `seed + 1`, ...
+        temperature: temperature; 0 takes the likeliest token.
+        top_k, min_p, repetition_penalty: see `SamplingConfig`; not OpenAI's.
+        stop: texts that end an answer and are no part of it.
+        seed: random seed; the same seed gives the same answer.
+        frequency_penalty, presence_penalty: see `SamplingConfig`.
+        logit_bias: numbers by token id, added to the logits of these tokens.
+        response_format: JSON answers, with or without a schema.
+        user ... prompt_cache_retention: OpenAI's fields that do not change the answer: accepted
+            without effect.
+    """
+
+    model: _Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+            Field(max_length=MAX_STOPS),
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASES)] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The schema of the answer, if there is one."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.schema_ or {"type": "object"}
+        plain = self.response_format
+        return None if plain is None or plain.type == "text" else {"type": "object"}
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`.
+
+    Attributes:
+        prompt: a text, several texts, or token ids, which may be control tokens.
+        max_tokens: see `GenerationRequest`; 0 generates nothing, for `echo`.
+        logprobs: number of likeliest tokens whose log-probabilities come with the chosen token's.
+        echo: begin each choice with the prompt and its log-probabilities.
+    """
+
+    max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
+    echo: bool | None = None
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[_TokenIds, Field(max_length=_MAX_PROMPT_IDS)]
+        | Annotated[list[_TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE] | None = None
+
+
+class TextPart(_Strict):
+    """A part of a message's content; only texts are supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a conversation.
+
+    Attributes:
+        role: "developer" is OpenAI's newer word for "system".
+        content: a text, or parts that are joined.
+        refusal ... tool_calls: empty fields of our responses that clients send back.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: (
+        str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    )
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: _Nothing = None
+    tool_calls: _Nothing = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as a chat template reads it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`.
+
+    Attributes:
+        messages: the conversation so far.
+        max_completion_tokens: OpenAI's newer name of `max_tokens`.
+        logprobs: ask for log-probabilities of the chosen tokens.
+        top_logprobs: number of likeliest tokens whose log-probabilities come along.
+        parallel_tool_calls: no effect, since there are no tools.
+    """
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS), _WHOLE] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+#: OpenAI's fields that would change the answer, with their neutral values: any other value but
+#: null is refused.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "moderation": (),
+}
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+#: Error messages of fields that have several types.
+_MESSAGES = {
+    "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
+    "none of them empty and not more than there may be",
+    "stop": "must be a text or a list of up to 4 texts, of 1 to 256 characters",
+    "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
+    "logit_bias": "must be an object of up to 1,024 numbers from -100 to 100 by token id, such as "
+    "{'50256': -100}",
+    "tool_calls": "is not supported by this server: leave it out",
+    "annotations": "is not supported by this server: leave it out",
+}
+
+
+def read_request(kind: type[Request], body: bytes) -> Request:
+    """The request in a body.
+
+    Raises:
+        RequestError: 400; the body is not JSON, or a field is invalid.
+    """
+    fields = _json_object(body)
+    for name in list(fields):
+        if name not in kind.model_fields:
+            _require_no_effect(name, fields.pop(name), kind)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _described(error) from None
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        # pydantic's parser limits the depth, and refuses NaN and half surrogate pairs.
+        pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
+        # json's parser sees repeated names, and keeps the digits of huge numbers.
+        value = json.loads(body, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
+        ) from None
+    if not isinstance(value, dict):
+        raise RequestError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{_shortened(name)} is given twice")
+            seen.add(name)
+    return found
+
+
+def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> None:
+    """Refuse an unsupported field, unless its value is neutral."""
+    if name in REFUSED:
+        neutral = REFUSED[name]
+        if value is None or any(value == one and type(value) is type(one) for one in neutral):
+            return
+        raise _unsupported(name)
+    name = _shortened(name)
+    raise RequestError(
+        400,
+        f"unknown field '{name}'{nearest(name, kind.model_fields)}",
+        param=name,
+        code="unknown_parameter",
+    )
+
+
+def _described(error: ValidationError) -> RequestError:
+    """The request error of a validation error's first entry."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ""
+    parts = list(first["loc"])
+    if parts[0] == "response_format":
+        del parts[1:2]  # the model that `type` selects
+    for part in parts:
+        if isinstance(part, int):
+            where += f"[{part}]"
+        else:
+            where += f".{part}" if where else part
+        if part in _MESSAGES:
+            # The rest of the location is one of the types that pydantic tried.
+            return RequestError(400, f"{where} {_MESSAGES[str(part)]}", param=where)
+    if first["type"] == "extra_forbidden":
+        return _unsupported(_shortened(where))
+    return RequestError(400, f"{where}: {first['msg']}", param=where)
+
+
+def _unsupported(param: str) -> RequestError:
+    return RequestError(
+        400,
+        f"{param} is not supported by this server: leave it out",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:80]}..."

@@ -1,0 +1,366 @@
+"""The JSON of responses, whole and in chunks, with the log-probabilities of their tokens.
+
+Plain dicts: a chunk is made for every token.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.sampling import TokenLogprob
+from firstlight.generation.structured import SchemaError, Vocabulary
+from firstlight.serving.scheduler import Update
+from firstlight.tokenizer import Tokenizer
+
+#: The log-probability of an impossible token, as OpenAI's: JSON has no infinity.
+_MIN_LOGPROB = -9999.0
+
+
+@dataclass
+class Choice:
+    """One generated text so far.
+
+    Attributes:
+        pieces: pieces of the text.
+        tokens: number of generated tokens, without end tokens.
+        logprobs: log-probabilities of the tokens, if the request asks for them.
+        finish_reason: "stop" or "length"; None while the text grows.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, update: Update) -> None:
+        """Append what one step generated."""
+        self.pieces.append(update.piece)
+        self.tokens += update.tokens
+        self.logprobs.extend(update.logprobs)
+        self.finish_reason = update.finish_reason
+
+
+class ResponseFormat(ABC):
+    """The format of a response: a completion's or a chat's.
+
+    Args:
+        model: the model's name.
+        fingerprint: `system_fingerprint`, which changes with the weights and the software.
+        texts: bytes of the tokens; None if no log-probabilities are asked for.
+        includes_usage: every chunk has the field `usage`, null but for the last.
+    """
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(
+        self, model: str, fingerprint: str, texts: TokenTexts | None, *, includes_usage: bool
+    ) -> None:
+        self._texts = texts
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._tail: dict[str, Any] = {"usage": None} if includes_usage else {}
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """The response in one object."""
+        found = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        return {**self._head, "object": self.whole_object, "choices": found, "usage": usage}
+
+    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The chunk with the numbers of tokens."""
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": [choice], **self._tail}
+
+    @abstractmethod
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk before the first piece of a choice, if there is one."""
+
+    @abstractmethod
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The chunk of a piece of a choice."""
+
+    @abstractmethod
+    def ending(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
+    ) -> list[dict[str, Any]]:
+        """The last chunks of a choice."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that a choice of a completion begins with.
+
+    Attributes:
+        prompt: the prompt's text.
+        text: its continuation, which has the prompt's tokens and their log-probabilities.
+    """
+
+    prompt: str
+    text: Continuation
+
+
+class CompletionFormat(ResponseFormat):
+    """The format of `text_completion`, which its chunks are called, too.
+
+    Args:
+        echoes: the prompts that the choices begin with, one for each choice, or none.
+    """
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        texts: TokenTexts | None,
+        *,
+        includes_usage: bool,
+        echoes: Sequence[Echo] = (),
+    ) -> None:
+        super().__init__(model, fingerprint, texts, includes_usage=includes_usage)
+        self._echoes = echoes
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._texts is not None:
+            state = self._logprobs.get(index)
+            first = None
+            if state is None:
+                if self._echoes:
+                    echo = self._echoes[index]
+                    ids = echo.text.prompt_ids
+                    state = CompletionLogprobs(self._texts, ids, echo.prompt)
+                    first, entries = ids[0], [*(echo.text.prompt_logprobs or ()), *entries]
+                else:
+                    state = CompletionLogprobs(self._texts)
+                self._logprobs[index] = state
+            logprobs = state.of(entries, first)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        echoed = self._echoes[index].prompt if self._echoes else ""
+        text = echoed + "".join(choice.pieces)
+        return self._choice(index, text, choice.logprobs, choice.finish_reason)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk of the prompt, if the request asks for it."""
+        if not self._echoes:
+            return None
+        return self._chunk(self._choice(index, self._echoes[index].prompt, (), None))
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The chunk of a piece of a choice."""
+        return self._chunk(self._choice(index, text, logprobs, None))
+
+    def ending(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
+    ) -> list[dict[str, Any]]:
+        """The last chunk of a choice."""
+        return [self._chunk(self._choice(index, text, logprobs, reason))]
+
+
+class ChatFormat(ResponseFormat):
+    """The format of `chat.completion` and `chat.completion.chunk`."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self._texts is None else self._texts.chat_logprobs(entries)
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        content = "".join(choice.pieces)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None
+    ) -> dict[str, Any]:
+        return self._chunk(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        )
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The chunk that names the role."""
+        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The chunk of a piece of a choice."""
+        return self._delta(index, {"content": text}, self._logprobs(logprobs), None)
+
+    def ending(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
+    ) -> list[dict[str, Any]]:
+        """The last piece, if there is one, and the chunk with the finish reason."""
+        last = [self.piece(index, text, logprobs)] if text or logprobs else []
+        return [*last, self._delta(index, {}, None, reason)]
+
+
+def usage_of(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
+    """OpenAI's `usage`. A prompt counts once, however many choices."""
+    completion_tokens = sum(choice.tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class TokenTexts:
+    """The bytes of each token of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        decoder = str(json.loads(tokenizer.backend.to_str()).get("decoder"))
+        self._byte_level = "ByteLevel" in decoder
+        self._spaces = "▁" in decoder or "Metaspace" in decoder
+        self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """A token's bytes; a control token's name in UTF-8."""
+        name = self._tokenizer.backend.id_to_token(token_id)
+        if name is None:  # the model's vocabulary may be larger than the tokenizer's
+            return b""
+        if token_id in self._tokenizer.special_token_ids:
+            return name.encode()
+        if token_id in self._tokenizer.byte_token_ids:  # <0x0A>
+            return bytes([int(name[3:5], 16)])
+        if self._byte_level and all(char in _BYTE_OF for char in name):
+            return bytes(_BYTE_OF[char] for char in name)
+        return (name.replace("▁", " ") if self._spaces else name).encode()
+
+    def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
+        """All tokens of a model of `vocab_size` tokens, as grammars read them.
+
+        Raises:
+            SchemaError: the tokenizer's texts are not its tokens' one after the other.
+        """
+        if not (self._byte_level or self._spaces):
+            raise SchemaError("this model's tokenizer can't keep to a schema")
+        special = sorted(self._tokenizer.special_token_ids)
+        count = 1 + max(vocab_size - 1, *special, *ends)
+        return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
+
+    def adds_text(self, token_id: int) -> bool:
+        """Whether a token is part of the text; control tokens are not."""
+        return token_id not in self._tokenizer.special_token_ids
+
+    def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """`logprobs` of a chat's choice."""
+        content = [
+            {
+                **self._chat_token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._chat_token(*one) for one in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        content = self.bytes_of(token_id)
+        text = content.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(content)}
+
+    def name(self, token_id: int) -> str:
+        """A token as `/v1/completions` names it: part of a character is `bytes:\\xe2`."""
+        content = self.bytes_of(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+class CompletionLogprobs:
+    """`logprobs` of one choice of a completion, in one piece or in many.
+
+    Args:
+        texts: bytes of the tokens.
+        prompt_ids: tokens of a prompt that the choice's text begins with.
+        prompt: text of that prompt.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = (), prompt: str = "") -> None:
+        self._texts = texts
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        if prompt_ids:
+            content = b"".join(texts.bytes_of(i) for i in prompt_ids if texts.adds_text(i))
+            # Llama's decoders drop the first space of a text.
+            self._offset = -(content.decode(errors="replace") == f" {prompt}")
+
+    def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """`logprobs` of the next tokens; `text_offset` counts characters of the choice's text.
+
+        Args:
+            entries: log-probabilities of the tokens.
+            first: a token before them that nothing predicts: its log-probabilities are null.
+        """
+        rows: list[tuple[int, float | None, dict[str, float] | None]] = []
+        if first is not None:
+            rows.append((first, None, None))
+        rows += [(e.token_id, max(e.logprob, _MIN_LOGPROB), self._top(e)) for e in entries]
+        return {
+            "tokens": [self._texts.name(token_id) for token_id, _, _ in rows],
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": [top for _, _, top in rows],
+            "text_offset": [self._next_offset(token_id) for token_id, _, _ in rows],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens by name, and the chosen token. Of several tokens of one name, the
+        likeliest counts: clients see by the highest whether it was the chosen one."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            name = self._texts.name(token_id)
+            found[name] = max(found.get(name, _MIN_LOGPROB), logprob)
+        return found
+
+    def _next_offset(self, token_id: int) -> int:
+        """The character of the text that the next token begins at."""
+        content = b""
+        if self._texts.adds_text(token_id):
+            content = self._texts.bytes_of(token_id)
+        if not 0x80 <= (content or b"\x80")[0] < 0xC0:
+            # A begun character that is not continued counts as one replacement character.
+            self._offset += len(self._characters.decode(b"", final=True))
+        offset = max(self._offset, 0)
+        self._offset += len(self._characters.decode(content))
+        return offset
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's table: bytes that are visible in Latin-1 stand for themselves, the others for the
+    characters from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_characters()
