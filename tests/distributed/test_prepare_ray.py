@@ -22,7 +22,8 @@ import pytest
 import tokenizers
 
 from firstlight.cli.main import main
-from firstlight.data import pieces, ray_engine
+from firstlight.data import prepare as module
+from firstlight.data import ray_engine
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ def connection(cluster: Any) -> Iterator[None]:
 def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """`prepare` on the cluster: small pieces and blocks, eight blocks in a dataset."""
     monkeypatch.setattr(ray_engine, "_BLOCK_CHARACTERS", 1000)
-    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
 
     def run(inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
         return prepare(inputs, tokenizer, out, engine="ray", **options)
@@ -410,13 +411,13 @@ import os, signal, sys
 import firstlight.data.prepare as prepare
 from firstlight.cli.main import main
 from firstlight.data import ray_engine
-from firstlight.data.records import Document
+from firstlight.data.records import Record
 
 def documents(sources, text_key):
     for number in range(100):
         if number == 40:
             os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-        yield Document("stone and river " * 1000, "made", number)
+        yield Record("made", number, "stone and river " * 1000)
 
 prepare.read_documents = documents
 ray_engine._BLOCK_CHARACTERS = 16_000

@@ -14,13 +14,13 @@ _DRIVER = """
 import os, signal, sys
 import firstlight.data.prepare as prepare
 from firstlight.cli.main import main
-from firstlight.data.records import Document
+from firstlight.data.records import Record
 
 def documents(sources, text_key):
     for number in range(10):
         if number == 3:
             os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-        yield Document("stone and river " * 100_000, "made", number)
+        yield Record("made", number, "stone and river " * 100_000)
 
 prepare.read_documents = documents
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
-from firstlight.data import encoding, pieces
+from firstlight.data import encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import CorpusWriter
 from firstlight.data.prepare import prepare
-from firstlight.data.records import Document, read_documents
+from firstlight.data.records import Record, read_documents
 from firstlight.data.shard_file import Shard, ShardWriter
 from firstlight.data.shards import TokenDataset
 from firstlight.errors import (
@@ -277,7 +277,7 @@ def test_the_number_of_workers_changes_no_byte(
 ) -> None:
     # Many batches, and documents in many pieces, also from a corpus this small.
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
-    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_bytes(b'{"text": "good"}\nbroken\n{"text": "\xff"}\n{"text": "also good"}\n')
     for workers in (1, 2, 3):
@@ -315,7 +315,7 @@ def test_the_size_of_the_corpus_chooses_the_number_of_workers(
     with open(tmp_path / "a.txt", "wb") as file:
         file.truncate(megabytes << 20)
     monkeypatch.setattr(module, "encode_in_order", encode)
-    monkeypatch.setattr(module, "_usable_cpus", lambda: range(cpus))
+    monkeypatch.setattr(module, "_usable_cpus", lambda: cpus)
     with pytest.raises(InputError):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert seen == [workers]
@@ -417,8 +417,8 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     tokenizer = TRAINED[pattern]
     assert tokenizer.splits_at_newline_after_letter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_PIECE_CHARACTERS", size)
-        found = pieces.cut_long(text)
+        patch.setattr(module, "_PIECE_CHARACTERS", size)
+        found = module.cut_long(text)
     assert "".join(found) == text
     assert all(len(piece) >= size for piece in found[:-1])
     assert all(piece.startswith("\n") for piece in found[1:])
@@ -430,7 +430,7 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
 def test_both_splits_end_a_piece_between_any_cut_character_and_a_newline(pattern: str) -> None:
     """All of Unicode: Python and the tokenizer library may not know the same letters."""
     everything = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    before = [c for c in everything if pieces._NEWLINE_AFTER_LETTER.search(c + "\n")]
+    before = [c for c in everything if module._NEWLINE_AFTER_LETTER.search(c + "\n")]
     assert len(before) > 100_000
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     parts = [part for part, _ in splitter.pre_tokenize_str("\n".join([*before, ""]))]
@@ -445,13 +445,15 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
     prepare([source], TRAINED[pattern], tmp_path / "whole")
     cuts: list[int] = []
 
+    whole_cut_long = module.cut_long
+
     def counted(text: str) -> list[str]:
-        found = pieces.cut_long(text)
+        found = whole_cut_long(text)
         cuts.append(len(found))
         return found
 
     monkeypatch.setattr(module, "cut_long", counted)
-    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 200)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 500)
     prepare([source], TRAINED[pattern], tmp_path / "pieces")
     assert max(cuts) > 50
@@ -477,7 +479,7 @@ def test_a_tokenizer_of_which_nothing_is_known_gets_documents_whole(
 )
 def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent: int) -> None:
     fraction = Fraction(percent, 100)
-    documents = [Document("x" * size, "", 1) for size in sizes]
+    documents = [Record("", 1, "x" * size) for size in sizes]
     run = _preparation(fraction)
     found = list(run._pieces(iter(documents)))
     assert [len(piece.text) for piece in found] == sizes
@@ -489,9 +491,7 @@ def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent:
 
 
 def test_a_tenth_is_every_tenth_of_equal_documents() -> None:
-    found = list(
-        _preparation(Fraction("0.1"))._pieces(Document("x" * 10, "", 1) for _ in range(42))
-    )
+    found = list(_preparation(Fraction("0.1"))._pieces(Record("", 1, "x" * 10) for _ in range(42)))
     assert [i for i, piece in enumerate(found) if piece.split == "val"] == [1, 11, 21, 31, 41]
 
 
@@ -564,13 +564,13 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
     ],
 )
 def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
-    assert pieces.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
+    assert module.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
 def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
-    head, tail = pieces.cut_tail(text, fraction)
+    head, tail = module.cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 
@@ -578,7 +578,7 @@ def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent:
 def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_LOOKAHEAD_CHARACTERS", 1000)
+    monkeypatch.setattr(module, "_LOOKAHEAD_CHARACTERS", 1000)
     source = write_jsonl(tmp_path / "a.jsonl", ["line\n" * 100] * 30)
     manifest = prepare([source], TOKENIZER, tmp_path / "out", val_fraction=0.05)
     assert manifest["split_by"] == "tail"
@@ -588,7 +588,7 @@ def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
 def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 150)
     manifest = prepare([corpus], TOKENIZER, tmp_path / "out")
     for split in ("train", "val"):
         text = "".join(texts_of(tmp_path / "out", split)).encode()

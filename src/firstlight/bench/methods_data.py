@@ -24,7 +24,7 @@ import torch
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import row_span, separate_documents
 from firstlight.data.prepare import prepare
-from firstlight.data.records import Document, read_documents
+from firstlight.data.records import read_documents
 from firstlight.data.shards import TokenDataset
 from firstlight.data.sources import find_sources
 from firstlight.errors import InputError
@@ -96,7 +96,7 @@ def library_corpus(folder: Path, vocab_size: int) -> Path:
     corpus = folder / "corpus"
     if not corpus.exists():
         found = read_documents(find_sources(["stdlib"]), "text")
-        texts = (entry.text for entry in found if isinstance(entry, Document))
+        texts = (record.value for record in found if record.error is None)
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
         prepare(["stdlib"], tokenizer, corpus, workers=1)

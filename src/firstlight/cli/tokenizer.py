@@ -12,7 +12,7 @@ from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 
 if TYPE_CHECKING:
-    from firstlight.data.records import Document, Rejected
+    from firstlight.data.records import Record
     from firstlight.tokenizer import Tokenizer
 
 
@@ -63,14 +63,12 @@ def train_command(
     }
 
 
-def _count_texts(entries: Iterable[Document | Rejected], counts: dict[str, int]) -> Iterator[str]:
-    from firstlight.data.records import Document
-
-    for entry in entries:
-        if isinstance(entry, Document):
+def _count_texts(records: Iterable[Record], counts: dict[str, int]) -> Iterator[str]:
+    for record in records:
+        if record.error is None:
             counts["documents"] += 1
-            counts["text_bytes"] += len(entry.text.encode("utf-8"))
-            yield entry.text
+            counts["text_bytes"] += len(record.value.encode("utf-8"))
+            yield record.value
         else:
             counts["rejected"] += 1
 

@@ -193,8 +193,7 @@ class _ChatPreparation:
                     raise DataError(
                         f"{record.place}: {error} (on_bad skip leaves such records out)"
                     ) from error
-                place = record.place
-                self._writer.reject(record.origin, record.line, error.reason, str(error), place)
+                self._writer.reject(record, error)
 
     def _examples(self, record: Record) -> list[LabelledChat]:
         if record.error is not None:

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from firstlight.data.conversations import BadRecordError
+from firstlight.data.records import Record
 from firstlight.data.shard_file import LABELLED_VERSION, VERSION, ShardWriter, TokenArray
 from firstlight.data.shards import (
     MANIFEST_FORMAT,
@@ -160,18 +162,12 @@ class CorpusWriter:
         if learned is not None:
             self.counts[split]["learned"] += int(learned.sum())
 
-    def reject(self, origin: str, line: int, reason: str, detail: str, place: str = "") -> None:
-        """Note a document that is not taken.
-
-        Args:
-            origin, line: the file, and where in it.
-            reason: a key of the readers' `REASONS`.
-            detail: the fault.
-            place: file and line for people; "" is `origin:line`.
-        """
-        self.rejected[reason] += 1
-        self.first_rejected = self.first_rejected or f"{place or f'{origin}:{line}'}: {detail}"
-        entry = {"file": origin, "line": line, "reason": reason, "detail": detail}
+    def reject(self, record: Record, error: BadRecordError) -> None:
+        """List a record as not taken, with the fault."""
+        self.rejected[error.reason] += 1
+        self.first_rejected = self.first_rejected or f"{record.place}: {error}"
+        entry = {"file": record.origin, "line": record.line}
+        entry |= {"reason": error.reason, "detail": str(error)}
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def finish(

@@ -14,18 +14,34 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 
 from firstlight.console import say
-from firstlight.data.pieces import TextPiece, batches
 from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import token_dtype
 from firstlight.errors import DataError
 from firstlight.tokenizer import Tokenizer
+
+
+class TextPiece(NamedTuple):
+    """One part of a document on its way to the encoder.
+
+    Attributes:
+        text: the part's text.
+        split: "train" or "val".
+        first: the part begins its document's text in the split.
+        last: the part ends its document's text in the split.
+    """
+
+    text: str
+    split: str
+    first: bool
+    last: bool
+
 
 #: Each piece with its tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
@@ -36,6 +52,20 @@ Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 _BATCH_CHARACTERS = 1 << 20
 #: How many times in a row processes may be killed before the same batch is given up.
 _ATTEMPTS = 3
+
+
+def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
+    """The pieces in their order, in lists of at least `characters` (the last may be shorter)."""
+    batch: list[TextPiece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, workers: int) -> Encoded:

@@ -7,10 +7,13 @@ are read in one order, encoded by whoever is free, and written in the first orde
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,12 +24,11 @@ from rich.progress import Progress, TaskID, TextColumn
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.corpus import CorpusWriter
-from firstlight.data.encoding import Encode, encode_in_order
-from firstlight.data.pieces import TextPiece, cut_long, cut_tail, look_ahead
-from firstlight.data.records import REASONS, Document, Rejected, read_documents
+from firstlight.data.encoding import Encode, TextPiece, encode_in_order
+from firstlight.data.records import REASONS, Record, read_documents
 from firstlight.data.shard_file import TokenArray
 from firstlight.data.shards import read_manifest
-from firstlight.data.sources import TEXT_SUFFIXES, find_sources, unread_files
+from firstlight.data.sources import TEXT_SUFFIXES, DataSource, find_sources, unread_files
 from firstlight.errors import ConfigError, DataError, InputError
 from firstlight.files.atomic import new_folder, require_free
 from firstlight.tokenizer import Tokenizer
@@ -35,6 +37,12 @@ Engine = Literal["local", "ray"]
 
 #: Corpora below this many bytes are encoded in this process: starting others takes longer.
 _SMALL_CORPUS_BYTES = 16 << 20
+#: Longer documents are encoded in parts of about this many characters.
+_PIECE_CHARACTERS = 1 << 18
+#: How many characters are read ahead to find out whether there are enough documents to split.
+_LOOKAHEAD_CHARACTERS = 1 << 28
+
+_NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
 
 
 def prepare(
@@ -56,15 +64,14 @@ def prepare(
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG]"; see `find_sources`.
         tokenizer: a tokenizer, or the folder or file of one.
-        val_fraction: share of the text that is held out for validation, in whole documents:
-            the next one whenever validation has fallen behind its share of the bytes. A corpus
-            of fewer than 1/val_fraction documents gives the last part of each document
-            instead. 0 holds nothing out.
-        workers: processes that encode. None chooses by the size of the corpus. More than one
+        out: the folder to write.
+        val_fraction: share of the text's bytes that is held out for validation, in whole
+            documents; of fewer than 1/val_fraction documents, the last part of each document.
+        workers: processes that encode; None chooses by the size of the corpus. More than one
             needs the caller's script to be importable (`if __name__ == "__main__":`).
         engine: "local" encodes in `workers` processes of this machine, "ray" on a Ray cluster
             (see `ray_engine`). The bytes written are the same.
-        ray_address: where the cluster is; None is Ray's own choice.
+        ray_address: address of the Ray cluster; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
@@ -80,46 +87,62 @@ def prepare(
         DataError: encoding failed for good: processes are killed again and again, or a node of
             the cluster lacks something.
     """
+    _require_valid(val_fraction, workers, shard_tokens, engine, ray_address)
+    out, sources = Path(out).expanduser(), find_sources(inputs)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.from_pretrained(tokenizer)
+    require_replaceable(out, overwrite)
+    with (
+        _encoder(tokenizer, sources, workers, engine, ray_address) as encode,
+        new_folder(out, replace=overwrite, synced=True) as folder,
+        progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
+        closing(read_documents(sources, text_key)) as records,
+    ):
+        task = bar.add_task("tokenizing", total=_text_bytes(sources), done="")
+        writer = CorpusWriter(folder, tokenizer, shard_tokens)
+        preparation = _Preparation(writer, val_fraction, bar, task)
+        preparation.run(records, encode)
+        return preparation.manifest(unread_files(inputs))
+
+
+def _require_valid(
+    val_fraction: float, workers: int | None, shard_tokens: int, engine: str, address: str | None
+) -> None:
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1, not {workers}")
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens must be at least 1, not {shard_tokens}")
-    _require_known_engine(engine, workers, ray_address)
-    out = Path(out).expanduser()
-    sources = find_sources(inputs)
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.from_pretrained(tokenizer)
-    require_replaceable(out, overwrite)
-    total = sum(source.size for source in sources)
-    with ExitStack() as stack:
-        if engine == "ray":
-            encode = stack.enter_context(ray_engine.encoder(tokenizer, ray_address))
-        else:
-            if workers is None:
-                workers = 1 if total < _SMALL_CORPUS_BYTES else len(_usable_cpus())
-            encode = functools.partial(encode_in_order, tokenizer=tokenizer, workers=workers)
-        folder = stack.enter_context(new_folder(out, replace=overwrite, synced=True))
-        bar = stack.enter_context(progress_bar(TextColumn("{task.fields[done]}"), shown=progress))
-        plain = all(
-            s.path is not None and s.path.suffix in (*TEXT_SUFFIXES, ".jsonl") for s in sources
-        )
-        task = bar.add_task("tokenizing", total=total if plain else None, done="")
-        entries = stack.enter_context(closing(read_documents(sources, text_key)))
-        writer = CorpusWriter(folder, tokenizer, shard_tokens)
-        preparation = _Preparation(writer, val_fraction, bar, task)
-        preparation.run(entries, encode)
-        return preparation.manifest(unread_files(inputs))
-
-
-def _require_known_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
     if engine not in get_args(Engine):
         raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
     if engine == "ray" and workers is not None:
         raise ConfigError("workers are processes of the local engine: leave them out with ray")
-    if engine != "ray" and ray_address is not None:
+    if engine != "ray" and address is not None:
         raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
+
+
+def _encoder(
+    tokenizer: Tokenizer,
+    sources: Sequence[DataSource],
+    workers: int | None,
+    engine: Engine,
+    ray_address: str | None,
+) -> AbstractContextManager[Encode]:
+    if engine == "ray":
+        return ray_engine.encoder(tokenizer, ray_address)
+    if workers is None:
+        small = sum(source.size for source in sources) < _SMALL_CORPUS_BYTES
+        workers = 1 if small else _usable_cpus()
+    return nullcontext(functools.partial(encode_in_order, tokenizer=tokenizer, workers=workers))
+
+
+def _text_bytes(sources: Sequence[DataSource]) -> int | None:
+    """The bytes of text to encode; None if a source does not show them by its size."""
+    plain = (*TEXT_SUFFIXES, ".jsonl")
+    if all(s.path is not None and s.path.suffix in plain for s in sources):
+        return sum(source.size for source in sources)
+    return None
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:
@@ -139,11 +162,47 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
         raise InputError(f"{out} is a file, not a folder: choose another --out")
 
 
-def _usable_cpus() -> Sequence[int]:
-    """The processors this process may run on (a container may allow fewer than there are)."""
+def _usable_cpus() -> int:
+    """The number of processors for this process: a container may allow fewer than there are."""
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return range(os.cpu_count() or 1)
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
+    """Whether there are at least 1/fraction documents, and all of them again."""
+    wanted = math.ceil(1 / fraction) if fraction else 0
+    seen: list[Record] = []
+    characters = 0
+    while len(seen) < wanted and characters < _LOOKAHEAD_CHARACTERS:
+        document = next(documents, None)
+        if document is None:
+            break
+        seen.append(document)
+        characters += len(document.value)
+    return len(seen) >= wanted, itertools.chain(seen, documents)
+
+
+def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
+    """The text without its last `fraction`, and that; cut at a line's end where one is near."""
+    position = math.floor(len(text) * (1 - fraction))
+    # No further back than makes the second part twice as long as asked for.
+    line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
+    position = line_end or position
+    return text[:position], text[position:]
+
+
+def cut_long(text: str) -> list[str]:
+    """Pieces whose encodings join to the whole's: cut between a letter and a newline."""
+    pieces = []
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        match = _NEWLINE_AFTER_LETTER.search(text, start + _PIECE_CHARACTERS)
+        if match is None:
+            break
+        pieces.append(text[start : match.start()])
+        start = match.start()
+    return [*pieces, text[start:]]
 
 
 class _Preparation:
@@ -159,7 +218,7 @@ class _Preparation:
         self.split_by = "none"
         self.gzip_bytes = 0
 
-    def run(self, entries: Iterable[Document | Rejected], encode: Encode) -> None:
+    def run(self, records: Iterable[Record], encode: Encode) -> None:
         """Write everything.
 
         Raises:
@@ -169,7 +228,7 @@ class _Preparation:
         compressor = zlib.compressobj(9, wbits=31)
         with self.writer.open(), ExitStack() as stack:
             # Closed on the way out of an error: what works elsewhere ends before the folder goes.
-            encoded = stack.enter_context(closing(encode(self._pieces(self._accepted(entries)))))
+            encoded = stack.enter_context(closing(encode(self._pieces(self._accepted(records)))))
             parts: list[TokenArray] = []
             for piece, tokens in encoded:
                 parts.append(tokens)
@@ -189,14 +248,14 @@ class _Preparation:
             self.written, self.fraction, self.split_by, unread, gzip_bytes=self.gzip_bytes
         )
 
-    def _accepted(self, entries: Iterable[Document | Rejected]) -> Iterator[Document]:
-        for entry in entries:
-            if isinstance(entry, Document):
-                yield entry
+    def _accepted(self, records: Iterable[Record]) -> Iterator[Record]:
+        for record in records:
+            if record.error is None:
+                yield record
             else:
-                self.writer.reject(entry.origin, entry.line, entry.reason, entry.detail)
+                self.writer.reject(record, record.error)
 
-    def _pieces(self, documents: Iterator[Document]) -> Iterator[TextPiece]:
+    def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
         """Assign each document to a split and cut long ones into pieces."""
         enough, documents = look_ahead(documents, self.fraction)
         if self.fraction:
@@ -206,16 +265,16 @@ class _Preparation:
         for document in documents:
             self.written += 1
             if self.split_by == "tail":
-                head, tail = cut_tail(document.text, self.fraction)
+                head, tail = cut_tail(document.value, self.fraction)
                 shares = [("train", head), ("val", tail)]
             else:
-                size = len(document.text.encode("utf-8"))
+                size = len(document.value.encode("utf-8"))
                 # Held out whenever validation has fallen behind its share of the bytes: the
                 # share is kept all along the corpus, whatever comes and however it is sorted.
                 split = "val" if held_out < self.fraction * seen else "train"
                 seen += size
                 held_out += size if split == "val" else 0
-                shares = [(split, document.text)]
+                shares = [(split, document.value)]
             for split, text in shares:
                 texts = cut_long(text) if cuttable else [text]
                 for number, part in enumerate(texts if text else []):

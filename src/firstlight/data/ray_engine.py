@@ -31,9 +31,15 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from firstlight.data.encoding import Encode, Encoded, encode, tokenizer_from_json
+from firstlight.data.encoding import (
+    Encode,
+    Encoded,
+    TextPiece,
+    batches,
+    encode,
+    tokenizer_from_json,
+)
 from firstlight.data.opening import optional
-from firstlight.data.pieces import TextPiece, batches
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
 

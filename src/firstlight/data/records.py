@@ -1,21 +1,24 @@
-"""Records of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets, with where they
-stand: `read_records` gives conversations and preference pairs, `read_documents` texts.
+"""Records of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets, each with its
+place: `read_records` gives conversations and preference pairs, `read_documents` gives texts.
 
-A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet).
-Whatever can't be read as a document comes out as a `Rejected`, with the file, the line and the
-reason, so that documents in = documents out + rejected.
+A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet). A
+document that cannot be read is a `Record` with an error, so that documents in = documents out +
+rejected.
 """
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
+import itertools
 import json
+import sys
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.opening import (
@@ -33,38 +36,18 @@ from firstlight.data.sources import (
     DataSource,
     find_sources,
 )
-from firstlight.data.tables import read_rows
-from firstlight.errors import InputError, describe_os_error, first_line
+from firstlight.errors import InputError, describe_os_error, first_line, nearest
 
 RECORD_SUFFIXES = (
     *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
     ".parquet",
 )
 
-#: A line that is longer is not read into memory; nor is a JSON file, which has to be as a whole.
+#: A longer line is not read into memory, nor is a larger JSON file, which is read as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-_NOT_JSON = "not JSON: "
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text, and where it came from (`line` is 1 for whole files)."""
-
-    text: str
-    origin: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """One document that was not read: `reason` is one of `REASONS`, `detail` is for people."""
-
-    origin: str
-    line: int
-    reason: str
-    detail: str
-
+#: Spreadsheets write semicolons where the decimal mark is a comma.
+_DELIMITERS = (",", ";", "\t")
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
@@ -76,16 +59,15 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Record:
-    """One record, or why there is none.
+class Record(NamedTuple):  # a tuple takes a quarter of a frozen dataclass's time to make
+    """One record or document, or the reason why it cannot be read.
 
     Attributes:
         origin: the file, or `hf:NAME`.
-        line: of a JSONL file the line, else the record's number; from 1 on.
-        value: what is there; of a record that can't be read, None.
-        error: why it can't be.
-        is_line: whether `line` is one.
+        line: line of a JSONL file or a table, else the record's number; counted from 1.
+        value: the JSON value, or the text of a document; None with an error.
+        error: the fault; None if there is none.
+        is_line: `line` is a line of the file, not a number of a record.
     """
 
     origin: str
@@ -96,7 +78,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Where it stands, for people."""
+        """File and line, for people."""
         return f"{self.origin}:{self.line}" if self.is_line else f"{self.origin} record {self.line}"
 
 
@@ -141,7 +123,7 @@ def read_records(
                     yield from _read_list(file, path, name)
                 else:
                     table = ending.endswith(TABLE_FILE_SUFFIXES)
-                    for line, found in (read_rows if table else _read_text)(file, path, text_key):
+                    for line, found in (_read_table if table else _read_text)(file, path, text_key):
                         error = found if isinstance(found, BadRecordError) else None
                         yield Record(name, line, None if error else {text_key: found}, error)
         except OSError as error:
@@ -152,7 +134,7 @@ def read_records(
 
 def read_documents(
     sources: Sequence[DataSource], text_key: str = "text"
-) -> Generator[Document | Rejected, None, None]:
+) -> Generator[Record, None, None]:
     """Every document of the sources, in order. Closing it closes the file that is being read.
 
     Args:
@@ -162,22 +144,16 @@ def read_documents(
         InputError, MissingDependencyError: see `read_records`.
     """
     with closing(read_records(sources, text_key)) as records:
-        for record in records:
+        for origin, line, value, error, _ in records:
             try:
-                if record.error is not None:
-                    raise record.error
-                yield Document(_text_of(record.value, text_key), record.origin, record.line)
+                text = _text_of(value, text_key) if error is None else None
+                yield Record(origin, line, text, error)
             except BadRecordError as bad:
-                detail = str(bad).removeprefix(_NOT_JSON)
-                yield Rejected(record.origin, record.line, bad.reason, detail)
+                yield Record(origin, line, None, bad)
 
 
 def _text_of(record: object, text_key: str) -> str:
-    """The text of a record.
-
-    Raises:
-        BadRecordError: there is none.
-    """
+    """The text of a record, or a BadRecordError if there is none."""
     if not isinstance(record, dict):
         raise BadRecordError("no_text", f"not an object with a '{text_key}' field")
     if text_key not in record:
@@ -217,21 +193,21 @@ def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) 
                 problem = f"the line has more than {most:,} bytes"
                 yield Record(origin, number, None, BadRecordError("too_long", problem))
             elif line.strip():
-                yield _parsed(line, path, origin, number)
+                yield _parsed(line, path, origin, number, "not JSON: " if text_key is None else "")
             elif text_key is not None:
                 yield Record(origin, number, None, BadRecordError("empty", "blank line"))
     except EncodingProblem as bad:
         yield Record(origin, number + 1, None, BadRecordError(bad.reason, str(bad)))
 
 
-def _parsed(line: bytes, path: Path, origin: str, number: int) -> Record:
+def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> Record:
     try:
         return Record(origin, number, json.loads(line.decode("utf-8")))
     except UnicodeDecodeError as error:
         problem = bad_byte(line[error.start], path)
         return Record(origin, number, None, BadRecordError("bad_utf8", problem))
     except (ValueError, RecursionError) as error:
-        return Record(origin, number, None, BadRecordError("broken_json", f"{_NOT_JSON}{error}"))
+        return Record(origin, number, None, BadRecordError("broken_json", f"{prefix}{error}"))
 
 
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
@@ -270,20 +246,124 @@ def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Rec
                 )
             columns = None if text_key is None else [text_key]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for place in range(batch.num_rows):
+                for value in _batch_rows(batch):
                     number += 1
-                    yield _parquet_record(batch, place, origin, number)
+                    error = value if isinstance(value, BadRecordError) else None
+                    yield Record(origin, number, None if error else value, error, is_line=False)
     except arrow.ArrowException as error:
         raise InputError(f"{origin} is not a readable Parquet file: {error}") from error
 
 
-def _parquet_record(batch: Any, place: int, origin: str, number: int) -> Record:
+def _batch_rows(batch: Any) -> list[Any]:
+    """The rows of a batch; a row with invalid UTF-8 is a BadRecordError."""
     try:
-        value = batch.slice(place, 1).to_pylist()[0]
+        rows: list[Any] = batch.to_pylist()
     except UnicodeDecodeError as error:
-        problem = BadRecordError("bad_utf8", str(error))
-        return Record(origin, number, None, problem, is_line=False)
-    return Record(origin, number, value, is_line=False)
+        if batch.num_rows == 1:
+            return [BadRecordError("bad_utf8", str(error))]
+        rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+    return rows
+
+
+def _read_table(
+    file: IO[bytes], path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
+    """(line, text) of each row below the header; the line is that on which the row begins.
+
+    Fields in double quotes may hold delimiters, newlines and doubled quotes, and be of any size. A
+    .csv file is separated by commas, or by the semicolons or tabs that its header has instead.
+
+    Args:
+        text_key: name of the column with the text.
+    """
+    # The limit is the module's, not the reader's.
+    csv.field_size_limit(sys.maxsize)
+    line = 0
+    try:
+        stream = utf8_stream(file, path)
+        # Bytes that are not UTF-8 come through marked, so that the row is rejected, not the file.
+        text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+        try:
+            for line, found in _table_rows(text, path, text_key):
+                if isinstance(found, str) and (byte := _undecoded(found)) is not None:
+                    yield line, BadRecordError("bad_utf8", bad_byte(byte, path))
+                else:
+                    yield line, found
+        finally:
+            text.detach()  # the file is closed by who opened it
+    except EncodingProblem as problem:
+        yield line + 1, BadRecordError(problem.reason, str(problem))
+
+
+def _table_rows(
+    text: io.TextIOWrapper, path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
+    first = text.readline()
+    delimiter = _delimiter(first, path, text_key)
+    # The header may go on over lines: a quoted name may hold a newline.
+    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    column = 0
+    while True:
+        begin = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
+            continue
+        if header is None:
+            if not fields:
+                continue
+            header = fields
+            if text_key not in header:
+                yield begin, BadRecordError("no_text", _no_column(header, text_key))
+                return
+            column = header.index(text_key)
+        elif not fields:
+            yield begin, BadRecordError("empty", "blank line")
+        elif len(fields) != len(header):
+            detail = f"{len(fields)} fields, but the header has {len(header)}"
+            yield begin, BadRecordError("broken_row", detail)
+        else:
+            yield begin, fields[column]
+
+
+def _delimiter(first: str, path: Path, text_key: str) -> str:
+    if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
+        return "\t"
+    for delimiter in _DELIMITERS:
+        try:
+            if text_key in next(csv.reader([first], delimiter=delimiter), []):
+                return delimiter
+        except csv.Error:
+            continue
+    return max(_DELIMITERS, key=first.count)
+
+
+def _damage(error: csv.Error, begin: int, end: int) -> str:
+    lines = f" (lines {begin} to {end})" if end > begin else ""
+    if "unexpected end" in str(error):
+        return f"a quote is not closed{lines}"
+    return f"{error}{lines}"
+
+
+def _no_column(header: list[str], text_key: str) -> str:
+    names = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
+    hint = nearest(text_key, header)
+    return (
+        f"no column '{text_key}'{hint} (columns: {names}): name the one with the text with "
+        "--text-key"
+    )
+
+
+def _undecoded(text: str) -> int | None:
+    """The first byte that could not be decoded; None where all could."""
+    if text.isascii():
+        return None
+    found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
+    return None if found is None else ord(found) - 0xDC00
 
 
 def _dataset_rows(source: DataSource) -> Iterator[object]:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from firstlight.data.tables import TABLE_SUFFIXES
 from firstlight.errors import InputError, describe_os_error, nearest
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
+TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
 SUFFIXES = (
     *(
