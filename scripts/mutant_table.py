@@ -101,8 +101,8 @@ MUTANTS = [
     Mutant(
         "tied weight twice in the norm",
         "firstlight/optim/optimizer.py",
-        "norm = whole(nn.utils.get_total_norm(gradients))",
-        "norm = whole(nn.utils.get_total_norm([*gradients, gradients[0]]))",
+        "norm = full_tensor(nn.utils.get_total_norm(gradients))",
+        "norm = full_tensor(nn.utils.get_total_norm([*gradients, gradients[0]]))",
         (_STEPS + "a_tied_weight_counts_twice_in_the_gradients_norm",),
     ),
     Mutant(

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
-from firstlight.optim.dtensors import whole
+from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
@@ -149,7 +149,7 @@ def gradients(
     def keep_and_update() -> None:
         for name, parameter in program.optimizer.parameters.items():
             assert parameter.grad is not None
-            found[name] = whole(parameter.grad).clone()
+            found[name] = full_tensor(parameter.grad).clone()
         update()
 
     program.optimizer.step = keep_and_update  # type: ignore[method-assign]

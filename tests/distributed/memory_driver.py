@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from firstlight.models import LlamaConfig, empty_model
-from firstlight.optim.dtensors import is_in_pieces, whole_parameters
+from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.config import DistributedConfig
@@ -22,7 +22,7 @@ from firstlight.parallel.engine import Engine
 
 def held(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of this process' pieces of tensors, or of the whole ones."""
-    pieces = (t.to_local() if is_in_pieces(t) else t for t in tensors if t is not None)
+    pieces = (t.to_local() if is_sharded(t) else t for t in tensors if t is not None)
     return sum(piece.numel() * piece.element_size() for piece in pieces)
 
 
@@ -57,9 +57,9 @@ def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
     found["moments"] = held(t for state in states for key, t in state.items() if key != "step")
     # At a save, processes other than the main one keep nothing of what is gathered.
     assert optimizer.state_tensors(keep=False) == {}
-    with whole_parameters(model, keep=False):
+    with full_parameters(model, keep=False):
         assert held(model.parameters()) == found["weights"]
-    with whole_parameters(model):
+    with full_parameters(model):
         assert held(model.parameters()) == 4 * engine_parameters(config)
     return found
 

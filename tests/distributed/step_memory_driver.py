@@ -12,7 +12,7 @@ from torch import Tensor
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
-from firstlight.optim.dtensors import is_in_pieces
+from firstlight.optim.dtensors import is_sharded
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, parse_recipe
@@ -27,7 +27,7 @@ def held(program: TrainingProgram) -> int:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     for tensor in tensors:
-        local: Any = tensor.to_local() if is_in_pieces(tensor) else tensor
+        local: Any = tensor.to_local() if is_sharded(tensor) else tensor
         found[local.untyped_storage().data_ptr()] = local
     return sum(local.untyped_storage().nbytes() for local in found.values())
 
@@ -43,12 +43,12 @@ def measured(recipe: Recipe, engine: Engine) -> list[int]:
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
     batch = Batch(ids, ids.clone(), ids.numel())
     batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
-    program.step(batches, share_of_peak=1.0)
+    program.step(batches, lr_scale=1.0)
     peaks = []
     for _ in range(5):
         program.optimizer.zero_grad()
         with measured_memory() as found:
-            program.step(batches, share_of_peak=1.0)
+            program.step(batches, lr_scale=1.0)
         peaks.append(found.peak_bytes + held(program) + 2 * ids.nbytes)
     return peaks
 

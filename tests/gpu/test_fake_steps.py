@@ -86,7 +86,7 @@ def steps(cuda: FakeCuda, recipe: ResolvedRecipe, micro_batches: int = 1) -> Tra
         batches = [batch_of(recipe).to(hardware().device) for _ in range(micro_batches)]
         cuda.calls.clear()
         cuda.reads = 0
-        program.step(batches, share_of_peak=1.0)
+        program.step(batches, lr_scale=1.0)
     return program
 
 
@@ -105,7 +105,7 @@ def require_on_gpu(cuda: FakeCuda, program: TrainingProgram) -> None:
     """Weights, gradients and moments are on the GPU, and nothing was computed beside it."""
     assert {p.device.type for p in program.model.parameters()} == {"cuda"}
     assert {b.device.type for b in program.model.buffers()} <= {"cuda"}
-    for name, tensor in program.optimizer.state_pieces().items():
+    for name, tensor in program.optimizer.state_shards().items():
         # What counts steps may be the host's; it is read there.
         assert tensor.device.type == "cuda" or not tensor.dim(), name
     assert not cuda.on_host(), cuda.on_host()[0]
@@ -123,7 +123,7 @@ def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precisio
         assert dtypes == {PRECISIONS[precision]}
         kinds = {p.dtype for p in program.model.parameters()}
         assert kinds == {torch.bfloat16 if precision == "bf16_params" else torch.float32}
-        moments = {t.dtype for t in program.optimizer.state_pieces().values()}
+        moments = {t.dtype for t in program.optimizer.state_shards().values()}
         assert moments == {torch.float32}
 
 
@@ -274,7 +274,7 @@ def test_what_libraries_compute_stays_on_the_gpu(method: str) -> None:
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(LLAMA, **keys))
         require_on_gpu(cuda, program)
-        moments = program.optimizer.state_pieces()
+        moments = program.optimizer.state_shards()
         dtypes = {t.dtype for n, t in moments.items() if n.endswith((".state1", ".exp_avg"))}
         kinds = [type(m).__name__ for m in program.model.modules()]
         if method == "fp8":
@@ -322,13 +322,13 @@ def test_moments_are_put_back_where_they_were(name: str, implementation: str) ->
     with fake_cuda() as (cuda, _):
         recipe = recipe_of(LLAMA, **keys)
         program = steps(cuda, recipe)
-        before = {n: t.device.type for n, t in program.optimizer.state_pieces().items()}
+        before = {n: t.device.type for n, t in program.optimizer.state_shards().items()}
         saved = program.optimizer.state_tensors()
         assert {t.device.type for t in saved.values()} == {"cpu"}
         program.optimizer.load_state_tensors(saved)
-        after = {n: t.device.type for n, t in program.optimizer.state_pieces().items()}
+        after = {n: t.device.type for n, t in program.optimizer.state_shards().items()}
         assert after == before
-        program.step([batch_of(recipe).to(hardware().device)], share_of_peak=1.0)
+        program.step([batch_of(recipe).to(hardware().device)], lr_scale=1.0)
 
 
 def test_unused_memory_is_given_back_every_so_many_steps() -> None:
@@ -337,7 +337,7 @@ def test_unused_memory_is_given_back_every_so_many_steps() -> None:
         program = program_of(recipe)
         given = []
         for _ in range(4):
-            program.step([batch_of(recipe).to(hardware().device)], share_of_peak=1.0)
+            program.step([batch_of(recipe).to(hardware().device)], lr_scale=1.0)
             given.append(asked.names().count("empty_cache"))
     assert given == [0, 1, 1, 2]
 

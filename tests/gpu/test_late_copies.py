@@ -164,7 +164,7 @@ def test_a_run_stands_still_for_one_copy_of_its_state(
     plain = empty_model(recipe.model)
     plain.init_weights(torch.Generator().manual_seed(0))
     program = TrainingProgram(recipe, plain, find_hardware("cpu"))
-    program.step([batch_of(recipe)], share_of_peak=1.0)
+    program.step([batch_of(recipe)], lr_scale=1.0)
     with program.optimizer.master_weights():
         weights = {name: t.clone() for name, t in weights_to_save(program.model).items()}
     moments = {name: t.clone() for name, t in program.optimizer.state_tensors().items()}
@@ -173,7 +173,7 @@ def test_a_run_stands_still_for_one_copy_of_its_state(
         saver._executor = LastMoment()  # type: ignore[assignment]
         saver.save(1, lambda: capture(TrainState(step=1), program, tokenizer, None, {}))
         assert gpu.waits == []
-        program.step([batch_of(recipe)], share_of_peak=1.0)
+        program.step([batch_of(recipe)], lr_scale=1.0)
         saver.close()
     loaded = load_checkpoint(tmp_path / "checkpoints" / "step-00000001")
     assert same(dict(loaded.model), weights)

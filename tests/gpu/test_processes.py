@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from firstlight.checkpoint.checkpoint import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.hardware.device import Hardware
-from firstlight.optim.dtensors import whole
+from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
@@ -62,7 +62,7 @@ def steps(
         found += [result.loss, result.grad_norm]
     parameters = program.optimizer.parameters
     assert {p.device.type for p in parameters.values()} == {hardware.device.type}
-    return found, {name: whole(p.detach()).float().cpu() for name, p in parameters.items()}
+    return found, {name: full_tensor(p.detach()).float().cpu() for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -66,4 +66,4 @@ def real_steps(recipe: ResolvedRecipe) -> None:
     documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
     batch = Batch(ids, ids.clone(), ids.numel(), documents)
     for _ in range(2):
-        program.step([batch] * recipe.batch.accumulation(shape[1]), share_of_peak=1.0)
+        program.step([batch] * recipe.batch.accumulation(shape[1]), lr_scale=1.0)

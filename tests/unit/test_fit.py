@@ -160,9 +160,9 @@ def test_a_try_holds_what_a_step_of_several_micro_batches_does(
     seen: list[list[tuple[int, ...]]] = []
     step = TrainingProgram.step
 
-    def watched(self: TrainingProgram, batches: Any, share_of_peak: float) -> StepResult:
+    def watched(self: TrainingProgram, batches: Any, lr_scale: float) -> StepResult:
         seen.append([tuple(batch.input_ids.shape) for batch in batches])
-        return step(self, batches, share_of_peak)
+        return step(self, batches, lr_scale)
 
     monkeypatch.setattr(TrainingProgram, "step", watched)
     try_step(recipe_of(rows, total=4), _CPU)

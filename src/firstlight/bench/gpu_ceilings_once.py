@@ -221,7 +221,7 @@ def _training_step(request: Mapping[str, Any]) -> Callable[[], object]:
     program = TrainingProgram(recipe, empty, hardware)
     ids = torch.randint(model.vocab_size, (rows, seq_len + 1))
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), rows * seq_len)
-    return lambda: program.step([batch.to(hardware.device)], share_of_peak=1.0)
+    return lambda: program.step([batch.to(hardware.device)], lr_scale=1.0)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def _train(
     with measured():
         begun = time.perf_counter()
         program = TrainingProgram(recipe, model, hardware)
-        program.step(batches, share_of_peak=1.0)
+        program.step(batches, lr_scale=1.0)
         first = time.perf_counter() - begun
         if recipe.efficiency.compile is not True and not evaluates:
             _steps(program, batches)
@@ -206,7 +206,7 @@ def _train(
     while len(seconds) < request["steps"] and sum(seconds) < request["seconds"]:
         synchronize(device)
         start = time.perf_counter()
-        program.step(batches, share_of_peak=1.0)
+        program.step(batches, lr_scale=1.0)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     tokens = len(batches) * batch.input_ids.numel()
@@ -215,7 +215,7 @@ def _train(
 
 def _steps(program: TrainingProgram, batches: list[Any]) -> None:
     for _ in range(_WARMUP_STEPS - 1):
-        program.step(batches, share_of_peak=1.0)
+        program.step(batches, lr_scale=1.0)
 
 
 def _generate(recipe: ResolvedRecipe, options: Mapping[str, Any], peaks: _Peaks) -> None:

@@ -86,7 +86,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
         batch = random_batch(recipe)
         batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
         for _ in range(1 if evaluates or compiles else 3):
-            program.step(batches, share_of_peak=1.0)
+            program.step(batches, lr_scale=1.0)
         held = sum(t.nbytes for t in _held(program))
     if not evaluates and not compiles:
         return whole
@@ -99,7 +99,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
                 program.evaluation_loss(*batch.inputs)
         else:
             for _ in range(2):
-                program.step(batches, share_of_peak=1.0)
+                program.step(batches, lr_scale=1.0)
     inputs = batch.input_ids.nbytes + batch.labels.nbytes
     level = held + inputs
     return MeasuredMemory(later.peak_bytes + level, later.resident_bytes + level)

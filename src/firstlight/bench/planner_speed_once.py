@@ -118,7 +118,7 @@ def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tupl
         first = next(numbers) * passes
         batches = [tokens.batch((first + i) * rows, rows, False) for i in range(passes)]
         wall, thread = time.perf_counter(), time.thread_time()
-        program.step(batches, share_of_peak=1.0)
+        program.step(batches, lr_scale=1.0)
         return time.perf_counter() - wall, time.thread_time() - thread
 
     return step

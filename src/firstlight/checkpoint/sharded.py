@@ -32,7 +32,7 @@ from firstlight.errors import CheckpointError, ModelError
 from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.models import Model, ModelConfig, allocate
-from firstlight.optim.dtensors import is_in_pieces
+from firstlight.optim.dtensors import is_sharded
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
@@ -117,17 +117,17 @@ def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     # Only here: importing it takes most of a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    cut = {name: t for name, t in tensors.items() if is_in_pieces(t) and _is_owner(name, t)}
+    cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
     pieces = {
         name: Piece(tensor.detach(), (0,) * tensor.dim())
         for name, tensor in tensors.items()
-        if not is_in_pieces(tensor)
+        if not is_sharded(tensor)
     }
     for item in create_default_local_save_plan(cut, is_coordinator=True).items:
         name, place = item.index.fqn, item.tensor_data
         assert place is not None
         tensor = cut[name].detach()
-        assert is_in_pieces(tensor)
+        assert is_sharded(tensor)
         # More processes than rows: some hold nothing.
         if math.prod(place.chunk.sizes):
             pieces[name] = Piece(tensor.to_local(), tuple(place.chunk.offsets))
@@ -137,7 +137,7 @@ def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
 def _is_owner(name: str, tensor: Tensor) -> bool:
     """Whether it is this process that writes its piece of a tensor of which others may have
     the same one."""
-    assert is_in_pieces(tensor)
+    assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None:

@@ -11,11 +11,11 @@ from firstlight.hardware.device import Hardware
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
-#: Bytes up to which what is freed is kept, of a plain model and of one in pieces.
-_LIMIT, _LIMIT_IN_PIECES = 1 << 30, 4 << 20
+#: Largest allocation, in bytes, that is kept when freed: of a plain and of a sharded model.
+_LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
-def keep_memory(hardware: Hardware, *, in_pieces: bool = False) -> bool:
+def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     """On a CPU with glibc: let the process keep the memory that it frees, instead of giving it
     back and taking it anew, page by page, in every step.
 
@@ -25,17 +25,17 @@ def keep_memory(hardware: Hardware, *, in_pieces: bool = False) -> bool:
 
     Args:
         hardware: of the process.
-        in_pieces: give back larger tensors, of a model that processes share in pieces. Layers that
-            are put together and gradients that are sent come in many sizes between the
-            activations: kept, they leave holes that fit nothing else (measured: a GiB of holes
-            beside 0.8 GiB in use, so that fsdp took more memory than ddp).
+        sharded: True gives larger tensors back, for a model that is sharded over processes. Its
+            gathered layers and gradients come in many sizes between the activations: kept, they
+            leave holes that fit nothing else (measured: a GiB of holes beside 0.8 GiB in use, so
+            that fsdp took more memory than ddp).
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return False
-    limit = _LIMIT_IN_PIECES if in_pieces else _LIMIT
+    limit = _LIMIT_SHARDED if sharded else _LIMIT
     # An old glibc takes no more than 32 MiB. Set first: the others alone would make it worse.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False

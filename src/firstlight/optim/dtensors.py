@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a piece (torch's DTensor), and their whole."""
+"""Sharded parameters: torch's DTensors, of which each process holds a shard."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_in_pieces(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Whether each process holds a piece of the tensor only."""
-    # Importing it takes most of a second: where it was not, there are none.
+def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
+    """Whether the tensor is a DTensor, of which this process holds its shard only."""
+    # Importing the module takes most of a second; no DTensor can exist before it is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is in pieces, on every rank; any other tensor as it is.
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, on every rank; any other tensor unchanged.
 
-    All ranks have to call it.
+    A collective: every rank has to call it.
     """
-    return tensor.full_tensor() if is_in_pieces(tensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def piece_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """This rank's piece of a whole tensor that is on every rank, cut as `example` is; the tensor
-    itself where that is not in pieces, or of another shape.
+def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
+    """A full tensor that every rank has, sharded like `example`; the tensor itself where `example`
+    is not sharded, or has another shape.
 
     Args:
-        tensor: the whole.
-        example: of the same shape, in pieces.
+        tensor: the full tensor, the same values on every rank.
+        example: a tensor whose mesh and placements are copied.
     """
-    if not is_in_pieces(example) or tensor.shape != example.shape:
+    if not is_sharded(example) or tensor.shape != example.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -47,46 +47,45 @@ def piece_like(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def whole_parameters(
+def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
-    """Inside, parameters that are in pieces are whole, on the CPU of every rank, for reading and
-    for writing, not for computing.
-
-    All ranks have to call it.
+    """A context in which sharded parameters are full tensors on the CPU of every rank, for reading
+    and writing, not for computing. A collective: every rank has to enter it.
 
     Args:
-        changed: what was written inside is cut and put back.
-        keep: False only takes part in gathering, one parameter after the other: this rank's
-            parameters stay in pieces.
+        model: the model, whose modules get the full parameters for the duration.
+        changed: True writes the values set inside back into the shards.
+        keep: False only takes part in the gathering, one parameter after the other: this rank's
+            parameters stay sharded.
     """
     assert keep or not changed
-    places = [
+    owners = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if is_in_pieces(parameter)
+        if is_sharded(parameter)
     ]
-    # A tied weight is one parameter in two places, and has to stay one.
-    wholes: dict[int, nn.Parameter | None] = {}
+    # A tied weight is one parameter of two modules, and has to stay one.
+    full: dict[int, nn.Parameter | None] = {}
     try:
-        for module, name, parameter in places:
-            if id(parameter) not in wholes:
-                gathered = whole(parameter.detach())
-                wholes[id(parameter)] = (
+        for module, name, parameter in owners:
+            if id(parameter) not in full:
+                gathered = full_tensor(parameter.detach())
+                full[id(parameter)] = (
                     nn.Parameter(gathered.cpu(), parameter.requires_grad) if keep else None
                 )
             if keep:
-                module._parameters[name] = wholes[id(parameter)]
+                module._parameters[name] = full[id(parameter)]
         yield
     finally:
-        for module, name, parameter in places:
+        for module, name, parameter in owners:
             module._parameters[name] = parameter  # type: ignore[assignment]
     if changed:
         with torch.no_grad():
-            for _, _, parameter in places:
-                written = wholes[id(parameter)]
+            for _, _, parameter in owners:
+                written = full[id(parameter)]
                 assert written is not None
-                piece = piece_like(written.detach(), parameter)
-                assert is_in_pieces(piece)
-                parameter.to_local().copy_(piece.to_local())
+                shard = shard_like(written.detach(), parameter)
+                assert is_sharded(shard)
+                parameter.to_local().copy_(shard.to_local())

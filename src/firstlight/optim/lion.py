@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.optim.dtensors import is_in_pieces
+from firstlight.optim.dtensors import is_sharded
 from firstlight.optim.spec import Layout, Parameters, decay_groups
 
 
@@ -66,7 +66,7 @@ class Lion(torch.optim.Optimizer):
 def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This process' shard of a tensor that belongs to a parameter: the update is elementwise, so it
     needs no operators on shards of their own."""
-    if not is_in_pieces(tensor) or not is_in_pieces(parameter):
+    if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
     # Tensor parallelism gives the gradient of a shard's table whole.
     return tensor.redistribute(placements=parameter.placements).to_local()

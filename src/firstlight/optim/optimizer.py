@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.dtensors import piece_like, whole
+from firstlight.optim.dtensors import full_tensor, shard_like
 from firstlight.optim.master import MasterWeights
 from firstlight.optim.spec import Layout
 from firstlight.optim.table import OptimizerConfig, make_optimizers
@@ -57,7 +57,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # Engines that cut parameters may leave them without numbers.
+        # Engines that shard parameters may leave them without numbers.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
@@ -89,16 +89,16 @@ class Optimizer:
             for shape, dtype in layout.values()
         )
 
-    def set_learning_rate(self, share_of_peak: float) -> float:
-        """Set every group's rate to its share of the peak; return AdamW's."""
+    def set_learning_rate(self, lr_scale: float) -> float:
+        """Set every group's learning rate to `lr_scale` times its peak; return AdamW's."""
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 if isinstance(group["lr"], Tensor):
                     # A compiled update reads it from here.
-                    group["lr"].fill_(peak * share_of_peak)
+                    group["lr"].fill_(peak * lr_scale)
                 else:
-                    group["lr"] = peak * share_of_peak
-        return self.config.learning_rate * share_of_peak
+                    group["lr"] = peak * lr_scale
+        return self.config.learning_rate * lr_scale
 
     # One step: accumulate after each backward pass, then clip, update, forget
 
@@ -132,10 +132,10 @@ class Optimizer:
                     "set efficiency.precision to bf16 instead of fp16"
                 )
             norms = [self._norms[name] for name in self.parameters if name in self._norms]
-            return whole(nn.utils.get_total_norm(norms))
+            return full_tensor(nn.utils.get_total_norm(norms))
         self.accumulate()
         gradients = [p.grad for p in self._masters.updated.values() if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm or math.inf
         # In torch's order and precision, so that the same factor comes out.
@@ -194,22 +194,22 @@ class Optimizer:
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`.
 
-        The same with and without `in_backward`, and however parameters are cut into pieces: then
-        all ranks have to call it. Master weights are not part of it: see `master_weights`.
+        The same with and without `in_backward`, and however parameters are sharded (every rank has
+        to call it then). Master weights are not part of it: see `master_weights`.
 
         Args:
             keep: False only takes part in gathering, one tensor after the other, and returns {}.
         """
         found: dict[str, Tensor] = {}
-        for name, piece in self.state_pieces().items():
-            tensor = whole(piece)
+        for name, shard in self.state_shards().items():
+            tensor = full_tensor(shard)
             if keep:
                 found[name] = tensor.cpu().contiguous()
         return found
 
-    def state_pieces(self) -> dict[str, Tensor]:
-        """`state_tensors` as they lie: on their devices, in pieces where parameters are, sharing
-        memory with the optimizer."""
+    def state_shards(self) -> dict[str, Tensor]:
+        """`state_tensors` on their devices, sharded like their parameters: views of the optimizer's
+        own memory."""
         return {
             f"{name}.{key}": value.detach()
             for name, state in self._states().items()
@@ -220,7 +220,7 @@ class Optimizer:
         """Have the state that there is after a step written. For torch's own optimizers.
 
         Args:
-            fill: writes into its `state_pieces`.
+            fill: writes into its `state_shards`.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer), parameter = self._part_of[name], self._masters.updated[name]
@@ -232,7 +232,7 @@ class Optimizer:
                     for key, (shape, dtype) in layout.items()
                 }
                 optimizer.state[parameter] = spec.rebuild(optimizer, parameter, zeros)
-        fill(self.state_pieces())
+        fill(self.state_shards())
 
     @property
     def state_names(self) -> set[str]:
@@ -254,7 +254,7 @@ class Optimizer:
                 own = {key: tensors[f"{name}.{key}"] for key in layout}
                 state = spec.rebuild(optimizer, parameter, own)
                 optimizer.state[parameter] = {
-                    key: piece_like(value, parameter) if isinstance(value, Tensor) else value
+                    key: shard_like(value, parameter) if isinstance(value, Tensor) else value
                     for key, value in state.items()
                 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.optim.adafactor import Adafactor
-from firstlight.optim.dtensors import is_in_pieces
+from firstlight.optim.dtensors import is_sharded
 from firstlight.optim.eight_bit import (
     eight_bit_layout,
     flatten_eight_bit,
@@ -195,8 +195,8 @@ def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool
             f"torch has no fused {config.name} for {device}: set optimizer.implementation "
             "to foreach"
         )
-    # Of what is in pieces (FSDP2), torch's fused SGD knows nothing.
-    unknown = config.name == "sgd" and any(is_in_pieces(p) for p in parameters.values())
+    # torch's fused SGD has no kernel for DTensors (FSDP2).
+    unknown = config.name == "sgd" and any(is_sharded(p) for p in parameters.values())
     if wanted == "fused" and unknown:
         raise ConfigError(
             "torch has no fused sgd for distributed.engine fsdp: set optimizer.implementation "

@@ -177,7 +177,7 @@ def _evaluate(planned: Equivalent, target: Target, in_run: bool, samples: bool) 
     ):
         if in_run:
             watch_program(program, tracer)
-            program.step([batch], share_of_peak=1.0)
+            program.step([batch], lr_scale=1.0)
             program.optimizer.zero_grad()
         first = tracer.tick + 1
         program.model.eval()
@@ -230,7 +230,7 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
     ):
         _two_steps(tracer, program, batch)
         last, graphs.runs = tracer.tick, True
-        program.step(_micro_batches(program, batch), share_of_peak=1.0)
+        program.step(_micro_batches(program, batch), lr_scale=1.0)
         trace = _finished(tracer, planned)
     parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
     return predict(parts[0], target, stretches=3), predict(parts[1], target, stretches=3)
@@ -248,9 +248,9 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
         with tracer.paused():
             _compile(program, batch)
     watch_program(program, tracer)
-    program.step([batch], share_of_peak=1.0)
+    program.step([batch], lr_scale=1.0)
     second = tracer.tick + 1
-    program.step(_micro_batches(program, batch), share_of_peak=1.0)
+    program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
 
 

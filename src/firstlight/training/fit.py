@@ -188,7 +188,7 @@ def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
     for _ in range(2):
         synchronize(hardware.device)
         start = time.perf_counter()
-        program.step([batch] * count, share_of_peak=0.0)
+        program.step([batch] * count, lr_scale=0.0)
         synchronize(hardware.device)
         seconds = time.perf_counter() - start
     whole = recipe.batch.accumulation(recipe.data.seq_len) / count

@@ -61,7 +61,7 @@ class TrainingProgram:
         self.engine = engine or Engine(alone, World(0, 1, 0, 1), hardware.device)
         cut = self.engine.config
         require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
-        keep_memory(hardware, in_pieces=self.engine.cuts)
+        keep_memory(hardware, sharded=self.engine.cuts)
         if recipe.run.deterministic:
             require_same_bits(hardware)
         config = recipe.efficiency
@@ -114,20 +114,20 @@ class TrainingProgram:
     def step(
         self,
         batches: Iterable[Batch],
-        share_of_peak: float,
+        lr_scale: float,
         accepts: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
         """One optimizer step over the micro-batches of a global batch, on the device.
 
         Args:
             batches: on the device.
-            share_of_peak: the learning rate as a share of its peak.
+            lr_scale: the learning rate as a share of its peak.
             accepts: see `train_step`.
 
         Raises:
             DivergedError, MicroBatchTooLargeError: see `train_step`.
         """
-        self.optimizer.set_learning_rate(share_of_peak)
+        self.optimizer.set_learning_rate(lr_scale)
         self.model.train()
         self.engine.settle()
         config = self.recipe.efficiency

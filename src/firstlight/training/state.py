@@ -18,7 +18,7 @@ from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
 from firstlight.models import Model
-from firstlight.optim.dtensors import is_in_pieces, whole_parameters
+from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
@@ -89,12 +89,12 @@ def capture(
         moments = _moments(program, keep=keep)
         randoms = {**_states_of_ranks(program.engine), **words}
         if base is None:
-            with program.optimizer.master_weights(), whole_parameters(model, keep=keep):
+            with program.optimizer.master_weights(), full_parameters(model, keep=keep):
                 weights = _weights(program, keep=keep)
         else:
             assert program.recipe.lora is not None
             files |= adapter_files(model, program.recipe.lora, base.name)
-            with whole_parameters(model, keep=keep):
+            with full_parameters(model, keep=keep):
                 weights = adapter_tensors(model) if keep else {}
         if program.engine.cuts:
             # What was gathered is new: only what was whole before needs copying.
@@ -126,7 +126,7 @@ def _is_whole(program: TrainingProgram) -> bool:
 def _moments(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
     """The optimizer's state by name; {} without `keep`, but in the main process of stages."""
     if _is_whole(program):
-        return program.optimizer.state_pieces() if keep else {}
+        return program.optimizer.state_shards() if keep else {}
     return program.engine.gathered(program.optimizer.state_tensors(keep=keep))
 
 
@@ -139,9 +139,9 @@ def _weights(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
 
 def _storages(program: TrainingProgram) -> set[int]:
     """The addresses of the memory that parameters and optimizer state of this process lie in."""
-    live = [*program.model.parameters(), *program.optimizer.state_pieces().values()]
+    live = [*program.model.parameters(), *program.optimizer.state_shards().values()]
     return {
-        (t.to_local() if is_in_pieces(t) else t).untyped_storage().data_ptr()
+        (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
         for t in (tensor.detach() for tensor in live)
     }
 
@@ -206,14 +206,14 @@ def _restore_tensors(
     elsewhere = program.engine.elsewhere(program.model)
     if program.recipe.lora is not None:
         try:
-            with whole_parameters(program.model, changed=True):
+            with full_parameters(program.model, changed=True):
                 fill_adapter(program.model, checkpoint.model, "the checkpoint's adapter")
         except ModelError as error:
             raise CheckpointError(str(error)) from error
     else:
         with (
             program.optimizer.master_weights(changed=True),
-            whole_parameters(program.model, changed=True),
+            full_parameters(program.model, changed=True),
         ):
             _restore_weights(checkpoint, program.model, elsewhere)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
