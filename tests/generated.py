@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from firstlight.generation.batch import BatchDecoder, require_prompt
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import Model
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from firstlight.evaluation.results import TaskResult
     from firstlight.evaluation.tasks import evaluate_tasks
     from firstlight.generation.chat import ChatSession
+    from firstlight.generation.config import SamplingConfig
     from firstlight.generation.continuation import Generation
     from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
-    from firstlight.generation.sampling import SamplingConfig
     from firstlight.planner.module import plan_module
     from firstlight.recipe import Recipe, load_recipe
     from firstlight.report.report import draw_report
@@ -79,7 +79,7 @@ _HOMES = {
     "GenerationStream": "generation.engine",
     "LoadedModel": "weights.huggingface",
     "Recipe": "recipe",
-    "SamplingConfig": "generation.sampling",
+    "SamplingConfig": "generation.config",
     "TaskResult": "evaluation.results",
     "TextStream": "tokenizer",
     "TokenDataset": "data.shards",

@@ -19,8 +19,8 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
 from firstlight.data.examples import ExampleDataset
 from firstlight.generation.chat import ChatSession
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 

@@ -19,13 +19,8 @@ from scale import cases
 from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import LlamaConfig, empty_model
-from firstlight.serving.server import (
-    ServerOptions,
-    listening_socket,
-    new_server,
-    new_service,
-    url_of,
-)
+from firstlight.serving.config import ServerOptions
+from firstlight.serving.server import listening_socket, new_server, new_service, url_of
 from firstlight.tokenizer import train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.weights.huggingface import LoadedModel

@@ -14,8 +14,8 @@ from tokenizers import models
 
 from firstlight.conversion.foreign import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import Model, ModelConfig
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer

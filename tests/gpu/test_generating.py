@@ -23,10 +23,10 @@ from tiny import (
 )
 
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.int8 import Int8Linear, quantize_int8
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
 from firstlight.weights.huggingface import LoadedModel
 
@@ -249,7 +249,8 @@ def test_sixty_four_texts_at_a_time_are_those_alone(device: torch.device) -> Non
 @contextmanager
 def served(loaded: LoadedModel, streams: int) -> Iterator[tuple[str, int]]:
     """A server on a port of this machine; where."""
-    from firstlight.serving.server import ServerOptions, listening_socket, new_server, new_service
+    from firstlight.serving.config import ServerOptions
+    from firstlight.serving.server import listening_socket, new_server, new_service
 
     options = ServerOptions(port=0, model_name="tiny", max_batch_size=streams, shutdown_timeout=0)
     service = new_service(loaded, options)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.weights.huggingface import LoadedModel
 from generated import generate_ids
 

@@ -16,14 +16,8 @@ from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
 from firstlight.serving.access import Access, RequestGuard
 from firstlight.serving.api import create_app
-from firstlight.serving.limits import Limits
-from firstlight.serving.server import (
-    ServerOptions,
-    listening_socket,
-    new_server,
-    new_service,
-    url_of,
-)
+from firstlight.serving.config import Limits, ServerOptions
+from firstlight.serving.server import listening_socket, new_server, new_service, url_of
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 

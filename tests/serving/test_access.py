@@ -10,8 +10,8 @@ from live import KEY, Direct, new_direct
 
 from firstlight.errors import ConfigError, InputError
 from firstlight.serving.access import Access
+from firstlight.serving.config import ServerOptions, checked_key, key_from_file
 from firstlight.serving.loopback import is_loopback
-from firstlight.serving.server import ServerOptions, checked_key, key_from_file
 
 HOST = (b"host", b"localhost:8000")
 JSON = (b"content-type", b"application/json")

@@ -15,7 +15,7 @@ from live import KEY, Live, live
 from test_disconnects import content_for, raw_request
 from tiny import PATIENCE, WatchedDecoder
 
-from firstlight.serving.limits import Limits
+from firstlight.serving.config import Limits
 from firstlight.serving.scheduler import ScheduledSequence
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

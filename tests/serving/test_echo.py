@@ -13,9 +13,9 @@ from tiny import CONTEXT, WatchedDecoder, tiny_model, tiny_tokenizer
 
 from firstlight.generation import batch
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of
-from firstlight.generation.sampling import SamplingConfig
 
 PATH = "/v1/completions"
 PROMPT = "the star falls 日本"

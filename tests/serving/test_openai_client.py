@@ -14,8 +14,8 @@ from live import KEY, Live, live
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import continuation, generate, pieces_of
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.serving.processor import fingerprint_of
 
 openai = pytest.importorskip("openai")

@@ -14,7 +14,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
 from firstlight.serving.access import Access
-from firstlight.serving.limits import Limits
+from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 

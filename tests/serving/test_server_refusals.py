@@ -10,7 +10,7 @@ import pytest
 from live import Direct, new_direct
 from test_server_api import POSTS, body_for, refused
 
-from firstlight.serving.limits import Limits
+from firstlight.serving.config import Limits
 from firstlight.serving.request import REFUSED
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.serving.scheduler import ScheduledSequence, Scheduler, Update
 from firstlight.tokenizer import Tokenizer, train_tokenizer

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.cache import RaggedCache
 from firstlight.tokenizer import Tokenizer

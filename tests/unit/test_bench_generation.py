@@ -19,8 +19,8 @@ from firstlight.bench.generation import (
 )
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights

@@ -21,7 +21,7 @@ from firstlight.generation.chat import (
     most_that_fit,
     turn_end_ids,
 )
-from firstlight.generation.sampling import SamplingConfig
+from firstlight.generation.config import SamplingConfig
 from firstlight.models.cache import KVCache
 from firstlight.tokenizer import END_OF_TEXT, Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens

@@ -13,7 +13,7 @@ import pytest
 
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.generation.chat import ChatSession
-from firstlight.generation.sampling import SamplingConfig
+from firstlight.generation.config import SamplingConfig
 from firstlight.serving.chat_page import Address, Answers, changed_settings, require_web
 from firstlight.serving.loopback import (
     Event,

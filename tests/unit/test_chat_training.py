@@ -18,8 +18,8 @@ from firstlight.data.examples import ExampleDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.chat import ChatSession
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train

@@ -8,8 +8,8 @@ import torch
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.errors import CheckpointError, ConfigError, ModelError, TokenizerError
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.weights.huggingface import LoadedModel, model_files

@@ -24,9 +24,9 @@ import torch
 from firstlight.bench.fresh_process import answer
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.hardware.device import synchronize
 
 #: Of one timed continuation: seconds to the first token, seconds of the rest, the first text.

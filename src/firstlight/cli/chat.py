@@ -53,8 +53,8 @@ def chat_command(
     if not web and (host is not None or port is not None):
         raise ConfigError("--host and --port are of the web page: add --web")
     from firstlight.generation.chat import ChatSession, ConversationDecoder
+    from firstlight.generation.config import SamplingConfig
     from firstlight.generation.engine import load
-    from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware.device import find_hardware
 
     settings = SamplingConfig(**sampling)

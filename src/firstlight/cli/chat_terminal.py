@@ -19,7 +19,7 @@ from firstlight.errors import ConfigError, FirstlightError, InputError, nearest
 
 if TYPE_CHECKING:
     from firstlight.generation.chat import ChatSession
-    from firstlight.generation.sampling import SamplingConfig
+    from firstlight.generation.config import SamplingConfig
 
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'

@@ -105,8 +105,8 @@ def generate_command(
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
+    from firstlight.generation.config import SamplingConfig
     from firstlight.generation.engine import GenerationStream, load
-    from firstlight.generation.sampling import SamplingConfig
     from firstlight.hardware.device import find_hardware
 
     if settings["logprobs"] is not None and not as_json:

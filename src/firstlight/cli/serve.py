@@ -16,7 +16,7 @@ from firstlight.console import say
 from firstlight.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from firstlight.serving.server import ServerOptions
+    from firstlight.serving.config import ServerOptions
     from firstlight.serving.service import Service
 
 
@@ -146,8 +146,8 @@ def serve_command(
     require_packages()
     from firstlight.generation.engine import load
     from firstlight.hardware.device import find_hardware
-    from firstlight.serving.limits import Limits
-    from firstlight.serving.server import ServerOptions, serve
+    from firstlight.serving.config import Limits, ServerOptions
+    from firstlight.serving.server import serve
 
     limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
     options = ServerOptions(
@@ -185,7 +185,7 @@ def _api_key(file: Path | None) -> bytes | None:
     Raises:
         ConfigError, InputError: it can't be a key, or can't be read.
     """
-    from firstlight.serving.server import KEY_VARIABLE, checked_key, key_from_file
+    from firstlight.serving.config import KEY_VARIABLE, checked_key, key_from_file
 
     if file is not None:
         return key_from_file(file)

@@ -10,9 +10,9 @@ from firstlight.errors import ConfigError, InputError
 from firstlight.evaluation.likelihood import TokenPair, likelihoods
 from firstlight.evaluation.results import Progress
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import continuation, pieces_of_many, tokenizer_of
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.weights.huggingface import LoadedModel
 
 #: Of the harness, for tasks that don't say.

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from firstlight.errors import ConfigError, InputError
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of, tokenizer_of
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import Model
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.huggingface import LoadedModel

@@ -10,13 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from firstlight.generation.sampling import (
-    SamplingConfig,
-    TokenLogprob,
-    logprob_of,
-    logprobs_of,
-    sample,
-)
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.sampling import TokenLogprob, logprob_of, logprobs_of, sample
 from firstlight.generation.structured import Constraint
 from firstlight.tokenizer import TextStream, Tokenizer
 

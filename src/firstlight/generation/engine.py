@@ -11,9 +11,9 @@ import torch
 from firstlight.checkpoint.checkpoint import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation, Generation
 from firstlight.generation.few_rows import use_few_rows
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
 from firstlight.weights.loading import LOADING_WAYS, LoadingWay

@@ -4,84 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How tokens are chosen and how many.
-
-    Attributes:
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token; higher spreads the choice.
-        top_k: only the k likeliest tokens, and any as likely as the last of them; 0 is all.
-        top_p: only the fewest likeliest tokens whose probabilities sum to p; 1 is all
-            (Holtzman et al. 2020). Applied after temperature and top_k.
-        min_p: only tokens at least so many times as likely as the likeliest (Nguyen et al.
-            2024); 0 is all. Applied after temperature, to the probabilities before top_k and
-            top_p.
-        repetition_penalty: logits of tokens that the prompt or the new text has already are
-            divided by it where they are positive, else multiplied (Keskar et al. 2019); 1 is off.
-        stop: texts that end the continuation; they are not part of it.
-        logprobs: note the log-probability of each token chosen, and of so many likeliest ones
-            beside it; None notes none.
-        seed: the same seed gives the same text; None draws one.
-        frequency_penalty: from the logit of each token, this times the number of its occurrences
-            among the new tokens is subtracted, as in OpenAI's interface; -2 to 2, 0 is off.
-        presence_penalty: from the logits of all tokens that occur among the new tokens, this is
-            subtracted, as in OpenAI's interface; -2 to 2, 0 is off.
-        logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
-        prompt_logprobs: note the log-probabilities of the prompt's tokens and of so many likeliest
-            ones beside each; None notes none. With them, `max_new_tokens` may be 0.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        least = 1 if self.prompt_logprobs is None else 0
-        biases_fit = all(i >= 0 and -100 <= bias <= 100 for i, bias in self.logit_bias.items())
-        limits = (
-            ("max_new_tokens", self.max_new_tokens >= least, f"at least {least}"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
-            ("top_k", self.top_k >= 0, "0 (off) or above"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
-            (
-                "repetition_penalty",
-                0 < self.repetition_penalty < float("inf"),
-                "above 0 (1 is off)",
-            ),
-            ("stop", all(self.stop), "texts of at least one character"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or above"),
-            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or above"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
-        )
-        for name, fine, allowed in limits:
-            if not fine:
-                raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")
+from firstlight.generation.config import SamplingConfig
 
 
 def sample(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from firstlight.serving.config import Limits
 from firstlight.serving.errors import RequestError, new_request_id
-from firstlight.serving.limits import Limits, header_values, require_body_size, require_head_size
+from firstlight.serving.limits import header_values, require_body_size, require_head_size
 from firstlight.serving.loopback import is_loopback
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")

@@ -24,7 +24,7 @@ from firstlight.errors import (
     describe_os_error,
 )
 from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
-from firstlight.generation.sampling import SamplingConfig
+from firstlight.generation.config import SamplingConfig
 from firstlight.serving.loopback import LoopbackGuard, require_loopback
 from firstlight.weights.huggingface import LoadedModel
 

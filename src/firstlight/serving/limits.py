@@ -1,9 +1,10 @@
 """Limits of requests and connections: sizes, times and numbers, and where each is checked.
 
-`Limits` are options of the server. A request's head and body are checked here; the bounds of its
-fields stand in `request.py`, its tokens are counted by `processor.py`. `LimitedProtocol` is
-uvicorn's HTTP connection with the time limits that uvicorn lacks: uvicorn waits for ever for the
-head of a request, for a client to read, and for the rest of a body that nobody wants.
+`Limits` (`config.py`) are options of the server. A request's head and body are checked here; the
+bounds of its fields stand in `request.py`, its tokens are counted by `processor.py`.
+`LimitedProtocol` is uvicorn's HTTP connection with the time limits that uvicorn lacks: uvicorn
+waits for ever for the head of a request, for a client to read, and for the rest of a body that
+nobody wants.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import h11
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from firstlight.serving.config import Limits
 from firstlight.serving.errors import ClientGoneError, RequestError, error_body, new_request_id
 
 #: The rest of a refused request's body that is read and thrown away: a client that still sends
@@ -26,30 +27,6 @@ _MAX_IGNORED_BYTES = 4 * 2**20
 _LINGER_SECONDS = 5.0
 
 _INCOMPLETE_REQUEST = (h11.IDLE, h11.SEND_BODY, h11.ERROR)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests and connections. Times are in seconds.
-
-    Attributes:
-        request_timeout: time from a request's arrival in the queue to its end.
-        header_timeout: time for the head of a request to arrive.
-        body_timeout: time for the body of a request to arrive.
-        write_timeout: time that a client may leave sent bytes unread.
-        max_body_bytes: size of a request's body.
-        max_header_bytes: size of a request's head.
-        max_connections: simultaneous connections; beyond that, connections without a request are
-            closed, the oldest first.
-    """
-
-    request_timeout: float = 600.0
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    write_timeout: float = 30.0
-    max_body_bytes: int = 2**20
-    max_header_bytes: int = 16 * 2**10
-    max_connections: int = 512
 
 
 def header_values(scope: Scope, name: bytes) -> list[bytes]:

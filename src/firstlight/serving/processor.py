@@ -12,9 +12,10 @@ import torch
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, TokenizerError
 from firstlight.generation.chat import turn_end_ids
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
-from firstlight.generation.sampling import SamplingConfig, require_biased_tokens
+from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.models import Model
 from firstlight.report.text import own_version

@@ -10,118 +10,25 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from firstlight.errors import ConfigError, StorageError
-from firstlight.files.atomic import read_file
 from firstlight.generation.batch import BatchDecoder
 from firstlight.serving.access import Access
 from firstlight.serving.api import create_app
-from firstlight.serving.limits import Limits, protocol_with
-from firstlight.serving.loopback import is_loopback
+from firstlight.serving.config import ServerOptions
+from firstlight.serving.limits import protocol_with
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
-#: The environment variable of the API key.
-KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
-
-_LONGEST_KEY = 4096
 #: Connections that the system keeps until they are accepted.
 _BACKLOG = 1024
 #: Files of the process besides connections.
 _OTHER_FILES = 128
 #: Seconds beyond the graceful end, for the last bytes to be written.
 _LAST_WRITES = 2.0
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What is served to whom.
-
-    Attributes:
-        host, port: to listen at; port 0 takes a free one.
-        model_name: for clients.
-        api_key: what they must send; None asks for none.
-        allowed_hosts, allowed_origins: see `Access`.
-        max_batch_size: texts that are decoded together.
-        max_queue: texts that may wait for that.
-        compile: see `BatchDecoder`; before the first request.
-        max_context_tokens: of a text, prompt and answer together; None is the model's limit.
-        shutdown_timeout: seconds that answers have to end, when the server is to end.
-        limits: of single requests.
-
-    Raises:
-        ConfigError: others could ask a server without a key, or a value is out of range.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str = "model"
-    api_key: bytes | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    max_batch_size: int = 8
-    max_queue: int = 64
-    compile: bool = False
-    max_context_tokens: int | None = None
-    shutdown_timeout: float = 10.0
-    limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        if self.api_key is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"{self.host} can be reached from other machines: set an API key in the "
-                f"environment variable {KEY_VARIABLE} or with --api-key-file"
-            )
-        limits = self.limits
-        most = 2**31
-        ranges = (
-            ("port", self.port, 0, 65535),
-            ("max_batch_size", self.max_batch_size, 1, 4096),
-            ("max_queue", self.max_queue, 0, most),
-            ("max_context_tokens", self.max_context_tokens, 2, most),
-            ("shutdown_timeout", self.shutdown_timeout, 0, most),
-            ("request_timeout", limits.request_timeout, 0.001, most),
-            ("header_timeout", limits.header_timeout, 0.001, most),
-            ("body_timeout", limits.body_timeout, 0.001, most),
-            ("write_timeout", limits.write_timeout, 0.001, most),
-            ("max_body_bytes", limits.max_body_bytes, 1, most),
-            ("max_header_bytes", limits.max_header_bytes, 256, 2**20),
-            ("max_connections", limits.max_connections, 1, 2**20),
-        )
-        for name, value, least, highest in ranges:
-            # NaN is in no range.
-            if value is not None and not least <= value <= highest:
-                raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
-
-
-def checked_key(key: bytes, where: str) -> bytes:
-    """A key that can be sent in a header.
-
-    Raises:
-        ConfigError: it is empty, or not of visible ASCII characters.
-    """
-    if not key:
-        raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
-    if not all(0x21 <= byte <= 0x7E for byte in key):
-        raise ConfigError(
-            f"the API key in {where} must be one line of visible ASCII characters, without spaces"
-        )
-    return key
-
-
-def key_from_file(path: Path) -> bytes:
-    """The one line of a file.
-
-    Raises:
-        InputError: it can't be read.
-        ConfigError: it holds no key.
-    """
-    return checked_key(read_file(path, _LONGEST_KEY).rstrip(b"\r\n"), str(path))
 
 
 class Server(uvicorn.Server):

@@ -24,8 +24,8 @@ from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError, can_structure
 from firstlight.models.accounting import cache_bytes_per_token
+from firstlight.serving.config import Limits
 from firstlight.serving.errors import FAILED, ClientGoneError, RequestError, unsupported_schema
-from firstlight.serving.limits import Limits
 from firstlight.serving.openapi import Bounds
 from firstlight.serving.processor import PreparedRequest, RequestProcessor
 from firstlight.serving.scheduler import (

@@ -15,8 +15,8 @@ from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluat
 from firstlight.evaluation.results import Task, TaskResult
 from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
+from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream
-from firstlight.generation.sampling import SamplingConfig
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer

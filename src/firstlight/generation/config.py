@@ -1,0 +1,82 @@
+"""How text is generated: `SamplingConfig`, which the command line reads without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from firstlight.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are chosen and how many.
+
+    Attributes:
+        max_new_tokens: greatest number of new tokens.
+        temperature: divisor of the logits: a higher one spreads the choice; 0 takes the likeliest
+            token.
+        top_k: number of likeliest tokens to choose from, and any as likely as the last of them; 0
+            is off.
+        top_p: probability that the likeliest tokens to choose from have together; 1 is off
+            (Holtzman et al. 2020). Applied after temperature and top_k.
+        seed: seed of the random numbers: the same one gives the same text; None draws one.
+        min_p: least probability of a token in relation to the likeliest one's; 0 is off (Nguyen et
+            al. 2024). Applied after temperature, to the probabilities before top_k and top_p.
+        repetition_penalty: divisor of the positive logits, factor of the negative ones, of tokens
+            that the prompt or the new text has already; 1 is off (Keskar et al. 2019).
+        stop: texts that end the continuation; they are not part of it.
+        logprobs: number of likeliest tokens whose log-probabilities are noted for each new token,
+            beside its own; None notes none.
+        frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
+            time that it was chosen; 0 is off. The penalties are those of OpenAI's API.
+        presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
+            was chosen before; 0 is off.
+        logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
+        prompt_logprobs: number of likeliest tokens whose log-probabilities are noted for each
+            token of the prompt, beside its own; None notes none. With it, `max_new_tokens` may
+            be 0.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        least = 1 if self.prompt_logprobs is None else 0
+        biases_fit = all(i >= 0 and -100 <= bias <= 100 for i, bias in self.logit_bias.items())
+        limits = (
+            ("max_new_tokens", self.max_new_tokens >= least, f"at least {least}"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
+            ("top_k", self.top_k >= 0, "0 (off) or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < float("inf"),
+                "above 0 (1 is off)",
+            ),
+            ("stop", all(self.stop), "texts of at least one character"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or above"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or above"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
+        )
+        for name, fine, allowed in limits:
+            if not fine:
+                raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")

@@ -1,0 +1,130 @@
+"""Options of the server: `ServerOptions` and `Limits`, which the command line reads without
+importing the server, and the API key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from firstlight.errors import ConfigError
+from firstlight.files.atomic import read_file
+from firstlight.serving.loopback import is_loopback
+
+#: The environment variable of the API key.
+KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
+
+_LONGEST_KEY = 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests and connections. All times are in seconds.
+
+    Attributes:
+        request_timeout: time from a request's arrival in the queue to its end.
+        header_timeout: time for the head of a request to arrive.
+        body_timeout: time for the body of a request to arrive.
+        write_timeout: time that a client may leave sent bytes unread.
+        max_body_bytes: size of a request's body.
+        max_header_bytes: size of a request's head.
+        max_connections: simultaneous connections; beyond that, connections without a request are
+            closed, the oldest first.
+    """
+
+    request_timeout: float = 600.0
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    write_timeout: float = 30.0
+    max_body_bytes: int = 2**20
+    max_header_bytes: int = 16 * 2**10
+    max_connections: int = 512
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The address, the clients and the bounds of a server.
+
+    Attributes:
+        host: name or address to listen at; any but this machine's own need an API key.
+        port: port to listen at; 0 takes a free one.
+        model_name: name of the model, as clients read and send it.
+        api_key: key that clients must send; None asks for none.
+        allowed_hosts: further names that requests may be sent to; see `Access`.
+        allowed_origins: pages elsewhere that may send requests; see `Access`.
+        max_batch_size: number of texts that are generated at a time.
+        max_queue: number of texts that may wait; more are refused with 429.
+        compile: decode through torch.compile: one or two minutes of compiling before the first
+            request.
+        max_context_tokens: tokens of a text, prompt and answer together; None is the model's limit.
+        shutdown_timeout: seconds for answers to end, after a signal.
+        limits: limits of single requests and connections.
+
+    Raises:
+        ConfigError: others could ask a server without a key, or a value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str = "model"
+    api_key: bytes | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_batch_size: int = 8
+    max_queue: int = 64
+    compile: bool = False
+    max_context_tokens: int | None = None
+    shutdown_timeout: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"{self.host} can be reached from other machines: set an API key in the "
+                f"environment variable {KEY_VARIABLE} or with --api-key-file"
+            )
+        limits = self.limits
+        most = 2**31
+        ranges = (
+            ("port", self.port, 0, 65535),
+            ("max_batch_size", self.max_batch_size, 1, 4096),
+            ("max_queue", self.max_queue, 0, most),
+            ("max_context_tokens", self.max_context_tokens, 2, most),
+            ("shutdown_timeout", self.shutdown_timeout, 0, most),
+            ("request_timeout", limits.request_timeout, 0.001, most),
+            ("header_timeout", limits.header_timeout, 0.001, most),
+            ("body_timeout", limits.body_timeout, 0.001, most),
+            ("write_timeout", limits.write_timeout, 0.001, most),
+            ("max_body_bytes", limits.max_body_bytes, 1, most),
+            ("max_header_bytes", limits.max_header_bytes, 256, 2**20),
+            ("max_connections", limits.max_connections, 1, 2**20),
+        )
+        for name, value, least, highest in ranges:
+            # NaN is in no range.
+            if value is not None and not least <= value <= highest:
+                raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
+
+
+def checked_key(key: bytes, where: str) -> bytes:
+    """A key that can be sent in a header.
+
+    Raises:
+        ConfigError: it is empty, or not of visible ASCII characters.
+    """
+    if not key:
+        raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
+    if not all(0x21 <= byte <= 0x7E for byte in key):
+        raise ConfigError(
+            f"the API key in {where} must be one line of visible ASCII characters, without spaces"
+        )
+    return key
+
+
+def key_from_file(path: Path) -> bytes:
+    """The one line of a file.
+
+    Raises:
+        InputError: it can't be read.
+        ConfigError: it holds no key.
+    """
+    return checked_key(read_file(path, _LONGEST_KEY).rstrip(b"\r\n"), str(path))
