@@ -1,4 +1,4 @@
-"""The chat page: Chainlit in a browser on this machine, and nothing that leaves it."""
+"""The chat page: Chainlit in a browser on this machine; nothing leaves the machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
@@ -28,84 +29,25 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.serving.loopback import LoopbackGuard, require_loopback
 from firstlight.weights.huggingface import LoadedModel
 
-#: Chainlit's configuration: text is text, nobody else's page, no files, no changes to what was
-#: said.
-_CONFIG = """\
-[project]
-allow_origins = []
-session_timeout = 300
+#: Chainlit's configuration, and the script of the page.
+_FILES = Path(__file__).parent / "page"
 
-[features]
-unsafe_allow_html = false
-latex = false
-user_message_markdown = false
-edit_message = false
-
-[features.spontaneous_file_upload]
-enabled = false
-
-[features.audio]
-enabled = false
-
-[features.mcp]
-enabled = false
-
-[UI]
-name = "firstlight"
-cot = "hidden"
-custom_js = "/public/page.js"
-
-[meta]
-generated_by = "2.0.0"
-"""
-
-#: The Content-Security-Policy keeps images from being fetched; this keeps the page from trying.
-_PAGE_JS = """\
-"use strict";
-(() => {
-  const own = (value) => {
-    try {
-      const url = new URL(value, location.href);
-      return url.origin === location.origin || ["data:", "blob:"].includes(url.protocol);
-    } catch {
-      return false;
-    }
-  };
-  const note = (image, url) => {
-    image.title = "not shown, since it is on another machine: " + url;
-  };
-  const image = HTMLImageElement.prototype;
-  for (const name of ["src", "srcset"]) {
-    const plain = Object.getOwnPropertyDescriptor(image, name);
-    const set = function (value) {
-      own(value) ? plain.set.call(this, value) : note(this, value);
-    };
-    Object.defineProperty(image, name, { ...plain, set });
-  }
-  const plainly = Element.prototype.setAttribute;
-  image.setAttribute = function (name, value) {
-    const fetched = /^(src|srcset)$/i.test(name) && !own(value);
-    fetched ? note(this, value) : plainly.call(this, name, value);
-  };
-})();
-"""
-
-#: What Chainlit reads of the environment would have it log in, store or send what is said.
+#: Environment variables that would have Chainlit log in, store or send the conversation.
 _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Seconds that answers have to end in when the server is to.
+#: Seconds that answers have to end when the server ends.
 _GRACE_SECONDS = 2
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the page is.
+    """The address of the page.
 
     Attributes:
-        host: of this machine, loopback.
-        port: 0 for any that is free.
+        host: a loopback address.
+        port: the port; 0 for any free one.
     """
 
     host: str
@@ -113,10 +55,10 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """Where the page will be; to be asked before a model is loaded.
+    """The address of the page; checked before a model is loaded.
 
     Raises:
-        ConfigError: other machines could reach the host, or the port is none.
+        ConfigError: other machines could reach the host, or the port is invalid.
         MissingDependencyError: Chainlit is not installed.
     """
     address = Address(require_loopback(host), port)
@@ -140,13 +82,13 @@ def serve_chat(
     Chainlit lives in this process: it can be done once in each.
 
     Args:
-        loaded: from `firstlight.load`.
-        address: from `require_web`.
-        system, settings: of each new conversation.
+        loaded: a model of `firstlight.load`.
+        address: an address of `require_web`.
+        system, settings: system message and sampling of each new conversation.
         compile: see `BatchDecoder`.
 
     Raises:
-        ConfigError: the port is taken, or it can't be compiled here.
+        ConfigError: the port is taken, or the model can't be compiled here.
         ConfigError, ModelError, InputError, TokenizerError: see `ChatSession`.
     """
     decoder = ConversationDecoder(loaded.model, compile=compile)
@@ -156,7 +98,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, system=system, settings=settings, decoder=decoder)
 
-    new_session()  # what is wrong with it is said here, not on the page
+    new_session()  # an error is raised here, not shown on the page
     with (
         contextlib.suppress(KeyboardInterrupt),
         _listening(address) as listener,
@@ -186,11 +128,10 @@ def _listening(address: Address) -> Iterator[socket.socket]:
 
 
 def _app_folder(folder: Path) -> Path:
-    """A folder for what Chainlit would write into the working directory."""
-    (folder / ".chainlit").mkdir()
-    (folder / ".chainlit" / "config.toml").write_text(_CONFIG, encoding="utf-8")
-    (folder / "public").mkdir()
-    (folder / "public" / "page.js").write_text(_PAGE_JS, encoding="utf-8")
+    """Fill Chainlit's folder, which is the working directory otherwise."""
+    for part, name in ((".chainlit", "config.toml"), ("public", "page.js")):
+        (folder / part).mkdir()
+        shutil.copyfile(_FILES / name, folder / part / name)
     return folder
 
 
@@ -202,7 +143,7 @@ def _environment(folder: Path) -> Iterator[None]:
         if _FOREIGN_VARIABLES.fullmatch(name):
             del os.environ[name]
     os.environ["CHAINLIT_APP_ROOT"] = str(folder)
-    os.environ["CHAINLIT_ENV_FILE"] = str(folder / "none")  # not the .env of where we are
+    os.environ["CHAINLIT_ENV_FILE"] = str(folder / "none")  # not the .env of the working directory
     os.environ["TRACELOOP_TELEMETRY"] = "false"
     try:
         yield
@@ -236,7 +177,7 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
     settings.run.headless = True
     settings.code.data_layer = lambda: None  # nothing is stored
     answers = Answers()
-    # Of a folder's name only what is no markup.
+    # A folder's name without markup.
     name = re.sub(r"[^\w. -]", " ", model_name)
 
     async def start() -> None:
@@ -286,7 +227,7 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """The settings of a page."""
+    """The widgets of the page's settings."""
     return [
         widgets.Slider(
             id="temperature",
@@ -321,54 +262,54 @@ def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
     ]
 
 
-#: The settings of the page, and whether they are whole numbers.
-_WHOLE = {"temperature": False, "top_k": True, "top_p": False, "max_new_tokens": True}
+#: The settings of the page; True for whole numbers.
+_IS_WHOLE = {"temperature": False, "top_k": True, "top_p": False, "max_new_tokens": True}
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
-    """Settings with those that a page sent; others than the page's are left alone.
+    """Settings with the values that a page sent.
 
     Raises:
-        ConfigError: one is no number, or out of range.
+        ConfigError: a value is no number, or out of range.
     """
     changes: dict[str, Any] = {}
-    for name, whole in _WHOLE.items():
+    for name, is_whole in _IS_WHOLE.items():
         value = values.get(name)
         if value is None or value == "":  # a field that was emptied
             continue
-        changes[name] = _number(name, value, whole)
+        changes[name] = _number(name, value, is_whole)
     return replace(settings, **changes)
 
 
-def _number(name: str, value: object, whole: bool) -> float:
-    """A number as a page sends it: of a slider as such, of a field as text."""
+def _number(name: str, value: object, is_whole: bool) -> float:
+    """A number that a page sent: a slider sends a number, a field sends text."""
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
         number = float(value)
-        if not whole:
+        if not is_whole:
             return number
         if number.is_integer():
             return int(number)
     except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"{name} must be a {'whole ' * whole}number, not {value!r}")
+    raise ConfigError(f"{name} must be a {'whole ' * is_whole}number, not {value!r}")
 
 
 class Answers:
-    """Answers of one model, one at a time, made in a thread, so that the page stays awake."""
+    """Answers of one model, one at a time, in a thread, so that the page stays responsive."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being made."""
+        """Whether an answer is being generated."""
         return self._lock.locked()
 
     async def pieces(self, session: ChatSession, text: str) -> AsyncGenerator[str, None]:
-        """The pieces of an answer, once all that were asked for before are done. Closed or
-        cancelled, it ends the answer after the token at hand.
+        """The pieces of an answer, once all earlier answers are complete. Closing or cancelling
+        the generator ends the answer after the current token.
 
         Raises:
             FirstlightError: see `ChatSession.answer`.
@@ -383,7 +324,7 @@ class Answers:
                     pieces = session.answer(text)
                     assert isinstance(pieces, Generator)
                     with contextlib.closing(pieces):
-                        # What ended before the session knew of an answer ends here.
+                        # `session.stop()` has no effect before the answer has begun.
                         while not ended and (piece := next(pieces, None)) is not None:
                             loop.call_soon_threadsafe(queue.put_nowait, piece)
                 finally:
@@ -398,6 +339,6 @@ class Answers:
                 ended = True
                 session.stop()
                 while not thread.done():
-                    # Cancelled again or not: the model is free only when the thread has ended.
+                    # The model is free only when the thread has ended, even if cancelled again.
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([thread])

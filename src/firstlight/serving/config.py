@@ -14,7 +14,7 @@ from firstlight.serving.loopback import is_loopback
 #: The environment variable of the API key.
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
-_LONGEST_KEY = 4096
+_MAX_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class ServerOptions:
 
 
 def checked_key(key: bytes, where: str) -> bytes:
-    """A key that can be sent in a header.
+    """The key, if it can be sent in a header.
 
     Raises:
-        ConfigError: it is empty, or not of visible ASCII characters.
+        ConfigError: the key is empty, or not of visible ASCII characters.
     """
     if not key:
         raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
@@ -121,10 +121,10 @@ def checked_key(key: bytes, where: str) -> bytes:
 
 
 def key_from_file(path: Path) -> bytes:
-    """The one line of a file.
+    """The API key in a file of one line.
 
     Raises:
-        InputError: it can't be read.
-        ConfigError: it holds no key.
+        InputError: the file can't be read.
+        ConfigError: the file holds no key.
     """
-    return checked_key(read_file(path, _LONGEST_KEY).rstrip(b"\r\n"), str(path))
+    return checked_key(read_file(path, _MAX_KEY_BYTES).rstrip(b"\r\n"), str(path))

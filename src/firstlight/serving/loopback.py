@@ -12,25 +12,13 @@ from urllib.parse import urlsplit
 
 from firstlight.errors import ConfigError
 
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address (IPv6 without brackets) is this machine's own, seen by nobody
-    else."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Tags that have a browser fetch something from elsewhere, or prepare to.
+#: Tags that make a browser fetch something from another host, or prepare to.
 _FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
 
@@ -43,8 +31,18 @@ _HEADERS = {
 }
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or address (IPv6 without brackets) can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def require_loopback(host: str) -> str:
-    """The address to listen at.
+    """The loopback address to listen at.
 
     Raises:
         ConfigError: other machines could reach it.
@@ -59,15 +57,14 @@ def require_loopback(host: str) -> str:
 
 
 def refusal(headers: dict[str, str]) -> str | None:
-    """Why a request is not answered; None if it is.
+    """The reason why a request is refused; None if it is not.
 
-    The Host must be this machine's own name: a page from elsewhere whose name was made to point
-    here (DNS rebinding) sends its own. The Origin, where there is one, must be this very page's:
-    WebSockets can be opened from any. Ports aren't compared with the one listened at, for the
-    sake of tunnels.
+    The Host must be this machine's own name: a foreign page whose name was made to point here (DNS
+    rebinding) sends its own. The Origin, if there is one, must be this page's: any page can open a
+    WebSocket. Ports are not compared with the server's, for the sake of tunnels.
 
     Args:
-        headers: names in lower case.
+        headers: the request's headers; names in lower case.
     """
     host = headers.get("host", "")
     try:
@@ -83,12 +80,12 @@ def refusal(headers: dict[str, str]) -> str | None:
 
 
 def content_security_policy(host: str, html: str = "") -> str:
-    """What a page may do: nothing that is not from here, and of scripts written into it only
-    those that are in it now.
+    """The Content-Security-Policy of a page: resources of this host, and the page's own inline
+    scripts.
 
     Args:
-        host: as the browser wrote it.
-        html: of the page.
+        host: the request's header Host.
+        html: text of the page; "" for other responses.
     """
     hashes = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -98,7 +95,7 @@ def content_security_policy(host: str, html: str = "") -> str:
     rules = (
         "default-src 'none'",
         f"script-src {scripts}",
-        "style-src 'self' 'unsafe-inline'",  # the page's own components write style attributes
+        "style-src 'self' 'unsafe-inline'",  # Chainlit's components write style attributes
         "img-src 'self' data: blob:",
         "font-src 'self' data:",
         f"connect-src 'self' ws://{host}",
@@ -112,16 +109,16 @@ def content_security_policy(host: str, html: str = "") -> str:
 
 
 def without_foreign_tags(html: str) -> str:
-    """A page without the <link> and <meta> tags that name other machines."""
+    """A page without the <link> and <meta> tags that name other hosts."""
     return _FOREIGN_TAG.sub("", html)
 
 
 class LoopbackGuard:
-    """An ASGI application that passes on the requests of this machine's own pages, and gives the
-    answers headers that keep a page from asking elsewhere. HTML is cleared of what would.
+    """An ASGI application that passes on the requests of this machine's own pages, and adds
+    headers to responses that keep a page from using other hosts. HTML loses the tags that would.
 
     Args:
-        app: that answers.
+        app: the application that responds.
     """
 
     def __init__(self, app: App) -> None:
@@ -138,10 +135,10 @@ class LoopbackGuard:
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
-            # Compressed pages couldn't be looked at, and here nothing is gained.
+            # A compressed page can't be searched for tags.
             plain = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
-            answer = _Answer(send, headers["host"])
-            await self._app({**scope, "headers": plain}, receive, answer)
+            response = _GuardedResponse(send, headers["host"])
+            await self._app({**scope, "headers": plain}, receive, response)
 
 
 async def _refuse(scope: Scope, send: Send, reason: str) -> None:
@@ -154,8 +151,8 @@ async def _refuse(scope: Scope, send: Send, reason: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class _Answer:
-    """Sends an answer on with the headers; HTML once the whole of it is there."""
+class _GuardedResponse:
+    """Sends a response on with the headers; HTML once it is complete."""
 
     def __init__(self, send: Send, host: str) -> None:
         self._send, self._host = send, host

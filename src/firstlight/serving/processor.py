@@ -44,7 +44,7 @@ class PreparedRequest:
     """A request that is checked and encoded.
 
     Attributes:
-        texts: one continuation for each choice: the choices of the first prompt, of the second, ...
+        texts: continuations, one for each choice of the first prompt, of the second, ...
         prompt_tokens: number of tokens of all prompts.
         response: format of the response.
         stream: send chunks while the texts grow.
@@ -217,24 +217,7 @@ class RequestProcessor:
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
-        if len(prompts) * choices > self._capacity:
-            raise RequestError(
-                400,
-                f"{len(prompts) * choices} answers are asked for, and this server takes "
-                f"{self._capacity} at a time",
-                param="n" if len(prompts) == 1 else param,
-            )
-        for prompt_ids in prompts:
-            if not prompt_ids:
-                raise RequestError(400, f"{param} has no tokens to go on from", param=param)
-            if len(prompt_ids) + (wanted["max_new_tokens"] != 0) > self.context:
-                raise RequestError(
-                    400,
-                    f"{param} has {len(prompt_ids)} tokens, and there is room for {self.context}, "
-                    "prompt and answer together: shorten it",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+        self._require_room(prompts, choices, bool(wanted["max_new_tokens"]), param)
         make_constraint = self._constraints(request.schema_asked)
         if request.schema_asked is not None:
             end_ids = self._chat_ends  # the tokens that the grammar ends with
@@ -258,6 +241,28 @@ class RequestProcessor:
             ]
         except TokenizerError as error:  # the prompt's ids make no text
             raise RequestError(400, f"{param}: {error}", param=param) from None
+
+    def _require_room(
+        self, prompts: list[list[int]], choices: int, is_generating: bool, param: str
+    ) -> None:
+        if len(prompts) * choices > self._capacity:
+            raise RequestError(
+                400,
+                f"{len(prompts) * choices} answers are asked for, and this server takes "
+                f"{self._capacity} at a time",
+                param="n" if len(prompts) == 1 else param,
+            )
+        for prompt_ids in prompts:
+            if not prompt_ids:
+                raise RequestError(400, f"{param} has no tokens to go on from", param=param)
+            if len(prompt_ids) + is_generating > self.context:
+                raise RequestError(
+                    400,
+                    f"{param} has {len(prompt_ids)} tokens, and there is room for {self.context}, "
+                    "prompt and answer together: shorten it",
+                    param=param,
+                    code="context_length_exceeded",
+                )
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
         """The factory of each choice's constraint.

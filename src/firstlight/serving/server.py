@@ -1,4 +1,4 @@
-"""The server as a process: what it listens at, who may ask, how it ends."""
+"""The server's process: options, socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from firstlight.serving.limits import protocol_with
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
-#: Connections that the system keeps until they are accepted.
+#: Connections that the system queues until they are accepted.
 _BACKLOG = 1024
-#: Files of the process besides connections.
+#: Open files of the process besides connections.
 _OTHER_FILES = 128
-#: Seconds beyond the graceful end, for the last bytes to be written.
+#: Seconds after the graceful shutdown for writing the last bytes.
 _LAST_WRITES = 2.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends with what it has begun, within a bound, and with exit code 0.
+    """uvicorn's server with a bounded graceful shutdown and exit code 0.
 
     Args:
-        config: uvicorn's.
-        service: that answers.
+        config: uvicorn's configuration.
+        service: the service of the model.
         shutdown_timeout: seconds that answers have to end.
-        on_ready: called once connections are taken.
+        on_ready: callback once connections are accepted.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take connections."""
+        """Accept connections."""
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, let answers end, end those that don't."""
+        """Accept no more connections, wait for answers, and end the late ones."""
         loop = asyncio.get_running_loop()
         stop = self._service.scheduler.stop
         ending = loop.call_later(
@@ -69,8 +69,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP end the server; uvicorn would raise them again at the end,
-        and knows nothing of the third. One that is ignored (nohup) stays so."""
+        """End the server on SIGINT, SIGTERM and SIGHUP. uvicorn would raise them again at the end,
+        and does not handle SIGHUP. A signal that is ignored (nohup) stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal asks for the end, a second SIGINT ends at once."""
+        """End gracefully on the first signal, at once on a second SIGINT."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
@@ -98,10 +98,13 @@ def new_service(
     options: ServerOptions,
     make_decoder: Callable[[], BatchDecoder] | None = None,
 ) -> Service:
-    """What answers requests with a model; not started.
+    """The service of a model, not started.
 
     Args:
-        make_decoder: called in the thread that uses it; None makes one by `options`.
+        loaded: a model with a tokenizer.
+        options: options of the server.
+        make_decoder: factory, called in the thread that uses the decoder; None makes one by
+            `options`.
     """
     context = loaded.model.config.max_position_embeddings
     most = min(options.max_context_tokens or context, context)
@@ -122,15 +125,17 @@ def new_service(
 
 
 def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], None]) -> Server:
-    """The server of a service that is started; `run(sockets=[listening_socket(options)])`.
+    """The server of a started service; `run(sockets=[listening_socket(options)])`.
 
     Args:
-        on_ready: called once connections are taken.
+        service: the started service.
+        options: options of the server.
+        on_ready: callback once connections are accepted.
     """
     access = Access.of(
         options.host, options.api_key, options.allowed_hosts, options.allowed_origins
     )
-    # What clients do wrong is no news; tracebacks of what we do wrong are.
+    # Clients' errors are not logged; tracebacks of our own are.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         create_app(service, access),
@@ -155,7 +160,7 @@ def listening_socket(options: ServerOptions) -> socket.socket:
 
     Raises:
         ConfigError: there is no such address.
-        StorageError: it is in use, or not permitted.
+        StorageError: the address is in use, or not permitted.
     """
     where = f"{options.host} port {options.port}"
     try:
@@ -174,10 +179,10 @@ def listening_socket(options: ServerOptions) -> socket.socket:
 
 
 def allow_connections(count: int) -> None:
-    """Have the system let this process open so many connections.
+    """Raise the process's limit of open files to `count` connections.
 
     Raises:
-        ConfigError: it doesn't.
+        ConfigError: the system does not permit it.
     """
     import resource  # not on Windows
 
@@ -194,7 +199,7 @@ def allow_connections(count: int) -> None:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where a browser finds a socket."""
+    """The URL of a socket."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -210,13 +215,13 @@ def serve(
     """Serve a model until a signal comes.
 
     Args:
-        loaded: with a tokenizer.
-        options: what is served to whom.
-        on_ready: called with the URL and the service, once connections are taken.
+        loaded: a model with a tokenizer.
+        options: options of the server.
+        on_ready: callback with the URL and the service, once connections are accepted.
         make_decoder: see `new_service`.
 
     Raises:
-        ConfigError, StorageError: it can't listen there.
+        ConfigError, StorageError: the server can't listen at the address.
         ModelError: the model has no tokenizer.
     """
     allow_connections(options.limits.max_connections)
