@@ -71,7 +71,7 @@ class NoForecast:
 def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line forecasts runs in the tests of forecasts alone: the process that predicts
     takes longer than most runs here."""
-    monkeypatch.setattr("firstlight.planner.forecasting.RunForecaster", NoForecast)
+    monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", NoForecast)
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:

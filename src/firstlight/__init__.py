@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from firstlight.generation.config import SamplingConfig
     from firstlight.generation.continuation import Generation
     from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
-    from firstlight.planner.module import plan_module
+    from firstlight.planner.memory.module import plan_module
     from firstlight.recipe import Recipe, load_recipe
     from firstlight.report.report import draw_report
     from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
@@ -93,7 +93,7 @@ _HOMES = {
     "generate_batch": "generation.engine",
     "load": "generation.engine",
     "load_recipe": "recipe",
-    "plan_module": "planner.module",
+    "plan_module": "planner.memory.module",
     "prepare": "data.prepare",
     "prepare_chat": "data.chat",
     "train": "training.loop",

@@ -12,9 +12,8 @@ from spawned import run_ranks
 
 from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model
-from firstlight.planner.parts import own_part
-from firstlight.planner.ranks import of_one_rank
-from firstlight.planner.recipes import trace_memory
+from firstlight.planner.memory.ranks import of_one_rank, own_part
+from firstlight.planner.memory.recipe import trace_memory
 from firstlight.recipe import parse_resolved_recipe
 from scaling_table import rank_memory
 

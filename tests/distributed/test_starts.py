@@ -14,9 +14,8 @@ import pytest
 import yaml
 from spawned import free_port
 
-from firstlight.planner import search
-from firstlight.planner.machine import find_machine
-from firstlight.planner.settling import settle
+from firstlight.planner.plan import search
+from firstlight.planner.plan.machine import find_machine, settle
 from firstlight.recipe import load_recipe
 
 pytest.importorskip("deepspeed")

@@ -45,7 +45,7 @@ import firstlight.training.loop
 import firstlight.training.scaling
 from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.cli.main import main
-from firstlight.planner.forecasting import RunForecaster
+from firstlight.planner.plan.processes import RunForecaster
 from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from firstlight.planner.watching import tables_put_back
+from firstlight.planner.memory.program import tables_put_back
 
 from .no_gpu import LIBRARY, Asked, torch_cuda
 

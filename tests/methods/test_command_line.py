@@ -16,7 +16,7 @@ from test_documentation import _rows
 import firstlight
 from firstlight.cli.main import main
 from firstlight.hardware.device import Hardware
-from firstlight.planner.automatic import forecast_run
+from firstlight.planner.plan.automatic import forecast_run
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.training.forecast import FORECAST_NAME, Forecast
 
@@ -123,7 +123,9 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture
 def started(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.planner.forecasting.RunForecaster", lambda: _InOneProcess(pool))
+    monkeypatch.setattr(
+        "firstlight.planner.plan.processes.RunForecaster", lambda: _InOneProcess(pool)
+    )
 
 
 @pytest.fixture(scope="module")

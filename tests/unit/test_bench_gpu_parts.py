@@ -24,9 +24,9 @@ from firstlight.bench.gpu_steps_once import gpu_steps_once
 from firstlight.bench.runner import Outcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
-from firstlight.planner.kernels import cuda_target
-from firstlight.planner.measured_gpus import read_measured
-from firstlight.planner.recipes import trace_memory
+from firstlight.planner.memory.kernels import cuda_target
+from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.speed.gpu import read_measured
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
 

@@ -12,7 +12,7 @@ import pytest
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.planner.compute_optimal import (
+from firstlight.planner.plan.compute_optimal import (
     LAWS,
     MOST_EPOCHS,
     batch_tokens,

@@ -14,20 +14,20 @@ import firstlight
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware
-from firstlight.planner import automatic, forecasting
-from firstlight.planner.automatic import (
+from firstlight.planner.plan import automatic
+from firstlight.planner.plan import processes as forecasting
+from firstlight.planner.plan.automatic import (
     _ADVICE,
     advice,
     forecast_run,
     planned_elsewhere,
     planned_recipe,
 )
-from firstlight.planner.calibration import Calibration
-from firstlight.planner.forecasting import RunForecaster
-from firstlight.planner.machine import _CPU_SHARE, find_machine
-from firstlight.planner.methods import methods
-from firstlight.planner.outcome import Oracle, Question
-from firstlight.planner.settling import settle
+from firstlight.planner.plan.estimate import Oracle, Question
+from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, settle
+from firstlight.planner.plan.methods import methods
+from firstlight.planner.plan.processes import RunForecaster
+from firstlight.planner.speed.calibration import Calibration
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial
 from firstlight.training.forecast import FORECAST_NAME, Comparison, Forecast
@@ -229,7 +229,7 @@ def test_a_forecast_is_the_planners() -> None:
 
 def test_a_forecast_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before each run."""
-    monkeypatch.setattr("firstlight.planner.pace.measure_operators", None)
+    monkeypatch.setattr("firstlight.planner.speed.recipe.measure_operators", None)
     assert forecast_run(settled(), _CPU, 1) is not None
 
 
@@ -251,7 +251,9 @@ def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
     assert _named(found) == ways[needed.index(min(needed))].changes
     # Where the others fit too, the fastest.
     slightly_more = int(1.01 * max(needed) / _CPU_SHARE)
-    monkeypatch.setattr("firstlight.planner.machine.free_memory_bytes", lambda _: slightly_more)
+    monkeypatch.setattr(
+        "firstlight.planner.plan.machine.free_memory_bytes", lambda _: slightly_more
+    )
     found = advice(recipe, _CPU, 1)
     assert found is not None
     assert _named(found) == {"efficiency.loss_chunk_tokens": 1024}
@@ -294,7 +296,7 @@ def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="not even a micro-batch of one row fits"):
         planned_recipe(settled(), _CPU, lambda _: None)
     assert asked == [8, 4, 2, 1]
-    monkeypatch.setattr("firstlight.planner.machine.free_memory_bytes", lambda _: 2**10)
+    monkeypatch.setattr("firstlight.planner.plan.machine.free_memory_bytes", lambda _: 2**10)
     # What saves memory is there already, so that there is little to try.
     saving = {"activation_checkpointing": "full", "loss_chunk_tokens": 64}
     least = settled(efficiency={"compile": False, "precision": "fp32", **saving})
@@ -337,7 +339,7 @@ def test_planning_elsewhere_gives_the_recipe_what_was_told_and_its_errors(
 
 
 def test_a_machine_without_a_store_is_calibrated_by_its_reference_alone() -> None:
-    from firstlight.planner.pace import this_calibration
+    from firstlight.planner.speed.recipe import this_calibration
 
     this_calibration.cache_clear()
     found = this_calibration()

@@ -6,7 +6,7 @@ import pytest
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.gpus import GPUS, find_gpu
-from firstlight.planner.machine import find_machine
+from firstlight.planner.plan.machine import find_machine
 
 
 @pytest.mark.parametrize("name", GPUS)

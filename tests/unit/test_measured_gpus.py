@@ -12,9 +12,13 @@ from click.testing import CliRunner
 
 from firstlight.cli.plan import plan_command
 from firstlight.hardware.gpus import find_gpu
-from firstlight.planner.machine import find_machine
-from firstlight.planner.measured_gpus import (
+from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.plan.machine import find_machine
+from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
+from firstlight.planner.speed.gpu import (
     BOUNDS,
+    DEFAULT_SHARES,
     MeasuredGpu,
     measured_gpu,
     read_measured,
@@ -22,11 +26,7 @@ from firstlight.planner.measured_gpus import (
     shares_for,
     shares_of,
 )
-from firstlight.planner.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.roofline import DEFAULT_SHARES
-from firstlight.planner.speed_fit import TimedStep, fit_constants, relative_errors
-from firstlight.planner.throughput import Workload, predict_speed
-from firstlight.planner.trace import Layout, Operator, bytes_of
+from firstlight.planner.speed.throughput import Workload, predict_speed
 
 H200 = find_gpu("H200")
 CONSTANTS = {

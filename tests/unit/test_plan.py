@@ -19,13 +19,21 @@ from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.schedule import Schedule
-from firstlight.planner import outcome, pace, search
-from firstlight.planner.machine import find_machine, parse_bytes
-from firstlight.planner.methods import methods
-from firstlight.planner.outcome import Oracle, Outcome, Question
-from firstlight.planner.parts import engine_of
-from firstlight.planner.plan import Budget, Plan, make_plan
-from firstlight.planner.plan_text import (
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
+from firstlight.planner.memory.ranks import engine_of
+from firstlight.planner.plan import estimate as outcome
+from firstlight.planner.plan import search
+from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.machine import (
+    find_machine,
+    parse_bytes,
+    planned_run,
+    settle,
+    with_changes,
+)
+from firstlight.planner.plan.methods import methods, reasons_for
+from firstlight.planner.plan.plan import Budget, Plan, make_plan
+from firstlight.planner.plan.text import (
     blocks,
     changed_options,
     count_text,
@@ -33,9 +41,7 @@ from firstlight.planner.plan_text import (
     memory_table,
     method_rows,
 )
-from firstlight.planner.prediction import MemoryPrediction, PhasePeak
-from firstlight.planner.reasons import reasons_for
-from firstlight.planner.settling import planned_run, settle, with_changes
+from firstlight.planner.speed import recipe as pace
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
 

@@ -13,25 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import InputError
-from firstlight.planner.calibration import (
+from firstlight.planner.memory.prediction import OperatorCount
+from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.speed.calibration import (
     Calibration,
     Entry,
     Features,
+    Reference,
     features_of,
     machine_fingerprint,
     store_path,
 )
-from firstlight.planner.calibration_grid import standard_operators
-from firstlight.planner.calibration_store import (
+from firstlight.planner.speed.replay import can_replay, time_operator
+from firstlight.planner.speed.store import (
     load_calibration,
     measure_operators,
     parse_store,
     save_calibration,
+    standard_operators,
 )
-from firstlight.planner.prediction import OperatorCount
-from firstlight.planner.reference import Reference
-from firstlight.planner.replay import can_replay, time_operator
-from firstlight.planner.trace import Layout, Operator, bytes_of
 
 FP32 = torch.float32
 FINGERPRINT = {"cpu": "a processor", "threads": 2}

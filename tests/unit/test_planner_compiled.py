@@ -12,20 +12,19 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from firstlight.bench.planner_measure import measured_memory
-from firstlight.planner import recipes
-from firstlight.planner.compiling import graphs_kept, stubbed_compiler
-from firstlight.planner.equivalents import equivalent
-from firstlight.planner.kernels import cuda_target, this_cpu
-from firstlight.planner.layers import few_compiled_layers, from_graphs, merged
-from firstlight.planner.prediction import (
+from firstlight.planner.memory import recipe as recipes
+from firstlight.planner.memory.emulation import graphs_kept, stubbed_compiler
+from firstlight.planner.memory.kernels import cuda_target, this_cpu
+from firstlight.planner.memory.layers import few_compiled_layers, from_graphs, merged
+from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
     MemoryPrediction,
     PhasePeak,
 )
-from firstlight.planner.recipes import trace_memory
-from firstlight.planner.trace import Tracer
-from firstlight.planner.watching import fake_tensors
+from firstlight.planner.memory.program import equivalent, fake_tensors
+from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.memory.trace import Tracer
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,19 @@ from torch import Tensor
 
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
-from firstlight.planner.allocator import CachingAllocator, reserved_bytes, rounded
-from firstlight.planner.cuda_kernels import CudaKernels
-from firstlight.planner.kernels import Target, cuda_target, this_cpu, workspace_bytes
-from firstlight.planner.prediction import predict
-from firstlight.planner.trace import Operator, Trace, Tracer
-from firstlight.planner.watching import fake_tensors
+from firstlight.planner.memory.emulation import CudaKernels
+from firstlight.planner.memory.kernels import (
+    CachingAllocator,
+    Target,
+    cuda_target,
+    reserved_bytes,
+    rounded,
+    this_cpu,
+    workspace_bytes,
+)
+from firstlight.planner.memory.prediction import predict
+from firstlight.planner.memory.program import fake_tensors
+from firstlight.planner.memory.trace import Operator, Trace, Tracer
 
 _MIB = 2**20
 _A100, _V100 = cuda_target("A100", (8, 0)), cuda_target("V100", (7, 0))

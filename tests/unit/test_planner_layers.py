@@ -15,12 +15,10 @@ from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
-from firstlight.planner import recipes
-from firstlight.planner.decoding import predict_generation
-from firstlight.planner.equivalents import Equivalent
-from firstlight.planner.kernels import Target, cuda_target
-from firstlight.planner.layers import in_fewer_layers
-from firstlight.planner.prediction import (
+from firstlight.planner.memory import recipe as recipes
+from firstlight.planner.memory.kernels import Target, cuda_target
+from firstlight.planner.memory.layers import in_fewer_layers
+from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
     MemoryPrediction,
@@ -28,14 +26,16 @@ from firstlight.planner.prediction import (
     cut,
     predict,
 )
-from firstlight.planner.recipes import (
+from firstlight.planner.memory.program import Equivalent
+from firstlight.planner.memory.recipe import (
     Job,
     predict_evaluation,
+    predict_generation,
     run_jobs,
     trace_memory,
 )
-from firstlight.planner.speed_kinds import streamed_bytes
-from firstlight.planner.trace import ALIVE, Operator, Storage, Trace
+from firstlight.planner.memory.trace import ALIVE, Operator, Storage, Trace
+from firstlight.planner.speed.operators import streamed_bytes
 from firstlight.recipe import ResolvedRecipe
 
 
@@ -78,7 +78,7 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
 ) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7})
     whole = predict_evaluation(deep, in_run=in_run)
-    monkeypatch.setattr("firstlight.planner.recipes._FULLY_TRACED", 3)
+    monkeypatch.setattr("firstlight.planner.memory.recipe._FULLY_TRACED", 3)
     traced: list[int] = []
     full = recipes._evaluate
 
@@ -112,7 +112,7 @@ def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
         efficiency={"loss_chunk_tokens": 32},
     )
     whole = trace_memory(deep)
-    monkeypatch.setattr("firstlight.planner.recipes._FULLY_TRACED", 3)
+    monkeypatch.setattr("firstlight.planner.memory.recipe._FULLY_TRACED", 3)
     found = trace_memory(deep)
     assert (found.peak_bytes, found.phase) == (whole.peak_bytes, whole.phase)
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.planner.kernels import cuda_target
-from firstlight.planner.module import plan_module
+from firstlight.planner.memory.kernels import cuda_target
+from firstlight.planner.memory.module import plan_module
 
 _MB = 2**20
 _CONTEXT = 1343 * _MB

@@ -11,10 +11,9 @@ from planner_recipes import resolved
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model
-from firstlight.planner.exchange import bubble, waiting_bytes
-from firstlight.planner.parts import own_part, with_own_tables
-from firstlight.planner.prediction import MemoryPrediction, PhasePeak
-from firstlight.planner.ranks import exchange_of, of_one_rank
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
+from firstlight.planner.memory.ranks import exchange_of, of_one_rank, own_part, with_own_tables
+from firstlight.planner.speed.throughput import bubble, waiting_bytes
 from firstlight.recipe import PreferenceConfig, ResolvedRecipe
 
 _MIB = 2**20

@@ -19,18 +19,11 @@ from firstlight.bench.planner_speed import (
     summarize_speed,
 )
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
-from firstlight.planner.calibration import Calibration
-from firstlight.planner.exchange import (
-    Exchange,
-    exchange_seconds,
-    overlapping_bytes,
-    waiting_bytes,
-)
-from firstlight.planner.flops import flops_of
-from firstlight.planner.kernels import cuda_target
-from firstlight.planner.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.reference import Reference
-from firstlight.planner.roofline import (
+from firstlight.planner.memory.kernels import cuda_target
+from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.trace import Layout, Operator, bytes_of, flops_of
+from firstlight.planner.speed.calibration import Calibration, Reference
+from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
     Range,
     Shares,
@@ -39,7 +32,7 @@ from firstlight.planner.roofline import (
     multiprocessors,
     tile_share,
 )
-from firstlight.planner.speed_kinds import (
+from firstlight.planner.speed.operators import (
     KINDS,
     Product,
     at_depth,
@@ -49,18 +42,21 @@ from firstlight.planner.speed_kinds import (
     streamed_bytes,
     transposed_factors,
 )
-from firstlight.planner.speed_recipes import (
+from firstlight.planner.speed.recipe import (
     all_micro_batches,
     count_operators,
     predict_recipe_speed,
 )
-from firstlight.planner.throughput import (
+from firstlight.planner.speed.throughput import (
+    Exchange,
     SpeedPrediction,
     Workload,
+    exchange_seconds,
     fused_bytes,
+    overlapping_bytes,
     predict_speed,
+    waiting_bytes,
 )
-from firstlight.planner.trace import Layout, Operator, bytes_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from firstlight.bench.planner_measure import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.kernels import Target, this_cpu
-from firstlight.planner.machine import find_machine
-from firstlight.planner.module import plan_module
-from firstlight.planner.prediction import predict
-from firstlight.planner.recipes import predict_evaluation, trace_memory
-from firstlight.planner.trace import Tracer
-from firstlight.planner.watching import fake_tensors
+from firstlight.planner.memory.kernels import Target, this_cpu
+from firstlight.planner.memory.module import plan_module
+from firstlight.planner.memory.prediction import predict
+from firstlight.planner.memory.program import fake_tensors
+from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
+from firstlight.planner.memory.trace import Tracer
+from firstlight.planner.plan.machine import find_machine
 
 
 class TwoLayers(nn.Module):

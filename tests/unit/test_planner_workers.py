@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from firstlight.errors import ConfigError, MissingDependencyError, TrainingError
-from firstlight.planner import workers
-from firstlight.planner.workers import Workers
+from firstlight.planner.plan import processes as workers
+from firstlight.planner.plan.processes import Workers
 
 
 def squared(number: int) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def test_results_come_in_the_order_of_the_arguments(processes: Workers) -> None:
 def test_workers_have_imported_and_nobody_waits_for_their_garbage() -> None:
     script = """
 import gc
-from firstlight.planner import workers
+from firstlight.planner.plan import processes as workers
 
 with workers.started() as found:
     print(*found.map(gc.isenabled, [(), ()]))

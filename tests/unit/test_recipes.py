@@ -10,8 +10,7 @@ from types import ModuleType
 import pytest
 
 from firstlight.data.conversations import to_conversation, to_pair
-from firstlight.planner.machine import find_machine
-from firstlight.planner.settling import settle
+from firstlight.planner.plan.machine import find_machine, settle
 from firstlight.recipe import load_recipe
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
-from firstlight.planner import machine as machines
-from firstlight.planner.settling import settle
+from firstlight.planner.plan import machine as machines
+from firstlight.planner.plan.machine import settle
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import Facts, facts_here, resolve
 

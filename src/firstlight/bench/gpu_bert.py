@@ -15,7 +15,7 @@ from firstlight.bench.gpu_machine import Machine
 from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
 from firstlight.bench.gpu_predictions import target_request, unpacked
 from firstlight.bench.runner import Row
-from firstlight.planner.throughput import Workload, predict_speed
+from firstlight.planner.speed.throughput import Workload, predict_speed
 
 NAME = "guide"
 

@@ -41,8 +41,8 @@ from firstlight.bench.driver_memory import driver_used_bytes
 from firstlight.bench.fresh_process import answer
 from firstlight.bench.gpu_predictions import memory_entry, packed, predicting, target_of
 from firstlight.bench.training_once import StepClock
-from firstlight.planner.module import plan_module
-from firstlight.planner.speed_recipes import all_micro_batches
+from firstlight.planner.memory.module import plan_module
+from firstlight.planner.speed.recipe import all_micro_batches
 
 _WARMUP_STEPS = 3
 

@@ -1,7 +1,7 @@
 """Rows of a part of `firstlight bench gpu`: the planner's figures beside measured ones.
 
 Memory is that of every configuration of `gpu_cases`. Speed is that of those which train: the
-constants of the data sheet's speed model are fitted on some of them (`planner/speed_fit.py`), and
+constants of the data sheet's speed model are fitted on some of them (`planner/speed/fit.py`), and
 the error is that of the others.
 """
 
@@ -20,10 +20,10 @@ from firstlight.bench.planner_speed import percentile
 from firstlight.bench.runner import Row
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.measured_gpus import MeasuredGpu
-from firstlight.planner.ranks import exchange_of
-from firstlight.planner.speed_fit import TimedStep, fit_constants, relative_errors
-from firstlight.planner.speed_recipes import workload_of
+from firstlight.planner.memory.ranks import exchange_of
+from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
+from firstlight.planner.speed.gpu import MeasuredGpu
+from firstlight.planner.speed.recipe import workload_of
 from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.

@@ -17,8 +17,7 @@ from firstlight.bench.gpu_planner import (
 from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
 from firstlight.bench.planner_speed import GOAL, percentile
 from firstlight.data.remote import cache_folder
-from firstlight.planner.measured_gpus import BOUNDS, save_measured
-from firstlight.planner.roofline import DEFAULT_SHARES
+from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, save_measured
 
 _GIB, _MIB = 2**30, 2**20
 

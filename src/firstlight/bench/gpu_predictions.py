@@ -22,13 +22,12 @@ import torch
 
 from firstlight.bench.gpu_machine import Machine
 from firstlight.errors import FirstlightError
-from firstlight.planner.decoding import predict_generation
-from firstlight.planner.equivalents import uncompiled
-from firstlight.planner.kernels import Target, cuda_target, this_cpu
-from firstlight.planner.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.recipes import predict_evaluation, trace_memory
-from firstlight.planner.speed_recipes import all_micro_batches
-from firstlight.planner.trace import Layout, Operator
+from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
+from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.program import uncompiled
+from firstlight.planner.memory.recipe import predict_evaluation, predict_generation, trace_memory
+from firstlight.planner.memory.trace import Layout, Operator
+from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.recipe import parse_resolved_recipe
 
 #: Cores from which on predictions have processes of their own.
@@ -154,7 +153,7 @@ def predicting(
         yield lambda: [_answer(*call) for call in calls]
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["firstlight.planner.preloaded"])
+    context.set_forkserver_preload(["firstlight.planner.plan.preloaded"])
     pool = context.Pool(min(len(calls), cores // 2), _without_gpu, maxtasksperchild=1)
     try:
         asked = [pool.apply_async(_answer, call) for call in calls]

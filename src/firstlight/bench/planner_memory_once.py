@@ -16,8 +16,7 @@ from firstlight.generation.few_rows import use_few_rows
 from firstlight.generation.int8 import quantize_int8
 from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
-from firstlight.planner.decoding import predict_generation
-from firstlight.planner.recipes import predict_evaluation, trace_memory
+from firstlight.planner.memory.recipe import predict_evaluation, predict_generation, trace_memory
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram

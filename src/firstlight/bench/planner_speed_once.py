@@ -41,15 +41,15 @@ from firstlight.bench.fresh_process import answer
 from firstlight.bench.methods_data import Tokens
 from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
-from firstlight.planner.calibration_grid import calibrate
-from firstlight.planner.calibration_store import (
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.speed.recipe import count_operators, predict_recipe_speed
+from firstlight.planner.speed.store import (
+    calibrate,
     load_calibration,
     measure_operators,
     save_calibration,
 )
-from firstlight.planner.prediction import MemoryPrediction
-from firstlight.planner.speed_recipes import count_operators, predict_recipe_speed
-from firstlight.planner.throughput import SpeedPrediction
+from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 

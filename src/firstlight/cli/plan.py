@@ -16,8 +16,8 @@ from firstlight.console import say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from firstlight.planner.outcome import Outcome
-    from firstlight.planner.plan import Plan
+    from firstlight.planner.plan.estimate import Outcome
+    from firstlight.planner.plan.plan import Plan
     from firstlight.recipe import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -88,15 +88,15 @@ def plan_command(
         raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists: --write makes a new file")
-    from firstlight.planner import workers
+    from firstlight.planner.plan import processes as workers
 
     # Before what takes seconds to import: the processes import it at the same time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
-        from firstlight.planner.machine import find_machine, parse_bytes
-        from firstlight.planner.outcome import Oracle
-        from firstlight.planner.plan import Budget, make_plan
-        from firstlight.planner.plan_text import blocks
+        from firstlight.planner.plan.estimate import Oracle
+        from firstlight.planner.plan.machine import find_machine, parse_bytes
+        from firstlight.planner.plan.plan import Budget, make_plan
+        from firstlight.planner.plan.text import blocks
         from firstlight.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
@@ -162,7 +162,7 @@ def next_command(
         where: its options of the device.
         written: the recipe that was written.
     """
-    from firstlight.planner.plan_text import changed_options
+    from firstlight.planner.plan.text import changed_options
 
     way = plan.best or next((one for one in plan.nearest if not _needs_more_devices(one)), None)
     start = [] if init_from is None else ["--init-from", init_from]

@@ -148,7 +148,7 @@ def train_command(
     the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
     path, overrides = split_arguments(arguments, "train")
-    from firstlight.planner.forecasting import RunForecaster
+    from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
@@ -246,7 +246,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.checkpoint.checkpoint import list_checkpoints
     from firstlight.hardware.device import find_hardware
     from firstlight.parallel import find_world
-    from firstlight.planner.automatic import planned_elsewhere
+    from firstlight.planner.plan.automatic import planned_elsewhere
     from firstlight.recipe import load_recipe
     from firstlight.training.job import RECIPE_NAME
 

@@ -1,1 +1,1 @@
-"""What a training step, an evaluation or a generation takes, before anything is allocated."""
+"""Memory and speed of a training step, an evaluation or a generation, before it runs."""

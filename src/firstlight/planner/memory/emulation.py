@@ -1,0 +1,373 @@
+"""The kernels that a CUDA GPU takes where a CPU takes others, for code that is traced on CPU
+tensors: so that autograd keeps for the backward pass what it would keep there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from firstlight.optim.eight_bit import quiet_import
+from firstlight.planner.memory.kernels import Target
+
+_aten: Any = torch.ops.aten
+
+#: Functions whose inputs CUDA's autocast makes fp32, where a CPU's leaves them (ATen's
+#: autocast_mode.h, AT_FORALL_FP32): of those that models and losses use.
+_IN_FP32 = {
+    F.layer_norm,
+    torch.layer_norm,
+    F.group_norm,
+    F.cross_entropy,
+    F.nll_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.mse_loss,
+    F.binary_cross_entropy_with_logits,
+    F.cosine_similarity,
+    F.softplus,
+    torch.exp,
+    Tensor.exp,
+    torch.log,
+    Tensor.log,
+    torch.pow,
+    Tensor.pow,
+    Tensor.__pow__,
+    torch.rsqrt,
+    Tensor.rsqrt,
+    torch.reciprocal,
+    Tensor.reciprocal,
+    torch.logsumexp,
+    Tensor.logsumexp,
+    torch.norm,
+    Tensor.norm,
+}
+
+#: The same, by giving them `dtype` (AT_FORALL_FP32_SET_OPT_DTYPE).
+_WITH_FP32_RESULT = {
+    F.softmax,
+    torch.softmax,
+    Tensor.softmax,
+    F.log_softmax,
+    torch.log_softmax,
+    Tensor.log_softmax,
+    torch.sum,
+    Tensor.sum,
+    torch.prod,
+    Tensor.prod,
+    torch.cumsum,
+    Tensor.cumsum,
+}
+
+
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+
+
+class _SoftmaxKeepingInput(torch.autograd.Function):
+    """Softmax before torch 1.11, whose backward pass asked its input for its dtype, and so kept
+    all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
+        result = function(scores, *args, **kwargs)
+        ctx.save_for_backward(scores, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        scores, result = ctx.saved_tensors
+        grad = _aten._softmax_backward_data(grads[0], result, -1, result.dtype)
+        return None, grad.to(scores.dtype), None, None
+
+
+class CudaKernels(TorchFunctionMode):
+    """Inside, functions on CPU tensors run as on a CUDA GPU.
+
+    - `scaled_dot_product_attention`: flash attention, which keeps queries, keys, values, output and
+      a logarithm of sums for each query; where it can't be used, the memory-efficient kernel, which
+      keeps the same; where neither can, two products and a softmax that keep all scores.
+    - `dropout` keeps a byte a number, not a factor as wide as the number.
+    - autocast computes norms, softmax and losses in fp32.
+
+    Args:
+        target: a CUDA device.
+        kernel: "flash", "efficient", "cudnn" or "math" to have that one; None chooses as torch.
+    """
+
+    def __init__(self, target: Target, kernel: str | None = None) -> None:
+        super().__init__()
+        self._target, self._kernel = target, kernel
+        # Asked of torch here, since what torch.compile traces can't ask: its graph would end there.
+        cuda: Any = torch.backends.cuda
+        self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
+        self._has_efficient = cuda.mem_efficient_sdp_enabled()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function as a GPU would."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is Tensor.backward:
+            # What is computed again in a backward pass runs as a GPU would, too.
+            with self:
+                return _backward(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            half = torch.get_autocast_dtype("cpu")
+            if func in _IN_FP32:
+                args = tuple(_widened(value, half) for value in args)
+                kwargs = {name: _widened(value, half) for name, value in kwargs.items()}
+            elif func in _WITH_FP32_RESULT and _is_half(args[0]) and not kwargs.get("dtype"):
+                kwargs = {**kwargs, "dtype": torch.float32}
+        if func in _SOFTMAX and self._target.torch_version < (1, 11):
+            softmax: Any = _SoftmaxKeepingInput.apply
+            return softmax(func, args[0], args[1:], kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            half = torch.get_autocast_dtype("cpu")
+            query, key, value = (x.to(half) for x in (query, key, value))
+        kernel = self._kernel or self._chosen(query, attn_mask, enable_gqa)
+        grouped = query.shape[1] != key.shape[1]
+        if kernel == "math":
+            groups = query.shape[1] // key.shape[1]
+            if grouped:
+                key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+            return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if kernel in ("flash", "cudnn"):
+            flash = _aten._scaled_dot_product_flash_attention
+            found: tuple[Tensor, ...] = flash(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )
+            return found[0]
+        if grouped:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        learns = torch.is_grad_enabled() and query.requires_grad
+        bias = _bias(attn_mask, query, key)
+        efficient = _aten._scaled_dot_product_efficient_attention
+        found = efficient(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)
+        return found[0]
+
+    def _chosen(self, query: Tensor, mask: Tensor | None, grouped: bool) -> str:
+        """torch's choice (sdp_utils.cpp): flash needs half precision, no mask, heads of 256 at
+        most and Ampere; the memory-efficient kernel any of its dtypes, but no groups."""
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if self._has_flash and half and mask is None and query.shape[-1] <= 256:
+            return "flash"
+        bf16_missing = query.dtype == torch.bfloat16 and self._target.capability < (8, 0)
+        if self._has_efficient and not grouped and not bf16_missing:
+            return "efficient"
+        return "math"
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
+    # What both of torch's functions come to, which asks no mode once more.
+    start = torch.ones_like(tensor) if gradient is None else gradient
+    _engine_run_backward(
+        (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    size = query.shape[-1] ** -0.5 if scale is None else scale
+    if is_causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    scores = (query * size**0.5) @ (key * size**0.5).transpose(-2, -1)
+    if mask is not None:
+        bias = _bias(mask, query, key)
+        assert bias is not None
+        scores = scores + bias
+    weights = scores.softmax(-1)
+    return _dropout(weights, dropout, True) @ value if dropout else weights @ value
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask as numbers that are added to the scores, [..., T, S]."""
+    if mask is None:
+        return None
+    bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
+    return bias.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
+    return dropped(input, p, True)[0]
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _widened(value: Any, half: torch.dtype) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == half else value
+
+
+@contextlib.contextmanager
+def stubbed_compiler() -> Iterator[None]:
+    """Inside, what torch.compile makes for a CPU has kernels that do nothing, and allocates
+    through torch's operators. Functions compiled before are forgotten, and those compiled inside
+    after it."""
+    with quiet_import():
+        import torch._functorch.config as functorch_config
+        import torch._inductor.async_compile as async_compile
+        import torch._inductor.compile_fx
+        import torch._inductor.cpu_vec_isa as vector_units
+        from torch._inductor import config
+        from torch._inductor.codecache import PyCodeCache
+
+    guards = torch._C._dynamo.guards
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
+    options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
+    # Collecting garbage would take 0.1 to 0.2 s, and fake tensors have no memory to give back.
+    quickly = torch._dynamo.config.patch(run_gc_after_compile=False)
+    with (
+        replaced(guards, "_empty_strided_cpu", _empty_strided),
+        replaced(guards, "_reinterpret_tensor", _reinterpret),
+        replaced(async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
+        # Without a look at the machine's vector units, for which it would start the C++ compiler.
+        replaced(vector_units, "valid_vec_isa_list", list),
+        # For logs and caches that are not kept.
+        replaced(torch.fx.GraphModule, "print_readable", _no_text),
+        config.patch(options),
+        quickly,
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+            PyCodeCache.cache_clear()
+
+
+@dataclass
+class Graphs:
+    """What runs of a compiled step.
+
+    Attributes:
+        runs: the graphs of its forward and backward pass, operator by operator as they were before
+            inductor fused them; else what inductor made of them.
+    """
+
+    runs: bool
+
+
+@contextlib.contextmanager
+def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
+    """Inside, of what is compiled the graphs stay.
+
+    What is saved for the backward pass is decided by then, so each layer of a model adds the same
+    to both.
+
+    Args:
+        fuses: whether inductor compiles them as well; else they are all that there is to run.
+    """
+    with quiet_import():
+        import torch._inductor.compile_fx as compile_fx
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    chosen = Graphs(runs=not fuses)
+    compile_graph = compile_fx._compile_fx_inner
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
+        # Inductor changes the one that it is given.
+        plain = boxed_nop(_copied(graph), inputs)
+        if not fuses:
+            return plain
+        fused: Any = compile_graph(graph, inputs, *args, **options)
+
+        def run(arguments: list[Any]) -> Any:
+            return (plain if chosen.runs else fused)(arguments)
+
+        # The list is emptied by who takes it, so that what is in it can go early.
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with replaced(compile_fx, "_compile_fx_inner", keep):
+        yield chosen
+
+
+def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph)
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, Python does not look for cycles: among the compiler's millions of objects that live
+    on, it is a tenth of the time. Nor does it depend on when it looks which storages are there."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Inside, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpret(
+    tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _no_kernel(*_: object, **__: object) -> Callable[..., None]:
+    return _nothing
+
+
+def _no_text(*_: object, **__: object) -> str:
+    return ""
+
+
+def _nothing(*_: object) -> None:
+    """Does nothing."""

@@ -1,0 +1,333 @@
+"""From a trace to what was in memory when: the peak, by part and by phase."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from firstlight.planner.memory.kernels import Target, reserved_bytes, rounded, workspace_bytes
+from firstlight.planner.memory.trace import ALIVE, Operator, Storage, Trace
+
+#: What memory is divided into, in the order in which tables show it.
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "logits_and_loss",
+    "temporaries",
+    "communication",
+    "framework",
+)
+
+#: See `predict`.
+MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
+
+#: Phases that come before a backward pass.
+_BEFORE_BACKWARD = ("setup", "forward", "loss")
+
+Ticks = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The most that was in memory during a phase.
+
+    Attributes:
+        bytes: allocated.
+        parts: what they were, by the names in `PARTS`.
+    """
+
+    bytes: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class OperatorCount:
+    """Equal calls of an operator: what a model of speed works with.
+
+    Attributes:
+        operator: which.
+        count: how often it ran, in one optimizer step, evaluation batch or decoding step.
+    """
+
+    operator: Operator
+    count: int
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """What a run's memory comes to, predicted.
+
+    Attributes:
+        peak_bytes: the most that is allocated at a time, as the allocator counts it:
+            `torch.cuda.max_memory_allocated`, or on a CPU the tracked peak of real tensors.
+        phase: in which that is: "forward", "loss", "backward", "optimizer", ...
+        parts: what it consists of, by the names in `PARTS`.
+        phases: the peak of each phase.
+        reserved_bytes: what the allocator holds at its peak, with what rounding and fragmentation
+            leave unused; on a CPU `peak_bytes`.
+        overhead_bytes: beside the allocator: a GPU's context and libraries.
+        host_bytes: of offloaded tensors in the host's memory, for a GPU.
+        operators: of the last optimizer step, evaluation batch or decoding step.
+        notes: what the prediction takes for granted.
+    """
+
+    peak_bytes: int
+    phase: str
+    parts: dict[str, int]
+    phases: dict[str, PhasePeak]
+    reserved_bytes: int
+    overhead_bytes: int
+    host_bytes: int
+    operators: tuple[OperatorCount, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device's own tool shows: reserved, and the overhead beside it."""
+        return self.reserved_bytes + self.overhead_bytes
+
+    def to_json(self, *, operators: bool = False) -> dict[str, Any]:
+        """All of it as JSON values.
+
+        Args:
+            operators: with the counted operators too: thousands of lines.
+        """
+        values = asdict(self)
+        values["total_bytes"] = self.total_bytes
+        values["notes"] = list(self.notes)
+        del values["operators"]
+        if operators:
+            values["operators"] = [_operator_json(entry) for entry in self.operators]
+        return values
+
+
+def _operator_json(entry: OperatorCount) -> dict[str, Any]:
+    def layouts(group: Sequence[Any]) -> list[list[Any]]:
+        return [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in group]
+
+    operator = entry.operator
+    return {
+        "name": operator.name,
+        "phase": operator.phase,
+        "count": entry.count,
+        "inputs": layouts(operator.inputs),
+        "outputs": layouts(operator.outputs),
+        "flops": operator.flops,
+        "moved_bytes": operator.moved_bytes,
+    }
+
+
+def predict(
+    trace: Trace,
+    target: Target,
+    first_counted_tick: int = 0,
+    *,
+    phases: Sequence[str] | None = None,
+    stretches: int = 1,
+) -> MemoryPrediction:
+    """What a traced run takes on a target.
+
+    Args:
+        trace: complete.
+        target: whose kernels and allocator.
+        first_counted_tick: operators are counted from here on.
+        phases: that count; None is all.
+        stretches: that backward passes are cut into, equal in operators: with 2 the second is a
+            phase of its own, `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
+    """
+    timeline = Timeline(trace, target)
+    timeline.split_backward(stretches)
+    peaks = timeline.phase_peaks()
+    peaks = {name: peaks[name] for name in phases or peaks}
+    phase = max(peaks, key=lambda name: peaks[name].bytes)
+    reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
+    peak = peaks[phase].bytes
+    return MemoryPrediction(
+        peak_bytes=peak,
+        phase=phase,
+        parts=peaks[phase].parts,
+        phases=peaks,
+        reserved_bytes=max(reserved, peak),
+        overhead_bytes=target.context_bytes,
+        host_bytes=trace.host_bytes,
+        operators=_counted(trace, first_counted_tick),
+        notes=tuple(dict.fromkeys(trace.notes)),
+    )
+
+
+def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
+    counts = collections.Counter(trace.calls[first:])
+    return tuple(OperatorCount(trace.operators[i], count) for i, count in counts.items())
+
+
+def cut(trace: Trace, first: int, last: int) -> Trace:
+    """Part of a trace, as one of its own.
+
+    Args:
+        trace: complete.
+        first, last: ticks; what was alive at the first was so from the beginning.
+    """
+    storages = [
+        replace(
+            storage,
+            birth=max(storage.birth - first, 0),
+            death=storage.death - first if storage.death <= last else ALIVE,
+        )
+        for storage in trace.storages
+        if storage.birth <= last and storage.death >= first
+    ]
+
+    def inside(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(a - first, b - first) for a, b in stretches if first <= a and b <= last]
+
+    return replace(
+        trace,
+        storages=storages,
+        calls=trace.calls[first : last + 1],
+        phases=trace.phases[first : last + 1],
+        segments=inside(trace.segments),
+        recomputations=inside(trace.recomputations),
+    )
+
+
+class Timeline:
+    """Bytes in memory at each tick of a trace, by part.
+
+    Args:
+        trace: complete.
+        target: whose kernels and allocator.
+
+    Attributes:
+        parts: for each part that there is, bytes at each tick.
+        total: their sum.
+    """
+
+    def __init__(self, trace: Trace, target: Target) -> None:
+        self.trace, self.target = trace, target
+        self._ticks = max(len(trace.calls), 1)
+        settle_parts(trace)
+        changes: dict[str, Ticks] = {}
+        for storage in trace.storages:
+            size = storage.size if target.kind == "cpu" else rounded(storage.size)
+            change = changes.get(storage.part)
+            if change is None:
+                change = changes[storage.part] = np.zeros(self._ticks + 1, np.int64)
+            change[min(storage.birth, self._ticks)] += size
+            change[min(storage.death + 1, self._ticks)] -= size
+        self.parts = {part: np.cumsum(change[:-1]) for part, change in changes.items()}
+        self._add_workspaces()
+        self.total: Ticks = sum(self.parts.values(), np.zeros(self._ticks, np.int64))
+        self._phases = np.asarray(trace.phases, np.int64)
+        self._names = list(trace.phase_names)
+
+    def _add_workspaces(self) -> None:
+        trace = self.trace
+        sizes = np.array(
+            [workspace_bytes(operator, self.target) for operator in trace.operators] or [0],
+            np.int64,
+        )
+        if trace.calls:
+            inside = sizes[np.asarray(trace.calls)]
+            self.parts["temporaries"] = self.parts.get("temporaries", 0) + inside
+        if self.target.library_bytes:
+            self.parts["framework"] = np.full(self._ticks, self.target.library_bytes, np.int64)
+
+    def phase_peaks(self) -> dict[str, PhasePeak]:
+        """The most that was in memory in each phase, in the order in which they came up."""
+        peaks: dict[str, PhasePeak] = {}
+        for index, name in enumerate(self._names):
+            ticks = np.flatnonzero(self._phases == index)
+            if len(ticks):
+                peaks[name] = self.at(int(ticks[np.argmax(self.total[ticks])]))
+        return peaks or {"setup": PhasePeak(0, {})}
+
+    def split_backward(self, stretches: int) -> None:
+        """Give the later stretches of each backward pass phases of their own."""
+        if "backward" not in self._names:
+            return
+        names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
+        own = self._names.index("backward")
+        # A pass ends where the next forward pass begins: the gradients of the loss, and updates
+        # in the pass itself, are phases that interrupt it.
+        before = [i for i, name in enumerate(self._names) if name in _BEFORE_BACKWARD]
+        ticks = np.flatnonzero(~np.isin(self._phases, before))
+        for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
+            passed = passed[self._phases[passed] == own]
+            for number in range(1, stretches):
+                first = len(passed) * number // stretches
+                self._phases[passed[first:]] = len(self._names) + number - 1
+        self._names += names
+
+    def at(self, tick: int) -> PhasePeak:
+        """What was in memory at a tick."""
+        found = {part: int(self.parts[part][tick]) for part in PARTS if part in self.parts}
+        return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
+
+    def first_tick(self, phases: Sequence[str]) -> int:
+        """Of any of these phases."""
+        wanted = [index for index, name in enumerate(self._names) if name in phases]
+        return int(np.argmax(np.isin(self._phases, wanted)))
+
+    def reserved_bytes(self, first: int = 0) -> int:
+        """The most that the target's allocator held.
+
+        Args:
+            first: what was given up before this tick does not count: the allocator gives it back
+                when it has to.
+        """
+        if self.target.kind == "cpu":
+            return int(self.total[first:].max())
+        lifetimes = [(self.target.library_bytes, 0, ALIVE)]
+        lifetimes += [
+            (s.size, max(s.birth - first, 0), s.death - first)
+            for s in self.trace.storages
+            if s.death >= first
+        ]
+        return reserved_bytes(lifetimes)
+
+
+def settle_parts(trace: Trace) -> None:
+    """Give each storage that was not marked its part.
+
+    What a forward pass makes and leaves alive is kept for the backward pass: activations, but for
+    what the head and the loss make. So is what a forward pass that is computed again leaves.
+    """
+    kept = _SegmentEnds(trace.segments)
+    again = _SegmentEnds(trace.recomputations)
+    for storage in trace.storages:
+        if storage.part:
+            continue
+        if storage.phase in ("loss", "backward of loss"):
+            storage.part = "logits_and_loss"
+        elif _outlives(storage, again if storage.recomputed else kept):
+            storage.part = "activations"
+        else:
+            storage.part = "temporaries"
+
+
+class _SegmentEnds:
+    """The last tick of the segment that a tick is in."""
+
+    def __init__(self, segments: Sequence[tuple[int, int]]) -> None:
+        ordered = sorted(segments)
+        self._firsts = np.array([first for first, _ in ordered], np.int64)
+        self._lasts = [last for _, last in ordered]
+
+    def of(self, tick: int) -> int | None:
+        """None outside of all segments."""
+        place = int(np.searchsorted(self._firsts, tick, "right")) - 1
+        if place < 0 or tick > self._lasts[place]:
+            return None
+        return self._lasts[place]
+
+
+def _outlives(storage: Storage, ends: _SegmentEnds) -> bool:
+    last = ends.of(storage.birth)
+    return last is not None and storage.death > last

@@ -1,0 +1,316 @@
+"""What a tracer is told while a step runs: phases, and which tensors are weights, gradients and
+states."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from firstlight.efficiency import EfficiencyConfig, LossFunction
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware
+from firstlight.planner.memory.kernels import Target
+from firstlight.planner.memory.trace import Tracer
+from firstlight.recipe import ResolvedRecipe
+from firstlight.training.preference import answer_log_probs
+from firstlight.training.program import TrainingProgram
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have no memory. Tables that libraries keep for later are put back."""
+    # Tables that a library made before are real, and may be used.
+    with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def tables_put_back() -> Iterator[None]:
+    """Have bitsandbytes forget the tables that it makes inside: fake ones are of no use later."""
+    library = sys.modules.get("bitsandbytes.functional")
+    kept = None if library is None else dict(library.name2qmap)
+    try:
+        yield
+    finally:
+        library = sys.modules.get("bitsandbytes.functional")
+        if library is not None:
+            library.name2qmap.clear()
+            library.name2qmap.update(kept or {})
+        kernels = sys.modules.get("bitsandbytes.backends.default.ops")
+        for value in () if kernels is None else vars(kernels).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+def mark_weights(model: nn.Module, tracer: Tracer) -> None:
+    """Parameters and buffers, as they are now."""
+    tracer.mark((*model.parameters(), *model.buffers()), "weights")
+
+
+@contextlib.contextmanager
+def optimizer_phases(tracer: Tracer) -> Iterator[None]:
+    """Inside, every torch optimizer's step is the phase "optimizer", and its gradients and states
+    are marked."""
+    before = ["setup"]
+
+    def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        before.append(tracer.phase_name)
+        tracer.mark((p.grad for p in parameters_of(optimizer)), "gradients")
+        tracer.enter_phase("optimizer")
+
+    def leave(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        tracer.enter_phase(before.pop())
+        tracer.mark(_states_of(optimizer), "optimizer_states")
+
+    handles = (
+        register_optimizer_step_pre_hook(enter),
+        register_optimizer_step_post_hook(leave),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All of an optimizer's parameters."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for parameter in parameters_of(optimizer):
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
+    """A head's loss whose forward and backward pass are phases of their own."""
+
+    def loss(x: Tensor, *args: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            with tracer.making("logits_and_loss"):
+                return head_loss(x, *args)
+        if x.requires_grad:
+            x.register_hook(_enter_backward)  # type: ignore[no-untyped-call]
+        with tracer.phase("loss"):
+            result = head_loss(x, *args)
+        result.register_hook(_enter_backward_of_loss)  # type: ignore[no-untyped-call]
+        return result
+
+    def _enter_backward(_: Tensor) -> None:
+        tracer.enter_phase("backward")
+
+    def _enter_backward_of_loss(_: Tensor) -> None:
+        tracer.enter_phase("backward of loss")
+
+    return loss
+
+
+def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
+    """`training.preference.answer_log_probs`, which is to preference pairs what a head's loss is
+    to text, with phases of its own."""
+    marked = marked_loss(answer_log_probs, tracer)
+
+    def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
+        tracer.mark((logits_BTV,), "logits_and_loss")
+        return marked(logits_BTV, *args)
+
+    return log_probs
+
+
+def allow_casts(model: nn.Module) -> None:
+    """Let `model.to` work on fake parameters, which torch would swap for others, and can't."""
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+        return model
+
+    model.to = to  # type: ignore[method-assign]
+
+
+def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
+    """Mark what a program has, and the phases of its steps."""
+    optimizer, loss_sum = program.optimizer, program.loss_sum
+    own = {id(p) for p in program.model.parameters()}
+    masters = [m for m in optimizer._masters.updated.values() if id(m) not in own]
+    tracer.mark(masters, "optimizer_states")
+    accumulate, clip = optimizer.accumulate, optimizer.clip_gradients
+
+    def marked_loss_sum(*args: Any, **kwargs: Any) -> Tensor:
+        with tracer.forward_pass():
+            loss = loss_sum(*args, **kwargs)
+        tracer.enter_phase("backward")
+        return loss
+
+    def marked_accumulate() -> None:
+        tracer.mark((p.grad for p in program.model.parameters()), "gradients")
+        accumulate()
+        tracer.mark((m.grad for m in masters), "gradients")
+
+    def marked_clip(*args: Any) -> Tensor:
+        with tracer.phase("clipping"):
+            return clip(*args)
+
+    program.loss_sum = marked_loss_sum
+    optimizer.accumulate = marked_accumulate  # type: ignore[method-assign]
+    optimizer.clip_gradients = marked_clip  # type: ignore
+
+
+#: As in `efficiency.memory`: smaller tensors stay where they are.
+_OFFLOADED_ELEMENTS = 1024
+
+
+def host_activations(
+    loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
+) -> LossFunction:
+    """`efficiency.memory.offloaded_activations` on fake tensors: beside a GPU, what the forward
+    pass keeps is counted in the host's memory; on a CPU, it is a copy in the same."""
+    weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+    kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
+
+    def pack(tensor: Tensor) -> Any:
+        if id(tensor.untyped_storage()) in weights or tensor.numel() < _OFFLOADED_ELEMENTS:
+            return tensor
+        if target.kind == "cpu":
+            return _Offloaded(torch.empty_like(tensor))
+        tracer.move_to_host(tensor.numel() * tensor.element_size())
+        return _Offloaded(None, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.copy is not None:
+            copy: Tensor = packed.copy
+            return copy
+        made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype)
+        tracer.move_to_host(-made.numel() * made.element_size())
+        return made
+
+    def offloaded(*args: Any, **kwargs: Any) -> Tensor:
+        assert kept
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return loss_sum(*args, **kwargs)
+
+    return offloaded
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """A tensor in the host's memory, or its copy on a CPU."""
+
+    copy: Tensor | None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+#: What the traced program is told that it runs on.
+PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
+
+#: Kernels of attention that only GPUs have, and what they are traced as.
+_GPU_KERNELS = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn", "math": "math"}
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """What is traced.
+
+    Attributes:
+        recipe: to trace.
+        kernel: of attention on a GPU, see `CudaKernels`; None is torch's choice.
+        offloads: whether activations go to the host's memory.
+        notes: what is taken for granted.
+    """
+
+    recipe: ResolvedRecipe
+    kernel: str | None
+    offloads: bool
+    notes: tuple[str, ...]
+
+    def with_(self, recipe: ResolvedRecipe) -> Equivalent:
+        """The same for another recipe."""
+        return replace(self, recipe=recipe)
+
+
+def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
+    """What to trace for a recipe on a target.
+
+    Raises:
+        ConfigError: the model or the row length is undecided.
+    """
+    if recipe.model is None or recipe.model.vocab_size == 0 or recipe.data.seq_len is None:
+        raise ConfigError(
+            "a plan needs the model's shape: give model.vocab_size and data.seq_len, or the folder "
+            "of the prepared data"
+        )
+    config, notes = recipe.efficiency, []
+    chosen: dict[str, Any] = {"activation_offload": False}
+    kernel = None
+    if target.kind == "cuda":
+        kernel = _GPU_KERNELS.get(config.attention)
+        # What is automatic on the CPU that is traced on is not what a GPU takes.
+        if kernel is not None or config.attention in ("auto", "flex"):
+            chosen["attention"] = "sdpa"
+        if config.precision == "fp8":
+            chosen["precision"] = "bf16"
+            notes.append("fp8 is planned as bf16: the scaled copies of factors are left out")
+        if config.precision == "tf32":
+            chosen["precision"] = "fp32"
+        if config.compile is True:
+            notes.append("compiled code is planned as inductor makes it for CPUs")
+    recipe = recipe.model_copy(update={"efficiency": config.model_copy(update=chosen)})
+    recipe = _without_masks(recipe, config.attention, target)
+    if recipe.optimizer.name == "paged_adamw8bit":
+        notes.append("paged states are counted on the device, where they lie while they fit")
+        optimizer = recipe.optimizer.model_copy(update={"name": "adamw8bit"})
+        recipe = recipe.model_copy(update={"optimizer": optimizer})
+    if recipe.data.pin_memory:
+        data = recipe.data.model_copy(update={"pin_memory": None})
+        recipe = recipe.model_copy(update={"data": data})
+    return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
+
+
+def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
+    """The keys of a section that compiles that have another value without torch.compile: what says
+    how to compile goes with it. What is computed again within a memory budget is the compiler's own
+    choice; nothing is taken for that."""
+    plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
+    if config.activation_checkpointing == "budget":
+        plain["activation_checkpointing"] = "none"
+    return {key: value for key, value in plain.items() if getattr(config, key) != value}
+
+
+def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
+    """The same step, operator by operator: what torch.compile starts from."""
+    config = recipe.efficiency
+    if config.compile is not True:
+        return recipe
+    changes = without_compile(config)
+    return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
+
+
+def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
+    """flex attention, which documents take on a GPU, keeps no mask of its scores' size."""
+    masked = recipe.data.document_masking and attention in ("auto", "flex")
+    if target.kind == "cpu" or not masked:
+        return recipe
+    data = recipe.data.model_copy(update={"document_masking": False})
+    return recipe.model_copy(update={"data": data})

@@ -1,0 +1,419 @@
+"""From one process to one of several: what an engine leaves of each part on a device.
+
+A trace is of a process that shares nothing. What DDP and FSDP2 change is arithmetic on its parts,
+which is compared with what two real processes take (tests/distributed/test_rank_memory.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from firstlight.errors import ConfigError
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
+from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import engine_name
+from firstlight.parallel.pipeline import unstageable
+from firstlight.parallel.tensor_parallel import uncuttable
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
+from firstlight.planner.speed.throughput import Exchange
+from firstlight.recipe import Recipe, ResolvedRecipe
+
+#: What NCCL takes of each GPU beside torch's allocator; its channels' buffers, as seen with
+#: eight GPUs and its defaults.
+_NCCL_BYTES = 400 * 2**20
+
+#: The share of the forward pass' activations above which no layer's gradient is complete yet.
+_EARLY = 0.8
+
+#: Of a machine's memory, what is worth a note.
+_MUCH = 2**30
+
+_CUT = ("weights", "gradients", "optimizer_states")
+
+
+def of_one_rank(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+) -> MemoryPrediction:
+    """The memory of one of several processes.
+
+    Args:
+        prediction: of `own_part` in one process.
+        recipe: the resolved recipe.
+        processes: how many there are.
+
+    Raises:
+        ConfigError: the model or the batch can't be cut so.
+    """
+    part, copies = own_part(recipe, processes), copies_of(recipe, processes)
+    engine = engine_of(recipe, processes)
+    if engine == "deepspeed":
+        return _of_deepspeed(prediction, recipe, processes)
+    if processes == 1:
+        return prediction
+    prediction = with_own_tables(prediction, recipe, part)
+    ways = [f"{engine} on {copies} devices"] if copies > 1 else []
+    if engine == "fsdp" and copies > 1:
+        prediction = _of_fsdp(prediction, recipe, part, processes)
+    elif engine == "ddp":
+        prediction = _of_ddp(prediction, part)
+    for key in ("tensor_parallel", "pipeline"):
+        if (count := getattr(recipe.distributed, key)) > 1:
+            ways.append(f"{key} {count}")
+    return dataclasses.replace(
+        prediction,
+        overhead_bytes=prediction.overhead_bytes + _NCCL_BYTES,
+        notes=(
+            *prediction.notes,
+            f"{', '.join(ways)}: one device's part is traced, what it shares is worked out; NCCL's "
+            "buffers are taken for 400 MiB",
+            *_of_the_host(recipe, processes),
+        ),
+    )
+
+
+def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
+    """What the start takes of the CPU's memory, where that is much."""
+    # Stages of a pipeline make their own layers.
+    own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
+    if processes * own >= _MUCH:
+        yield (
+            f"at the start each process makes its model in the CPU's memory: {processes} x "
+            f"{own / 2**30:.1f} GiB, on all machines together"
+        )
+
+
+def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
+    """DDP keeps all gradients in its buckets, between steps too; those that wait for the next
+    micro-batch are not in them yet."""
+    buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
+    accumulates = part.batch.accumulation(part.data.seq_len) > 1
+
+    def kept(_: str, peak: PhasePeak) -> PhasePeak:
+        parts = dict(peak.parts)
+        if accumulates:
+            parts["communication"] = parts.get("communication", 0) + buckets
+        else:
+            parts["gradients"] = buckets
+        return PhasePeak(sum(parts.values()), parts)
+
+    return with_peaks(prediction, kept)
+
+
+def _of_fsdp(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
+) -> MemoryPrediction:
+    """FSDP2: pieces of the state, and beside them what is put together at the moment. What is
+    outside of the layers is whole from the forward pass to the end of the backward pass."""
+    copies = copies_of(recipe, processes)
+    pieces = part.distributed.shard or copies
+    offloads = part.distributed.offload == "cpu"
+    state = 0 if offloads else 1
+    in_bf16 = is_put_together_in_bf16(recipe, processes)
+    size = 2 if in_bf16 else 4
+    parameters = list(meta_model(part.model).named_parameters())
+    outside = sum(p.numel() for name, p in parameters if not is_inside_a_layer(name))
+    inside = sum(p.numel() for name, p in parameters if is_inside_a_layer(name))
+    layer = inside // part.model.num_hidden_layers
+    accumulates = part.batch.accumulation(part.data.seq_len) > 1
+    keeps = not part.distributed.reshard_after_forward
+    forward = prediction.phases.get("forward")
+    kept = 0 if forward is None else forward.parts.get("activations", 0)
+    # What is computed again makes the peak's place of no layer in particular.
+    keeps_all = part.efficiency.activation_checkpointing == "none"
+
+    def together(phase: str, peak: PhasePeak) -> int:
+        """Weights, and gradients on their way."""
+        if phase in ("optimizer", "clipping"):
+            return 0
+        if phase == "backward":
+            whole = size * (outside + (inside if keeps else 2 * layer))
+            if keeps_all and peak.parts.get("activations", 0) > _EARLY * kept:
+                return whole
+            if part.lora is not None:
+                return whole
+            # A layer's gradient, and that as it is added up and received.
+            return whole + layer * (size + 4) + 4 * layer // pieces
+        # The layer whose backward pass comes first is there already.
+        return size * (outside + (inside if keeps else layer))
+
+    def gradients(phase: str, whole: int) -> int:
+        # With weights in bf16 there are those of the fp32 ones too.
+        whole = min(whole, 4 * (outside + inside))
+        if phase in ("optimizer", "clipping"):
+            return state * whole // pieces
+        if accumulates:
+            return whole
+        early = min(whole, size * outside)
+        return early + state * 4 * (whole - early) // size // pieces
+
+    def cut(phase: str, peak: PhasePeak) -> PhasePeak:
+        if phase == "setup" and part.preference is not None:
+            # The process that makes the references of the pairs has the whole model then.
+            return peak
+        parts = dict(peak.parts)
+        whole = parts.get("gradients", 0)
+        held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
+        # Traced with weights in bf16, which has the fp32 ones among the states.
+        states = parts.get("optimizer_states", 0) - (held if in_bf16 else 0)
+        parts["weights"] = state * -(-held // pieces)
+        parts["optimizer_states"] = state * -(-max(states, 0) // pieces)
+        parts["gradients"] = gradients(phase, whole)
+        parts["communication"] = parts.get("communication", 0) + together(phase, peak)
+        parts = {name: size for name, size in parts.items() if size}
+        return PhasePeak(sum(parts.values()), parts)
+
+    host = 16 * (outside + inside) // pieces if offloads else 0
+    return with_peaks(prediction, cut, host)
+
+
+def _of_deepspeed(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+) -> MemoryPrediction:
+    """ZeRO: stage 1 cuts optimizer states, 2 gradients too, 3 weights too; offloading moves them to
+    the CPU, weights at stage 3 only."""
+    stage = recipe.distributed.zero_stage or 2
+    cut = _CUT[::-1][:stage]
+    offloads = recipe.distributed.offload != "none"
+    moved = cut if offloads else ()
+
+    def shared(phase: str, peak: PhasePeak) -> PhasePeak:
+        if phase == "setup":
+            # DeepSpeed is given the whole model, on the device.
+            return peak
+        parts = {
+            name: 0 if name in moved else -(-size // processes) if name in cut else size
+            for name, size in peak.parts.items()
+        }
+        parts = {name: size for name, size in parts.items() if size}
+        return PhasePeak(sum(parts.values()), parts)
+
+    host = sum(
+        max(peak.parts.get(name, 0) for peak in prediction.phases.values()) // processes
+        for name in moved
+    )
+    found = with_peaks(prediction, shared, host)
+    note = (
+        "DeepSpeed is worked out, not traced: its buffers of up to 500 million numbers come on top"
+    )
+    notes = (*found.notes, note, *_of_the_host(recipe, processes))
+    return dataclasses.replace(found, notes=notes)
+
+
+def exchange_of(
+    recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
+) -> Exchange:
+    """What the processes send each other in a step.
+
+    Args:
+        recipe: the resolved recipe.
+        parameters: of the model.
+        processes: how many there are.
+        host_bytes: of activations that wait in the CPU's memory, of a micro-batch.
+    """
+    cut, copies = recipe.distributed, copies_of(recipe, processes)
+    engine = engine_of(recipe, processes)
+    micro_batches = recipe.batch.accumulation(recipe.data.seq_len, copies)
+    half = recipe.efficiency.precision in ("bf16", "bf16_params")
+    offloads = cut.offload != "none"
+    own = parameters / (cut.tensor_parallel * cut.pipeline)
+    state = 12.0 * own / copies
+    tokens = recipe.batch.rows * recipe.data.seq_len
+    return Exchange(
+        engine="fsdp" if engine == "fsdp" else "ddp" if copies > 1 else "none",
+        processes=copies,
+        weight_bytes=own * (2.0 if half else 4.0),
+        gradient_bytes=4.0 * own,
+        micro_batches=micro_batches,
+        tensor_parallel=cut.tensor_parallel,
+        hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
+        layers=recipe.model.num_hidden_layers // cut.pipeline,
+        stages=cut.pipeline,
+        # Gradients there, weights back; activations there and back.
+        offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
+    )
+
+
+#: What there is for each parameter.
+STATE = ("weights", "gradients", "optimizer_states")
+
+#: Phases that only the last stage has.
+_LAST = ("loss", "backward of loss")
+
+
+def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
+    """What one of several processes computes of a step, as a recipe for one: its share of the
+    batch, heads, MLP and layers, but whole tables of the vocabulary.
+
+    Args:
+        recipe: the resolved recipe.
+        processes: of all groups together.
+
+    Raises:
+        ConfigError: model or batch can't be cut so.
+    """
+    copies = copies_of(recipe, processes)
+    cut, batch, model = recipe.distributed, recipe.batch, recipe.model
+    # Says what is wrong with a batch that does not come out even.
+    batch.accumulation(recipe.data.seq_len, copies)
+    if batch.global_batch_tokens is not None:
+        tokens = batch.global_batch_tokens // copies
+        batch = batch.model_copy(update={"global_batch_tokens": tokens})
+    if problems := list(why_not_cut(model, cut)):
+        raise ConfigError("; ".join(problems))
+    names = ("num_attention_heads", *model.tensor_parallel_sizes)
+    changes = {name: getattr(model, name) // cut.tensor_parallel for name in names}
+    # Not all stages have as many.
+    changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
+    model = model.model_copy(update=changes)
+    efficiency = recipe.efficiency
+    if is_put_together_in_bf16(recipe, processes):
+        # What lies between layers is of the weights' dtype.
+        efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
+    changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
+    # Of one process there are no pieces.
+    changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
+    return recipe.model_copy(update=changed)
+
+
+def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
+    """Why a model can't be spread over processes as a recipe asks, each reason a sentence."""
+    if cut.tensor_parallel > 1:
+        yield from uncuttable(model, cut.tensor_parallel)
+    if cut.pipeline > 1:
+        yield from unstageable(model, cut.pipeline)
+
+
+def engine_of(recipe: Recipe, processes: int) -> str:
+    """How so many processes share a recipe's model; one needs nobody to share with.
+
+    Raises:
+        ConfigError: the engine can't be that of so many.
+    """
+    cut = recipe.distributed
+    if processes * cut.tensor_parallel * cut.pipeline == 1 and cut.engine != "deepspeed":
+        return "none"
+    try:
+        return engine_name(cut, processes)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--nproc", "--gpus")) from None
+
+
+def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
+    """Whether fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
+    return (
+        copies_of(recipe, processes) > 1
+        and engine_of(recipe, processes) == "fsdp"
+        and recipe.efficiency.precision == "bf16"
+        and recipe.lora is None
+    )
+
+
+def copies_of(recipe: Recipe, processes: int) -> int:
+    """How many groups of processes have a model of their own, each a part of the batch.
+
+    Raises:
+        ConfigError: the processes don't make whole groups.
+    """
+    group = recipe.distributed.tensor_parallel * recipe.distributed.pipeline
+    if processes % group:
+        raise ConfigError(
+            f"distributed.tensor_parallel x pipeline is {group}, of which {processes} processes "
+            f"don't make whole groups: plan for {-(-processes // group) * group}"
+        )
+    return processes // group
+
+
+def with_own_tables(
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
+) -> MemoryPrediction:
+    """The prediction of a part with what one process really has of the vocabulary's tables; of a
+    pipeline, that of the first or the last stage, whichever needs more.
+
+    Args:
+        prediction: of the part.
+        recipe: of the whole model.
+        part: from `own_part`.
+    """
+    cut = recipe.distributed
+    if cut.tensor_parallel > 1:
+        share = _share_elsewhere(part, cut.tensor_parallel, ("embed_tokens", "lm_head"))
+        prediction = with_peaks(prediction, lambda _, peak: _without(peak, share))
+    if cut.pipeline == 1:
+        return prediction
+    passes = part.batch.accumulation(part.data.seq_len)
+    # One forward and one backward in turn; without enough micro-batches all forward passes first.
+    waiting = 1 if passes >= cut.pipeline else passes
+    hidden = 4 * part.batch.rows * part.data.seq_len * part.model.hidden_size
+    head, table = (_share_elsewhere(part, 0, (name,)) for name in ("lm_head", "embed_tokens"))
+    forward = prediction.phases.get("forward")
+    kept = 0 if forward is None or passes == 1 else forward.parts.get("activations", 0)
+
+    def first(name: str, peak: PhasePeak) -> PhasePeak:
+        if name in _LAST:
+            return PhasePeak(0, {})
+        more = kept * (min(cut.pipeline, passes) - 1) if name in ("forward", "backward") else 0
+        peak = _without(peak, head, activations=more, communication=2 * hidden)
+        return _sum({key: size for key, size in peak.parts.items() if key != "logits_and_loss"})
+
+    def last(name: str, peak: PhasePeak) -> PhasePeak:
+        more = kept * (waiting - 1) if name in ("forward", "backward", *_LAST) else 0
+        return _without(peak, table, activations=more, communication=2 * hidden)
+
+    ends = [with_peaks(prediction, one) for one in (first, last)]
+    return max(ends, key=lambda one: one.peak_bytes)
+
+
+def _share_elsewhere(part: ResolvedRecipe, pieces: int, tables: tuple[str, ...]) -> float:
+    """The share of a part's parameters that other processes have.
+
+    Args:
+        pieces: that tables are cut into; 0 is all of them elsewhere.
+        tables: parts of their names.
+    """
+    parameters = dict(meta_model(part.model).named_parameters())
+    elsewhere = 0
+    for name, p in parameters.items():
+        if any(table in name for table in tables):
+            own = -(-len(p) // pieces) if pieces else 0
+            elsewhere += (len(p) - own) * (p.numel() // len(p))
+    return elsewhere / sum(p.numel() for p in parameters.values())
+
+
+def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
+    """With less of what there is for each parameter, and more of other parts."""
+    parts = {
+        name: round(size * (1 - share)) if name in STATE else size
+        for name, size in peak.parts.items()
+    }
+    for name, size in more.items():
+        parts[name] = parts.get(name, 0) + size
+    return _sum(parts)
+
+
+def _sum(parts: dict[str, int]) -> PhasePeak:
+    parts = {name: size for name, size in parts.items() if size}
+    return PhasePeak(sum(parts.values()), parts)
+
+
+def with_peaks(
+    prediction: MemoryPrediction,
+    changed: Callable[[str, PhasePeak], PhasePeak],
+    host_bytes: int = 0,
+) -> MemoryPrediction:
+    """With every phase's peak changed, and more in the host's memory."""
+    phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
+    phases = {name: peak for name, peak in phases.items() if peak.bytes}
+    phase = max(phases, key=lambda name: phases[name].bytes)
+    gaps = prediction.reserved_bytes - prediction.peak_bytes
+    return dataclasses.replace(
+        prediction,
+        peak_bytes=phases[phase].bytes,
+        phase=phase,
+        parts=phases[phase].parts,
+        phases=phases,
+        reserved_bytes=phases[phase].bytes + gaps,
+        host_bytes=prediction.host_bytes + host_bytes,
+    )

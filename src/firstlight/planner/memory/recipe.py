@@ -1,0 +1,432 @@
+"""The memory of a recipe's training step and evaluation, and of generation with a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firstlight.data.loader import Batch
+from firstlight.efficiency import autocast, same_bits
+from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import DTYPES
+from firstlight.generation.int8 import quantize_int8
+from firstlight.models import Model, ModelConfig, build_model
+from firstlight.optim.table import compiles_update
+from firstlight.planner.memory.emulation import (
+    CudaKernels,
+    graphs_kept,
+    replaced,
+    stubbed_compiler,
+    without_garbage_collection,
+)
+from firstlight.planner.memory.kernels import Target, this_cpu
+from firstlight.planner.memory.layers import (
+    Join,
+    few_compiled_layers,
+    from_graphs,
+    in_fewer_layers,
+    merged,
+)
+from firstlight.planner.memory.prediction import MemoryPrediction, cut, predict
+from firstlight.planner.memory.program import (
+    PLANNED,
+    Equivalent,
+    allow_casts,
+    equivalent,
+    fake_tensors,
+    host_activations,
+    mark_weights,
+    marked_log_probs,
+    marked_loss,
+    optimizer_phases,
+    uncompiled,
+    watch_program,
+)
+from firstlight.planner.memory.trace import Trace, Tracer
+from firstlight.planner.plan.processes import Workers
+from firstlight.recipe import ResolvedRecipe
+from firstlight.training import preference
+from firstlight.training.adapters import attach
+from firstlight.training.program import TrainingProgram
+
+#: What there are of them changes little: each answer has a mask of its row's tokens.
+_PAIRS_A_ROW = 4
+
+#: Up to so many layers, all are traced, where nothing is compiled: that takes seconds for each.
+_FULLY_TRACED = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prediction that is to be made.
+
+    Attributes:
+        calls: functions that trace, with their arguments; none needs what another finds.
+        join: makes the prediction of what they found.
+    """
+
+    calls: tuple[tuple[Any, ...], ...]
+    join: Callable[[Sequence[Any]], MemoryPrediction]
+
+
+def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[MemoryPrediction]:
+    """The predictions of jobs.
+
+    Args:
+        jobs: those that take longest first.
+        workers: that trace; None does it here.
+    """
+    calls = [call for job in jobs for call in job.calls]
+    found = iter(list((workers or Workers()).map(_call, calls)))
+    return [job.join([next(found) for _ in job.calls]) for job in jobs]
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    with without_garbage_collection():
+        return function(*arguments)
+
+
+def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> Job:
+    """What the training step of a recipe takes.
+
+    Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
+    second has up to two micro-batches: with the second of those, the gradients of the first are
+    there. Of a compiled step, the second is traced once more with the graphs that were compiled.
+
+    A deep model is planned from the same with few layers: see `layers.py`.
+
+    Args:
+        recipe: the resolved recipe.
+        target: that it will run on; None is this machine's CPU.
+
+    Raises:
+        ConfigError: something is undecided, or the recipe's methods can't work together.
+        MissingDependencyError: a library that the recipe needs is not installed; when it runs.
+    """
+    target = target or this_cpu()
+    planned = equivalent(recipe, target)
+    config = planned.recipe.efficiency
+    if config.compile is True and not config.compile_regional:
+        return _compiled_job(planned, target)
+    recipes, join = _in_parts(planned.recipe, 0 if config.compile is True else _FULLY_TRACED)
+    return Job(tuple((_train, planned.with_(one), target) for one in recipes), join)
+
+
+def _compiled_job(planned: Equivalent, target: Target) -> Job:
+    shallow = few_compiled_layers(planned.recipe)
+    if shallow is None:
+        return Job(((_train, planned, target),), lambda found: merged(found[0]))
+    few, more, steps = shallow
+    accumulates = few.batch.accumulation(few.data.seq_len) > 1
+    return Job(
+        ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
+        lambda found: from_graphs(
+            found[0][0], found[0][1], found[1], steps, accumulates=accumulates
+        ),
+    )
+
+
+def evaluation_job(
+    recipe: ResolvedRecipe,
+    target: Target | None = None,
+    *,
+    in_run: bool = True,
+    samples: bool = False,
+) -> Job:
+    """What evaluating one batch takes, of the recipe's micro-batch size and row length.
+
+    Args:
+        recipe, target: as for `training_job`.
+        samples: whether the recipe's sample texts, which a run makes with it, are a second phase.
+        in_run: between training steps, with the optimizer's state in memory; else of the model
+            alone.
+
+    Raises:
+        ConfigError, MissingDependencyError: see `training_job`.
+    """
+    target = target or this_cpu()
+    planned = equivalent(uncompiled(recipe), target)
+    recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
+    samples = samples and bool(recipe.evaluation.sample_prompts)
+    calls = tuple((_evaluate, planned.with_(one), target, in_run, samples) for one in recipes)
+    return Job(calls, join)
+
+
+def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
+    """Up to so many layers, in one."""
+    if recipe.model.num_hidden_layers <= limit:
+        return [recipe], lambda found: merged(found[0])
+    return in_fewer_layers(recipe)
+
+
+def trace_memory(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
+    """A `training_job`, done here."""
+    return run_jobs([training_job(recipe, target)])[0]
+
+
+def predict_evaluation(
+    recipe: ResolvedRecipe, target: Target | None = None, *, in_run: bool = True
+) -> MemoryPrediction:
+    """An `evaluation_job`, done here."""
+    return run_jobs([evaluation_job(recipe, target, in_run=in_run)])[0]
+
+
+def _evaluate(planned: Equivalent, target: Target, in_run: bool, samples: bool) -> MemoryPrediction:
+    with (
+        _compiled_without_kernels(planned.recipe),
+        _traced(planned, target) as (tracer, program, batch),
+    ):
+        if in_run:
+            watch_program(program, tracer)
+            program.step([batch], lr_scale=1.0)
+            program.optimizer.zero_grad()
+        first = tracer.tick + 1
+        program.model.eval()
+        with torch.inference_mode(), tracer.phase("evaluation"):
+            program.evaluation_loss(*batch.inputs)
+        if samples:
+            with tracer.phase("samples"), autocast(torch.device("cpu"), program.dtype):
+                _sample(program, tracer)
+        trace = _finished(tracer, planned)
+    phases = ("evaluation", "samples") if samples else ("evaluation",)
+    return predict(trace, target, first, phases=phases)
+
+
+def _sample(program: TrainingProgram, tracer: Tracer) -> None:
+    """The cache of keys and values at its full length, the longest prompt, and the last token."""
+    config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
+    # Characters are more than tokens; without any, generation starts from one end token.
+    prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
+    longest = min(prompt + config.sample_tokens, context)
+    decoder = BatchDecoder(program.model, 1, longest)
+    tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+    decoder.add([0] * prompt)
+    decoder._lengths = [longest - 1]
+    decoder.step([0])
+
+
+def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPrediction:
+    with (
+        _compiled_without_kernels(planned.recipe),
+        _traced(planned, target) as (tracer, program, batch),
+    ):
+        second = _two_steps(tracer, program, batch)
+        trace = _finished(tracer, planned)
+    return predict(trace, target, second, stretches=stretches)
+
+
+def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
+    """For what a step compiles: the model, or the update, which torchao's optimizer compiles
+    itself. A real kernel would read addresses that fake tensors do not have, and crash."""
+    compiles = recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
+    return stubbed_compiler() if compiles else contextlib.nullcontext()
+
+
+def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
+    """The training step compiled, and with the graphs that were compiled."""
+    with (
+        stubbed_compiler(),
+        graphs_kept(fuses=True) as graphs,
+        _traced(planned, target) as (tracer, program, batch),
+    ):
+        _two_steps(tracer, program, batch)
+        last, graphs.runs = tracer.tick, True
+        program.step(_micro_batches(program, batch), lr_scale=1.0)
+        trace = _finished(tracer, planned)
+    parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
+    return predict(parts[0], target, stretches=3), predict(parts[1], target, stretches=3)
+
+
+def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
+    """The training step with the graphs that would be compiled."""
+    with graphs_kept(fuses=False):
+        return _train(planned, target, stretches=3)
+
+
+def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
+    """Returns the first tick of the second."""
+    if program.recipe.efficiency.compile is True:
+        with tracer.paused():
+            _compile(program, batch)
+    watch_program(program, tracer)
+    program.step([batch], lr_scale=1.0)
+    second = tracer.tick + 1
+    program.step(_micro_batches(program, batch), lr_scale=1.0)
+    return second
+
+
+def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
+    return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
+
+
+@contextlib.contextmanager
+def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
+    """A traced world with a recipe's program in it, and a batch for it."""
+    recipe, tracer = planned.recipe, Tracer()
+    with (
+        fake_tensors(),
+        tracer,
+        optimizer_phases(tracer),
+        kernels_of(target, planned.kernel),
+        replaced(preference, "answer_log_probs", marked_log_probs(tracer)),
+    ):
+        model = _model(recipe)
+        mark_weights(model, tracer)
+        if recipe.lora is not None:
+            attach(model, recipe, PLANNED)
+        if target.kind == "cuda" and recipe.preference is None:
+            # Made on the CPU, and moved then. What references are made with is there before.
+            tracer.start_again()
+            mark_weights(model, tracer)
+        if recipe.preference is not None and not recipe.data.document_masking:
+            # The loss needs to know them; of a mask, this target's attention makes none.
+            model.forward = _without_documents(model.forward)  # type: ignore[method-assign]
+        program = TrainingProgram(recipe, model, PLANNED)
+        mark_weights(program.model, tracer)
+        batch = _batch(recipe)
+        tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
+        if recipe.efficiency.compile is not True:
+            # What is compiled has no place to look on from.
+            model.head_loss = marked_loss(model.head_loss, tracer)
+        if planned.offloads:
+            program.loss_sum = host_activations(program.loss_sum, model, tracer, target)
+        yield tracer, program, batch
+
+
+def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
+    trace = tracer.finish()
+    trace.notes += planned.notes
+    return trace
+
+
+def _model(recipe: ResolvedRecipe) -> Model:
+    model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
+    allow_casts(model)
+    return model
+
+
+def kernels_of(
+    target: Target, kernel: str | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """`CudaKernels` for a CUDA device; no change for a CPU."""
+    return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
+
+
+def _compile(program: TrainingProgram, batch: Batch) -> None:
+    """Have forward and backward pass compiled, which is no part of a step's memory."""
+    program.model.train()
+    with same_bits(program.recipe.efficiency, program.hardware):
+        loss = program.loss_sum(*batch.inputs)
+        (loss / 1.0).backward()  # type: ignore[no-untyped-call]
+    for parameter in program.model.parameters():
+        parameter.grad = None
+
+
+def _batch(recipe: ResolvedRecipe) -> Batch:
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    ids = torch.empty(shape, dtype=torch.int64)
+    masked = recipe.data.document_masking or recipe.preference is not None
+    documents = torch.empty(shape, dtype=torch.int32) if masked else None
+    if recipe.preference is None:
+        return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
+    references = torch.empty((recipe.batch.rows, 2 * _PAIRS_A_ROW), dtype=torch.float64)
+    return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
+
+
+def _without_documents(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def called(
+        input_ids: torch.Tensor, labels: torch.Tensor | None = None, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        return forward(input_ids, labels, None, **options)
+
+    return called
+
+
+class _Pairs(Batch):
+    """Preference pairs whose number is not read off their values."""
+
+    @property
+    def num_terms(self) -> int:
+        assert self.references is not None
+        return self.references.numel() // 2
+
+
+def predict_generation(
+    config: ModelConfig,
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    sequences: int = 1,
+    dtype: str = "float32",
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """What generation takes: the cache of keys and values, the prompts one after the other, and a
+    step of all sequences at their full length.
+
+    Args:
+        config: the model's.
+        prompt_tokens, max_new_tokens: of each sequence.
+        sequences: decoded together.
+        dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
+        target: that it will run on; None is this machine's CPU.
+
+    Raises:
+        ConfigError: the dtype is unknown, or the prompt fills the context.
+    """
+    weights = DTYPES.get(dtype)
+    if weights is None:
+        known = ", ".join(name for name in DTYPES if name != "auto")
+        raise ConfigError(f"dtype '{dtype}' can't be planned (known: {known})")
+    target = target or this_cpu()
+    tracer = Tracer()
+    longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
+    with fake_tensors(), _few_rows(target), tracer, kernels_of(target):
+        model = build_model(config)
+        allow_casts(model)
+        model.to(weights)
+        model.eval()
+        if dtype == "int8":
+            quantize_int8(model)
+        few_rows.use_few_rows(model)
+        mark_weights(model, tracer)
+        decoder = BatchDecoder(model, sequences, longest)
+        mark_weights(model, tracer)
+        tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+        with tracer.phase("prefill"):
+            for _ in range(sequences):
+                decoder.add([0] * prompt_tokens)
+        decoder._lengths = [longest - 1] * sequences
+        first = tracer.tick + 1
+        with tracer.phase("decode"):
+            decoder.step([0] * sequences)
+        trace = tracer.finish()
+    return predict(trace, target, first, phases=("prefill", "decode"))
+
+
+@contextlib.contextmanager
+def _few_rows(target: Target) -> Iterator[None]:
+    """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(few_rows, "_few_rows_linear", _few_rows_product))
+        if target.kind == "cuda":
+            stack.enter_context(replaced(few_rows, "_has_kernels", lambda: False))
+        yield
+
+
+def _few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """What that kernel allocates."""
+    rows = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+    del rows
+    return out

@@ -1,0 +1,453 @@
+"""Code run on tensors without memory: which storages it makes, when they die, what it computes.
+
+Torch's `FakeTensorMode` gives every operator's outputs their shapes and none their memory; `Tracer`
+stands above it and writes down, by a clock that ticks once an operator, when each storage is made
+and when it is gone. What was in memory at any tick, and as what, is worked out afterwards
+(`prediction.py`), so that tracing costs a dictionary look-up for each tensor.
+
+A storage made by operator k and given up before operator k + 1 begins is alive at tick k only.
+What kernels allocate inside is not seen here: see `kernels.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from firstlight.models.blockwise import blocks_of
+
+_aten: Any = torch.ops.aten
+_PRIM_DEVICE = torch.ops.prim.device.default
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+#: Death of a storage that lives on when the trace ends.
+ALIVE = 2**62
+
+#: What values that the code reads from tensors are, since there are none: small and finite.
+_READ_VALUES = {True: 0.5, False: 1}
+
+#: What (shape, dtype) of a tensor is in an operator's key.
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kind of operator call: equal calls are one.
+
+    Attributes:
+        name: torch's, such as "aten.mm.default".
+        phase: of the step that it ran in.
+        inputs, outputs: shape and dtype of each tensor.
+        flops: of the matrix products in it; 0 where there are none.
+        moved_bytes: read and written, each tensor once; 0 for views.
+        options: what else its kernel's memory depends on.
+    """
+
+    name: str
+    phase: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    flops: int
+    moved_bytes: int
+    options: str = ""
+
+
+@dataclass
+class Storage:
+    """One storage.
+
+    Attributes:
+        size: bytes.
+        birth, death: first and last tick that it is alive at.
+        phase: that it was made in; "" before the first.
+        part: what it is, once that is known: "weights", "gradients", ...
+        recomputed: whether it was made by the backward pass computing a forward pass again.
+    """
+
+    size: int
+    birth: int
+    phase: str
+    part: str = ""
+    recomputed: bool = False
+    death: int = ALIVE
+
+
+@dataclass
+class Trace:
+    """What a traced run did.
+
+    Attributes:
+        storages: in the order in which they were made.
+        operators: the different ones.
+        calls: for each tick, the index of its operator.
+        phases: for each tick, the index in `phase_names`.
+        segments: (first tick, last tick) of each stretch of a forward pass that autograd records.
+        recomputations: the same, of forward passes computed again by a backward pass.
+        host_bytes: the most that lay in the host's memory beside a device's.
+        notes: what the prediction takes for granted, for people.
+    """
+
+    storages: list[Storage] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    calls: array[int] = field(default_factory=lambda: array("l"))
+    phases: array[int] = field(default_factory=lambda: array("h"))
+    phase_names: list[str] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    recomputations: list[tuple[int, int]] = field(default_factory=list)
+    host_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what runs inside, which has to be on fake tensors.
+
+    Use `phase` around each part of a step, and `mark` for storages whose part is known.
+
+    Attributes:
+        trace: so far.
+    """
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """That torch's compiler need not know of it, and runs what it compiled before."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self._known: dict[int, Storage] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._keys: dict[Any, int] = {}
+        self._phase, self._phase_index = "", -1
+        self._recomputed_since = -1
+        self._host = 0
+        self._is_paused, self._is_inside = False, False
+        self._part = ""
+        # Otherwise torch refuses operators on functions, which recomputation in compiled code has.
+        self.supports_higher_order_operators = True
+        self.enter_phase("setup")
+
+    # Phases and parts
+
+    def enter_phase(self, name: str) -> None:
+        """What runs from here on belongs to this phase."""
+        if name == self._phase:
+            return
+        names = self.trace.phase_names
+        if name not in names:
+            names.append(name)
+        self._phase, self._phase_index = name, names.index(name)
+
+    @property
+    def phase_name(self) -> str:
+        """The phase at hand."""
+        return self._phase
+
+    @property
+    def tick(self) -> int:
+        """Of the last operator; -1 before the first."""
+        return len(self.trace.calls) - 1
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to this phase; after it the phase is as before."""
+        before = self._phase
+        self.enter_phase(name)
+        try:
+            yield
+        finally:
+            self.enter_phase(before)
+
+    @contextlib.contextmanager
+    def forward_pass(self, name: str = "forward") -> Iterator[None]:
+        """A forward pass; what is alive at its end is kept for the backward pass."""
+        first = self.tick + 1
+        with self.phase(name):
+            yield
+        self.trace.segments.append((first, self.tick))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside leaves no trace; it must leave nothing behind either."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextlib.contextmanager
+    def making(self, part: str) -> Iterator[None]:
+        """Storages that are made inside are this part."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def mark(self, tensors: Iterable[Tensor | None], part: str) -> None:
+        """Say what tensors are; those not seen before are alive from now on."""
+        for tensor in tensors:
+            for plain in _plain_tensors(tensor):
+                self._storage_of(plain).part = part
+
+    def start_again(self) -> None:
+        """What ran before does not count; of what is alive, what is marked from now on does."""
+        self.trace = Trace(phase_names=self.trace.phase_names)
+        for storages in (self._known, self._watched, self._keys):
+            storages.clear()
+
+    def move_to_host(self, size: int) -> None:
+        """Count bytes (or less, if negative) that lie in the host's memory."""
+        self._host += size
+        self.trace.host_bytes = max(self.trace.host_bytes, self._host)
+
+    # Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator, and write it down."""
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func is _aten._local_scalar_dense.default:
+            return _READ_VALUES[args[0].is_floating_point()]
+        if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
+            # Its own code comes first, which calls operators on what it consists of.
+            return NotImplemented
+        if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
+            # Not `decompose`, which has code in Python for some that copies where the kernel
+            # doesn't.
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+        inner = _implementation(func) if isinstance(func, OpOverload) else None
+        if inner is not None:
+            return self._trace_inside(inner, args, kwargs)
+        result = func(*args, **kwargs)
+        self._follow_recomputation()
+        self._count(func, args, kwargs, result)
+        for tensor in _tensors_in(result):
+            self._storage_of(tensor)
+        return result
+
+    def _trace_inside(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator's code, in which autograd takes no composite operator apart."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            with self:
+                return inner(*args, **kwargs)
+        finally:
+            self._is_inside = before
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
+        outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
+        options = _options(func, args)
+        key = (func, self._phase_index, inputs, outputs, options)
+        index = self._keys.get(key)
+        if index is None:
+            index = self._keys[key] = len(self.trace.operators)
+            self.trace.operators.append(
+                _operator(func, self._phase, (inputs, outputs), options, args, kwargs, result)
+            )
+        self.trace.calls.append(index)
+        self.trace.phases.append(self._phase_index)
+
+    def _follow_recomputation(self) -> None:
+        """Autograd's formulas run without recording; what records in a backward pass computes
+        a forward pass again."""
+        tick = len(self.trace.calls)
+        if self._phase.startswith("backward") and torch.is_grad_enabled():
+            if self._recomputed_since < 0:
+                self._recomputed_since = tick
+        elif self._recomputed_since >= 0:
+            self.trace.recomputations.append((self._recomputed_since, tick - 1))
+            self._recomputed_since = -1
+
+    # Storages
+
+    def _storage_of(self, tensor: Tensor) -> Storage:
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        known = self._known.get(identity)
+        if known is None:
+            known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
+            known.recomputed = self._recomputed_since >= 0
+            self._known[identity] = known
+            self._watched[identity] = weakref.ref(storage, partial(self._forget, identity))
+            self.trace.storages.append(known)
+        return known
+
+    def _forget(self, identity: int, _: object) -> None:
+        self._known.pop(identity).death = self.tick
+        del self._watched[identity]
+
+    def finish(self) -> Trace:
+        """The trace, complete. What is alive stays so."""
+        if self._recomputed_since >= 0:
+            self.trace.recomputations.append((self._recomputed_since, self.tick))
+            self._recomputed_since = -1
+        self._known.clear()
+        self._watched.clear()
+        return self.trace
+
+
+#: The package's own operators whose code is traced instead of their outputs' shapes: it has
+#: temporaries of a size.
+_TRACED_INSIDE = (
+    "firstlight::linear_cross_entropy",
+    "firstlight::nf4_linear",
+    "firstlight::nf4_linear_backward",
+)
+
+
+def _implementation(func: Any) -> Callable[..., Any] | None:
+    name = func.name() if func.namespace == "firstlight" else ""
+    return OPDEFS[name]._init_fn if name in _TRACED_INSIDE else None
+
+
+def _is_composite(func: Any) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return isinstance(func, OpOverload) and has_kernel(
+        str(func._schema.name) + _overload(func), _COMPOSITE
+    )
+
+
+def _overload(func: OpOverload) -> str:
+    return f".{func._schema.overload_name}" if func._schema.overload_name else ""
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that one made of several consists of; else itself."""
+    if tensor is None:
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _options(func: Any, args: tuple[Any, ...]) -> str:
+    """What a kernel's memory depends on beside shapes and dtypes."""
+    if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
+        return "copies the gradient"
+    if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:
+        return "transposed"
+    return ""
+
+
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: Matrix products, and the place of their first factor.
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.mm.out: 0,
+    _aten.bmm.default: 0,
+    _aten.bmm.out: 0,
+    _aten.addmm.default: 1,
+    _aten.addmm.out: 1,
+}
+
+
+def _operator(
+    func: Any,
+    phase: str,
+    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+    options: str,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    result: Any,
+) -> Operator:
+    inputs, outputs = (tuple((tuple(shape), dtype) for shape, dtype in group) for group in layouts)
+    is_view = getattr(func, "is_view", False) or str(func) == "aten.detach.default"
+    moved = 0 if is_view else sum(map(bytes_of, (*inputs, *outputs)))
+    flops = flops_of(func, args, kwargs, result)
+    return Operator(str(func), phase, inputs, outputs, flops, moved, options)
+
+
+def bytes_of(layout: Layout) -> int:
+    """Of a tensor, packed."""
+    size = layout[1].itemsize
+    for length in layout[0]:
+        size *= length
+    return size
+
+
+_firstlight: Any = torch.ops.firstlight
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
+    counted: Any = sdpa_flop_count
+    return int(counted(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> int:
+    counted: Any = sdpa_backward_flop_count
+    return int(counted(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _blockwise(query: Tensor, key: Tensor) -> int:
+    """Of one product: the keys of a block end with it."""
+    batch, heads, new, size = query.shape
+    scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
+    return 2 * batch * heads * size * scores
+
+
+def _grouped(x: Tensor, weight: Tensor) -> int:
+    """Each row by the weight of its own expert."""
+    return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+#: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _cpu_attention(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
+        _cpu_attention_backward(g, q, k, v)
+    ),
+    _firstlight.grouped_linear: lambda x, weight, *_: _grouped(x, weight),
+    _firstlight.grouped_linear_backward: lambda g, _, weight, *__: 2 * _grouped(g, weight),
+    _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise(q, k),
+    # The scores once more, and the gradients of all that two products had.
+    _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise(q, k),
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Of one call of an operator's matrix products and attention; 0 for others."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _MORE_FLOPS:
+        return _MORE_FLOPS[packet](*args)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0

@@ -1,0 +1,1 @@
+"""Plans for a machine: estimates of candidate settings, the search for the best, budgets."""

@@ -1,0 +1,315 @@
+"""The planner in `firstlight train`: forecasts, advice, and `--plan auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from firstlight.errors import ConfigError, FirstlightError, TrainingError
+from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
+from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
+from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.machine import Machine, find_machine, settle
+from firstlight.planner.plan.methods import methods
+from firstlight.planner.plan.search import (
+    BUSY_TOKENS,
+    best_way,
+    cut_freely,
+    micro_batches,
+    nearest_ways,
+    rows_a_step,
+)
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
+from firstlight.training.fit import Trial, ask_module, try_rows
+from firstlight.training.forecast import Forecast
+
+#: What is tried for advice, in this order: each saves activations or what is like them.
+_ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
+
+_GIB = 2**30
+
+
+def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> Forecast | None:
+    """See `Forecaster.forecast`."""
+    machine = _this_machine(hardware, processes)
+    if machine is None:
+        return None
+    found = Oracle(measures=False).answer(Question(recipe, machine))
+    if found.training is None or found.evaluation is None:
+        return None
+    peaks = run_phases(found.training, found.evaluation, recipe, machine)
+    phase = max(peaks, key=lambda name: peaks[name].bytes)
+    # Processes on a CPU share it: nothing is known of their speed.
+    is_shared = processes > 1 and machine.target.kind == "cpu"
+    rate = None if is_shared else found.tokens_per_second
+    return Forecast(
+        peaks[phase].bytes,
+        phase,
+        peaks[phase].parts,
+        None if rate is None else (rate.slow, rate.expected, rate.fast),
+        {name: peak.bytes for name, peak in peaks.items()},
+    )
+
+
+def run_phases(
+    training: MemoryPrediction,
+    evaluation: MemoryPrediction,
+    recipe: ResolvedRecipe,
+    machine: Machine,
+) -> dict[str, PhasePeak]:
+    """The peaks of a run's phases: of its steps, evaluations, sample texts and saves.
+
+    On a CPU, a checkpoint that is written in the background is a copy of the state, which is kept
+    from the first save on; a GPU's is in the host's memory.
+
+    Args:
+        training, evaluation: of one process.
+        recipe: the resolved recipe.
+        machine: to run on.
+    """
+    evaluating = evaluation.phases
+    if engine_of(recipe, machine.count) == "ddp":
+        # Its buckets, which keep all gradients, stay between steps.
+        buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
+        evaluating = {
+            name: _with(peak.parts, gradients=buckets) for name, peak in evaluating.items()
+        }
+    peaks = {**training.phases, **evaluating}
+    if machine.target.kind != "cpu":
+        return peaks
+    kept = (*STATE, "communication")
+    parts = next(iter(evaluating.values())).parts
+    state = {name: size for name, size in parts.items() if name in kept}
+    copied = _copied_bytes(state, recipe)
+    if engine_of(recipe, machine.count) in ("fsdp", "deepspeed"):
+        # The main process writes the pieces of all.
+        copied *= copies_of(recipe, machine.count)
+    # Half of the free memory, see `CheckpointSaver`.
+    asynchronous = recipe.checkpoint.asynchronous
+    if asynchronous is None:
+        asynchronous = copied <= machine.usable_bytes / 2
+    if not asynchronous or recipe.checkpoint.sharded:
+        copied = 0
+    every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
+    if copied and every and (steps is None or every < steps):
+        peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
+    return {**peaks, "save": _with(state, checkpoint_copy=copied)}
+
+
+def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
+    """What a checkpoint holds of the state: weights in fp32, and moments."""
+    weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
+    if recipe.lora is not None:
+        # Of the adapters alone, which have two moments each.
+        return states + states // 2
+    # Those that compute are not saved where there are masters.
+    return states if recipe.efficiency.precision == "bf16_params" else weights + states
+
+
+def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
+    found = {name: size for name, size in {**parts, **more}.items() if size}
+    return PhasePeak(sum(found.values()), found)
+
+
+def main() -> int:
+    """Read a request from stdin; write the forecast, advice or plan to stdout as JSON."""
+    request = json.loads(sys.stdin.read())
+    hardware = find_hardware(request["device"])
+    found: Any
+    if request["what"] == "plan":
+        found = _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
+    else:
+        recipe = parse_resolved_recipe(request["recipe"])
+        if request["what"] == "forecast":
+            forecast = forecast_run(recipe, hardware, request["processes"])
+            found = None if forecast is None else dataclasses.asdict(forecast)
+        else:
+            found = advice(recipe, hardware, request["processes"])
+    os.write(1, f"{json.dumps(found)}\n".encode())
+    return 0
+
+
+def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
+    """See `Forecaster.advise`."""
+    machine = _this_machine(hardware, processes)
+    if machine is None:
+        return None
+    oracle = Oracle(measures=False)
+    first = oracle.answer(Question(recipe, machine, evaluates=False))
+    if first.training is None:
+        return None
+    peak, own = first.training, first.tokens_per_second
+    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
+    text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
+    known = dict(methods(recipe, machine))
+    tried = oracle.answers(
+        [
+            Question(recipe, machine, name, known[name], evaluates=False)
+            for name in _ADVICE
+            if name in known
+        ]
+    )
+    good = [one for one in tried if one.training is not None]
+    if not good:
+        return text
+    # Memory ran out of what was thought to fit: there is less than is known, so the most is saved.
+    fitting = [] if first.fits else [one for one in good if one.fits]
+    best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
+    (option,) = (f"{key} {value}" for key, value in best.changes.items())
+    assert best.training is not None
+    change = f"with {option} it would be {best.training.peak_bytes / _GIB:.1f} GiB"
+    if own is not None and best.tokens_per_second is not None:
+        change += f", at {best.tokens_per_second.expected / own.expected:.2f} of the speed"
+    return f"{text}; {change}"
+
+
+def _rate(one: Outcome) -> float:
+    return 0.0 if one.tokens_per_second is None else one.tokens_per_second.expected
+
+
+def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
+    machine = find_machine()
+    if machine.target.kind != hardware.device.type:
+        return None
+    return dataclasses.replace(machine, count=processes)
+
+
+def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str, Any]:
+    told: list[str] = []
+    try:
+        planned = planned_recipe(recipe, hardware, told.append, init_from)
+    except FirstlightError as error:
+        return {"told": told, "error": str(error)}
+    return {"told": told, "recipe": planned.model_dump(mode="json")}
+
+
+def planned_elsewhere(
+    recipe: Recipe,
+    hardware: Hardware,
+    tell: Callable[[str], None],
+    init_from: str | None = None,
+) -> Recipe:
+    """`planned_recipe` in a process of its own, that ends: what planning leaves in memory would
+    count as the run's.
+
+    Args:
+        recipe, hardware, tell, init_from: see there.
+
+    Raises:
+        ConfigError: see there.
+        TrainingError: the process failed.
+    """
+    request = {
+        "what": "plan",
+        "recipe": recipe.model_dump(mode="json"),
+        "device": str(hardware.device),
+        "init_from": init_from,
+    }
+    done = ask_module("firstlight.planner.automatic", request)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise TrainingError(f"--plan auto failed: {lines[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    for line in found["told"]:
+        tell(line)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return parse_recipe(found["recipe"])
+
+
+def planned_recipe(
+    recipe: Recipe,
+    hardware: Hardware,
+    tell: Callable[[str], None],
+    init_from: str | None = None,
+) -> Recipe:
+    """The recipe with the settings of the best plan for this machine, tried for two steps.
+
+    Args:
+        recipe: as it was written.
+        hardware: to run on.
+        tell: called with what was found.
+        init_from: the folder of a model to start from.
+
+    Raises:
+        ConfigError: nothing fits; names the nearest that would.
+    """
+    machine = _this_machine(hardware, 1)
+    if machine is None:
+        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
+    resolved = settle(recipe, machine, init_from)
+    if resolved.preference is not None:
+        raise ConfigError("--plan auto does not know preferences: leave it out")
+    settled = cut_freely(resolved)
+    first = Oracle(measures=False).answer(Question(settled, machine, evaluates=False))
+    if first.problem:
+        raise ConfigError(first.problem)
+    best = best_way(settled, machine)
+    if best is None:
+        names = [one.name for one in nearest_ways(settled, machine)]
+        nearest = f"; what would: {', '.join(names)}" if names else ""
+        raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
+    assert best.recipe is not None
+    found = _corrected(best, machine, hardware, tell)
+    # A model to start from brings its own.
+    return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
+
+
+def _corrected(
+    best: Outcome, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
+) -> ResolvedRecipe:
+    """With the micro-batch that two steps of it say is right."""
+    assert best.recipe is not None
+    assert best.training is not None
+    recipe = best.recipe
+    cuts = list(micro_batches(recipe, machine))
+    if recipe.batch.rows not in cuts:
+        cuts = [recipe.batch.rows, *(rows for rows in cuts if rows < recipe.batch.rows)]
+    place = cuts.index(recipe.batch.rows)
+    trial = _try(recipe, machine, hardware, cuts[place])
+    while trial is None and place + 1 < len(cuts):
+        tell(f"plan: a micro-batch of {cuts[place]} rows does not fit after all: fewer")
+        place += 1
+        trial = _try(recipe, machine, hardware, cuts[place])
+    if trial is None:
+        raise ConfigError("--plan auto: not even a micro-batch of one row fits: lower data.seq_len")
+    busy = cuts[place] * (recipe.data.seq_len or 1) >= BUSY_TOKENS[machine.target.kind]
+    if place > 0 and cuts[place] == recipe.batch.rows and not busy:
+        # Less than was predicted may leave room for more.
+        share = trial.peak_bytes / max(best.training.peak_bytes, 1)
+        larger = cuts[place - 1] / cuts[place] * share * best.needed_bytes
+        if larger <= 0.95 * free_memory_bytes(hardware.device):
+            more = _try(recipe, machine, hardware, cuts[place - 1])
+            if more is not None and more.step_seconds < trial.step_seconds:
+                trial, place = more, place - 1
+    predicted = best.training.peak_bytes / _GIB
+    tell(
+        f"plan: {best.name}, micro-batch of {cuts[place]} rows; peak memory predicted "
+        f"{predicted:.2f} GiB, measured {trial.peak_bytes / _GIB:.2f} GiB"
+    )
+    return _cut(recipe, machine, cuts[place])
+
+
+def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, rows: int) -> Trial | None:
+    """Two steps with as many rows a step as the recipe has, however they are cut."""
+    try:
+        return try_rows(_cut(recipe, machine, rows), hardware, rows)
+    except FirstlightError as error:
+        raise ConfigError(f"--plan auto: {error}") from error
+
+
+def _cut(recipe: ResolvedRecipe, machine: Machine, rows: int) -> ResolvedRecipe:
+    batch = {"micro_batch_size": rows}
+    if recipe.batch.global_batch_tokens is None:
+        batch["gradient_accumulation_steps"] = rows_a_step(recipe, machine) // rows
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update=batch)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""What is planned for: this machine, or GPUs that are somewhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.checkpoint.checkpoint import resolve_model_folder
+from firstlight.data.examples import kind_of, open_split
+from firstlight.data.shards import MANIFEST_NAME, Kind
+from firstlight.efficiency.compilation import TRITON_CAPABILITY
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
+from firstlight.hardware.gpus import GPU, find_gpu
+from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
+from firstlight.planner.memory.ranks import copies_of
+from firstlight.planner.speed.gpu import measured_gpu
+from firstlight.recipe import (
+    PreferenceConfig,
+    Recipe,
+    ResolvedRecipe,
+    parse_resolved_recipe,
+)
+from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
+from firstlight.recipe.resolve import Facts, facts_here, resolve
+from firstlight.weights.huggingface import read_config
+
+#: Of the memory of a GPU that is not in the table.
+_GPU_SHARE = 0.98
+
+#: Of a CPU's free memory: its programs share it.
+_CPU_SHARE = 0.9
+
+_UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One or several equal devices.
+
+    Attributes:
+        name: of the device.
+        count: how many.
+        memory_bytes: of each.
+        usable_bytes: of that, what a run may take.
+        target: whose kernels memory is predicted for.
+        gpu: its rates; None for a CPU, and for a GPU of which only the memory is known.
+        precision: what "auto" takes there: "bf16", "fp16" or "fp32".
+        is_here: whether it is the machine that this runs on.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+    usable_bytes: int
+    target: Target
+    gpu: GPU | None
+    precision: str
+    is_here: bool
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile's inductor has code for a GPU: triton begins with capability 7.0,
+        and firstlight doesn't compile for Apple's."""
+        if self.gpu is None:
+            return True
+        return not self.gpu.is_apple and not (0, 0) < self.gpu.capability < TRITON_CAPABILITY
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan for this GPU takes for granted or leaves out."""
+        if self.gpu is None:
+            return []
+        if self.gpu.is_apple:
+            return ["memory and speed are those of CUDA's kernels: not measured on Apple's GPUs"]
+        if (0, 0) < self.gpu.capability < (5, 0):
+            return [
+                f"{self.name} has compute capability {self.gpu.capability[0]}."
+                f"{self.gpu.capability[1]}, which builds of torch for CUDA 12 have no kernels for"
+            ]
+        return []
+
+    @property
+    def hardware(self) -> Hardware:
+        """As the rest of firstlight describes a device."""
+        device = torch.device(self.target.kind)
+        # Of a GPU of which only the memory is known, nothing is refused.
+        of_table = self.gpu is not None and self.gpu.capability != (0, 0)
+        known = self.target.kind == "cuda" and (self.is_here or of_table)
+        capability = self.target.capability if known else None
+        return Hardware(device, self.name, self.memory_bytes, self.precision == "bf16", capability)
+
+
+def find_machine(
+    gpu: str | None = None, memory_bytes: int | None = None, count: int = 1
+) -> Machine:
+    """The machine that is meant.
+
+    Args:
+        gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
+        memory_bytes: of each GPU, in place of what the table says; without `gpu`, of some GPU whose
+            rates are not known.
+        count: how many GPUs.
+
+    Raises:
+        ConfigError: there is no such GPU (names the nearest), or the numbers make no sense.
+    """
+    if count < 1:
+        raise ConfigError(f"--gpus is {count}: at least 1 is needed")
+    if memory_bytes is not None and memory_bytes < 2**20:
+        raise ConfigError(f"--gpu-memory is {memory_bytes} bytes: say for instance 24GiB")
+    if gpu is not None:
+        return _known(find_gpu(gpu, memory_bytes), memory_bytes, count)
+    if memory_bytes is not None:
+        target = cuda_target("a GPU", (8, 0))
+        name = f"a GPU with {memory_bytes / 2**30:.3g} GiB"
+        return _gpu_machine(name, count, memory_bytes, target, None, "bf16")
+    found = find_hardware()
+    if found.device.type == "cuda":
+        return _this_gpu(found, count)
+    if count > 1:
+        raise ConfigError(f"--gpus {count} of which kind? Add --gpu NAME, such as 'RTX 4090'")
+    usable = int(_CPU_SHARE * free_memory_bytes(found.device))
+    precision = "bf16" if found.bf16 and bf16_is_faster(found.device) else "fp32"
+    return Machine(
+        found.name, 1, found.memory_bytes, usable, this_cpu(), None, precision, is_here=True
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """ "24GiB", "24 GB", "24000 MiB" -> bytes.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = match[2].lower() if match else None
+    if match is None or unit not in _UNITS:
+        raise ConfigError(f"'{text}' is no size of memory: write for instance 24GiB or 24GB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
+    capability = (8, 0) if gpu.capability == (0, 0) else gpu.capability
+    target = cuda_target(gpu.name, capability, _context_bytes(gpu))
+    precision = "bf16" if gpu.bf16 else "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
+    memory = memory_bytes or gpu.memory_bytes
+    return _gpu_machine(gpu.name, count, memory, target, gpu, precision)
+
+
+def _context_bytes(gpu: GPU) -> int | None:
+    """Memory of a process beside torch's allocator, where that was measured on this kind of GPU."""
+    found = measured_gpu(gpu)
+    return None if found is None else found.context_bytes
+
+
+def _this_gpu(found: Hardware, count: int) -> Machine:
+    gpu: GPU | None = None
+    with contextlib.suppress(ConfigError):
+        gpu = find_gpu(found.name, found.memory_bytes)
+    capability = torch.cuda.get_device_capability(found.device)
+    target = cuda_target(found.name, capability, None if gpu is None else _context_bytes(gpu))
+    precision = "bf16" if found.bf16 else "fp16" if capability >= (7, 0) else "fp32"
+    machine = _gpu_machine(found.name, count, found.memory_bytes, target, gpu, precision)
+    return Machine(**{**vars(machine), "is_here": True})
+
+
+def _gpu_machine(
+    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: str
+) -> Machine:
+    usable = int((_GPU_SHARE if gpu is None else gpu.usable_share) * memory)
+    return Machine(name, count, memory, usable, target, gpu, precision, is_here=False)
+
+
+def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
+    """The recipe with some keys (`section.key`) set; a section's name alone stands for all of it.
+
+    Raises:
+        ConfigError: a value can't be.
+    """
+    if not changes:
+        return recipe
+    values = recipe.model_dump(mode="json")
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        if not key:
+            values[section] = value
+        else:
+            values[section] = {**(values[section] or {}), key: value}
+    return parse_resolved_recipe(values)
+
+
+def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
+    """The recipe as a run on the machine would resolve it; see `resolve`.
+
+    Args:
+        init_from: folder of a model to start from.
+
+    Raises:
+        ConfigError: there is no model, its vocabulary isn't known, or see `resolve`.
+        ModelError: `init_from` is no model's folder.
+    """
+    recipe = _with_model(with_deepspeed_file(recipe, machine.count), init_from)
+    kind = recipe.data.kind or _prepared_kind(recipe)
+    if kind == "preference" and recipe.preference is None:
+        recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
+    if kind in ("chat", "preference") and not recipe.data.document_masking:
+        # As in a run: examples never see each other.
+        data = recipe.data.model_copy(update={"document_masking": True})
+        recipe = recipe.model_copy(update={"data": data})
+    return resolve(recipe, facts_of(recipe, machine))
+
+
+def facts_of(recipe: Recipe, machine: Machine) -> Facts:
+    """Facts that the recipe is resolved with on the machine.
+
+    Raises:
+        ConfigError: the machine's devices don't make whole groups.
+    """
+    processes, tokens = copies_of(recipe, machine.count), _epoch_tokens(recipe)
+    if machine.is_here or machine.target.kind == "cpu":
+        return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
+    gpu = machine.gpu
+    rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
+    return Facts(
+        machine.target.kind,
+        # fp16 is for those who ask for it.
+        "bf16" if machine.precision == "bf16" else "fp32",
+        # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
+        machine.compiles,
+        lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
+        processes,
+        tokens,
+    )
+
+
+def _epoch_tokens(recipe: Recipe) -> int | None:
+    """Tokens of the training split; None where the data are not on this machine."""
+    found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
+    return None if None in found else sum(one[1] for one in found if one)
+
+
+def _folders(recipe: Recipe) -> list[str]:
+    """The prepared folders of a recipe."""
+    return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
+
+
+def _prepared_kind(recipe: Recipe) -> Kind:
+    """Kind of the prepared data; "text" where they are not on this machine."""
+    for folder in _folders(recipe):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
+            kind = kind_of(json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8")))
+            if kind != "text":
+                return kind
+    return "text"
+
+
+def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
+    if init_from is not None:
+        source = resolve_model_folder(init_from)
+        return recipe.model_copy(update={"model": read_config(source)})
+    model = recipe.model or recipe.planning.model
+    if model is None:
+        raise ConfigError(
+            "the recipe has no model: add a `model:` section, or give the folder of the weights "
+            "to start from with --init-from"
+        )
+    if not model.vocab_size:
+        folder = recipe.data.mix[0].dir if recipe.data.mix else str(recipe.data.dir)
+        prepared = prepared_vocabulary(folder)
+        tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
+        if tokens is None:
+            raise ConfigError(
+                f"the model's vocabulary is that of the data's tokenizer, and {folder} is not "
+                "prepared here: prepare it, or say --planning.vocab_size 50257"
+            )
+        model = model.model_copy(update={"vocab_size": tokens})
+    return recipe.model_copy(update={"model": model})
+
+
+def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
+    """(size of the vocabulary, tokens of the training split) of a prepared folder; None if it is
+    not one, or not here."""
+    try:
+        manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
+    except (OSError, ValueError, KeyError, TypeError, FirstlightError):
+        return None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """How long a run is.
+
+    Attributes:
+        schedule: its steps, as `train` works them out.
+        rows_a_step: rows of an optimizer step, all devices together.
+        tokens: of all its rows.
+        epochs: passes over the training split; None where the data are not here.
+    """
+
+    schedule: Schedule
+    rows_a_step: int
+    tokens: int
+    epochs: float | None
+
+
+def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
+    """How long a resolved recipe's run is; None where that depends on data that are not here.
+
+    Raises:
+        ConfigError: the schedule can't be; see `resolve_schedule`.
+    """
+    seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
+    rows_a_step = recipe.batch.rows * recipe.batch.accumulation(seq_len, copies) * copies
+    rows = _rows_per_epoch(recipe, seq_len)
+    if rows is None and recipe.schedule.max_steps is None:
+        return None
+    peak = recipe.optimizer.learning_rate
+    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, rows_a_step, seq_len)
+    seen = schedule.max_steps * rows_a_step
+    return PlannedRun(schedule, rows_a_step, seen * seq_len, None if not rows else seen / rows)
+
+
+def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
+    """Rows of the training split; None where it is not prepared here."""
+    folders = _folders(recipe)
+    try:
+        splits = [
+            open_split(folder, "train", verify=False, long=recipe.data.long) for folder in folders
+        ]
+        return sum(split.num_rows(seq_len) for split in splits)
+    except FirstlightError:
+        return None

@@ -1,0 +1,168 @@
+"""What each method alone would save and cost, and why a plan takes which setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from firstlight.planner.memory.program import without_compile
+from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.machine import Machine, facts_of
+from firstlight.planner.plan.search import rows_a_step
+from firstlight.recipe import Recipe, ResolvedRecipe
+from firstlight.recipe.resolve import attention_backend
+
+_GIB = 2**30
+
+
+def method_table(
+    recipe: ResolvedRecipe,
+    machine: Machine,
+    oracle: Oracle | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Each method that the recipe does not have, alone beside it. Of those that compile, memory is
+    that without torch.compile, unless it is the method.
+
+    Args:
+        recipe: the resolved recipe.
+        machine: to run on.
+        oracle: who is asked.
+        tell: called with what has been tried.
+    """
+    questions = [
+        Question(
+            recipe,
+            machine,
+            name,
+            changes,
+            evaluates=False,
+            compiles="efficiency.compile" in changes,
+        )
+        for name, changes in methods(recipe, machine)
+    ]
+    found = []
+    for one in (oracle or Oracle()).answers(questions):
+        tell(one.name)
+        found.append(one)
+    return found
+
+
+def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, keys of the recipe) of each method that would change something."""
+    config, rows = recipe.efficiency, recipe.batch.rows
+    if rows > 1:
+        changes: dict[str, Any] = {"batch.micro_batch_size": 1}
+        if recipe.batch.global_batch_tokens is None:
+            changes["batch.gradient_accumulation_steps"] = rows_a_step(recipe, machine)
+        yield f"gradient accumulation, 1 x {rows_a_step(recipe, machine)}", changes
+    for kind in ("selective", "full"):
+        if config.activation_checkpointing != kind:
+            yield (
+                f"activation checkpointing, {kind}",
+                {"efficiency.activation_checkpointing": kind},
+            )
+    if not config.loss_chunk_tokens:
+        yield "chunked loss", {"efficiency.loss_chunk_tokens": 1024}
+    if config.precision != machine.precision:
+        yield f"precision {machine.precision}", _with_precision(recipe, machine, machine.precision)
+    if config.precision != "fp32":
+        yield "precision fp32", _with_precision(recipe, machine, "fp32")
+    if config.precision == "bf16":
+        yield "bf16 weights, fp32 masters", {"efficiency.precision": "bf16_params"}
+    if config.compile is not True:
+        yield "torch.compile", {"efficiency.compile": True}
+    else:
+        plain = without_compile(config)
+        yield "no torch.compile", {f"efficiency.{key}": value for key, value in plain.items()}
+    if config.attention != "plain":
+        yield "attention without a fused kernel", {"efficiency.attention": "plain"}
+    for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):
+        if recipe.optimizer.name != name:
+            changes = {"optimizer.name": name}
+            if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
+                changes["optimizer.embeddings_in_32_bits"] = False
+            yield title, changes
+    if machine.target.kind == "cuda" and not config.activation_offload:
+        yield "activations in the CPU's memory", {"efficiency.activation_offload": True}
+    if recipe.lora is None:
+        yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}}
+
+
+def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
+    """With it goes the attention that depends on it."""
+    config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
+    changes: dict[str, Any] = {"efficiency.precision": precision}
+    if config.attention == attention_backend(recipe, seq_len, facts, config.precision):
+        attention = attention_backend(recipe, seq_len, facts, precision)
+        if attention != config.attention:
+            changes["efficiency.attention"] = attention
+    return changes
+
+
+def reasons_for(recipe: Recipe, best: Outcome, first: Outcome, machine: Machine) -> dict[str, str]:
+    """For each key that the recipe left open, or that the best way sets otherwise, why.
+
+    Args:
+        recipe: as it was written.
+        best: the way that was chosen.
+        first: the recipe as it stands.
+        machine: that was planned for.
+    """
+    assert best.recipe is not None
+    reasons: dict[str, str] = {}
+    config, written = best.recipe.efficiency, recipe.efficiency
+    if written.precision == "auto":
+        reasons["efficiency.precision"] = _precision(config.precision, machine)
+    if written.attention == "auto":
+        reasons["efficiency.attention"] = _ATTENTION[config.attention]
+    if written.compile == "auto":
+        reasons["efficiency.compile"] = (
+            "fewer passes over memory, and less of it, for a minute at the start"
+            if config.compile is True
+            else "does not pay here"
+        )
+    needed, usable = best.needed_bytes / _GIB, best.usable_bytes / _GIB
+    rows = best.recipe.batch.rows
+    if rows == rows_a_step(best.recipe, machine):
+        why = "the whole step at once"
+    else:
+        more = "more may not fit" if config.compile is True else "more do not fit"
+        why = "more gain nothing" if needed < 0.6 * usable else more
+    reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
+    saves = "" if first.fits else " (as it stands, the recipe does not fit)"
+    if "efficiency.activation_checkpointing" in best.changes:
+        reasons["efficiency.activation_checkpointing"] = (
+            f"activations would take most of the memory{saves}: computed again instead"
+        )
+    if "efficiency.loss_chunk_tokens" in best.changes:
+        reasons["efficiency.loss_chunk_tokens"] = (
+            f"a micro-batch's logits would take {_logits_bytes(best.recipe) / _GIB:.1f} GiB in fp32"
+            f"{saves}: computed in chunks instead"
+        )
+    if "optimizer.name" in best.changes:
+        reasons["optimizer.name"] = f"moments in 8 bits take a quarter of the memory{saves}"
+    return reasons
+
+
+_ATTENTION = {
+    "sdpa": "torch's fused kernels hold no scores",
+    "blockwise": "holds no scores, and is faster than the fused kernel here",
+    "flex": "masks of documents cost no memory",
+}
+
+
+def _logits_bytes(recipe: ResolvedRecipe) -> int:
+    """Not from a trace: of a compiled step that doesn't say which bytes are logits."""
+    return 4 * recipe.batch.rows * recipe.data.seq_len * recipe.model.vocab_size
+
+
+def _precision(precision: str, machine: Machine) -> str:
+    gpu = machine.gpu
+    if precision == "fp32":
+        return "nothing narrower is faster here"
+    if gpu is None:
+        return f"{precision} is multiplied faster here"
+    share = gpu.peak_flops(precision) / gpu.fp32
+    text = f"{share:.0f} times fp32's rate on this GPU"
+    return text if precision != "fp16" else f"{text}, which has no bf16"

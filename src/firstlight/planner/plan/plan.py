@@ -1,0 +1,348 @@
+"""`firstlight plan`: what a recipe takes on a machine, which settings are best there, and what to
+train with a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from firstlight.errors import ConfigError
+from firstlight.models import LlamaConfig, ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.planner.memory.ranks import copies_of, why_not_cut
+from firstlight.planner.plan.compute_optimal import (
+    Suggestion,
+    model_ladder,
+    suggest,
+    useful_tokens,
+    with_steps,
+)
+from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.machine import (
+    Machine,
+    PlannedRun,
+    planned_run,
+    prepared_vocabulary,
+    settle,
+    with_changes,
+)
+from firstlight.planner.plan.methods import method_table, reasons_for
+from firstlight.planner.plan.search import best_way, cut_freely, nearest_ways
+from firstlight.recipe import Recipe, ResolvedRecipe
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What there is to train with: time or tokens.
+
+    Attributes:
+        seconds, tokens: one of them.
+        price_per_hour: of one device, in any currency.
+    """
+
+    seconds: float | None = None
+    tokens: float | None = None
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "tokens", "price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it has to be more than 0")
+        if self.seconds is not None and self.tokens is not None:
+            raise ConfigError("give either --budget, a time, or --tokens")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one."""
+        return self.seconds is not None or self.tokens is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out.
+
+    Attributes:
+        machine: that was planned for.
+        recipe: the recipe, resolved for the machine.
+        parameters: of its model.
+        as_it_stands: what that takes.
+        run: how long its run is; None where that depends on data that are not here.
+        best: the fastest way that fits; None where none does, or none was looked for.
+        reasons: for each key of `best` that was decided, why.
+        methods: what each method alone would change.
+        nearest: where nothing fits: what would.
+        budget: of time or tokens.
+        suggestion: what to train with it.
+        suggested: what that takes.
+    """
+
+    machine: Machine
+    recipe: ResolvedRecipe
+    parameters: int
+    as_it_stands: Outcome
+    run: PlannedRun | None = None
+    best: Outcome | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    methods: list[Outcome] = field(default_factory=list)
+    nearest: list[Outcome] = field(default_factory=list)
+    budget: Budget = Budget()
+    suggestion: Suggestion | None = None
+    suggested: Outcome | None = None
+
+    @property
+    def chosen(self) -> ResolvedRecipe | None:
+        """The recipe to train: the suggestion's, else the best way's."""
+        found = self.suggested or self.best
+        return None if found is None else found.recipe
+
+    @property
+    def run_seconds(self) -> float | None:
+        """How long the run's steps take, with the best settings where they were looked for; None
+        where that is not known, or nothing fits."""
+        taken = self.best or self.as_it_stands
+        if self.run is None or taken.tokens_per_second is None or not taken.fits:
+            return None
+        return self.run.tokens / taken.tokens_per_second.expected
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        machine = {
+            "name": self.machine.name,
+            "count": self.machine.count,
+            "memory_bytes": self.machine.memory_bytes,
+            "usable_bytes": self.machine.usable_bytes,
+        }
+        suggestion: dict[str, Any] | None = None
+        if self.suggestion is not None:
+            suggestion = dataclasses.asdict(self.suggestion)
+            suggestion["config"] = self.suggestion.config.model_dump(mode="json")
+            suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
+        run: dict[str, Any] | None = None
+        if self.run is not None:
+            run = {**dataclasses.asdict(self.run), "seconds": self.run_seconds}
+        return {
+            "machine": machine,
+            "parameters": self.parameters,
+            "run": run,
+            "vocab_size": None if self.recipe.model is None else self.recipe.model.vocab_size,
+            "precision": self.recipe.efficiency.precision,
+            "as_it_stands": self.as_it_stands.to_json(),
+            "best": None if self.best is None else self.best.to_json(),
+            "reasons": self.reasons,
+            "methods": [one.to_json() for one in self.methods],
+            "nearest": [one.to_json() for one in self.nearest],
+            "suggestion": suggestion,
+            "suggested": None if self.suggested is None else self.suggested.to_json(),
+            "recipe": None if self.chosen is None else self.chosen.model_dump(mode="json"),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    init_from: str | None = None,
+    budget: Budget | None = None,
+    searches: bool = True,
+    oracle: Oracle | None = None,
+    tell: Tell = lambda _: None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        recipe: as it was written.
+        machine: to run on.
+        init_from: the folder of a model to start from.
+        budget: to say what to train with; None is no question.
+        searches: for the best settings and for what each method would change; else the recipe as it
+            stands is all.
+        oracle: who is asked.
+        tell: called with what is being tried.
+
+    Raises:
+        ConfigError: the recipe can't be trained anywhere: says why.
+        ModelError: `init_from` is no model's folder.
+    """
+    settled = settle(recipe, machine, init_from)
+    run = planned_run(settled, machine)
+    tell("as it stands")
+    oracle = oracle or Oracle()
+    first = oracle.answer(Question(settled, machine, "as it stands"))
+    if first.problem:
+        raise ConfigError(first.problem)
+    plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first, run)
+    if searches:
+        best = best_way(cut_freely(settled), machine, oracle, tell, first)
+        reasons = {} if best is None else reasons_for(recipe, best, first, machine)
+        nearest = [] if best is not None else nearest_ways(settled, machine, oracle, tell)
+        methods = method_table(settled, machine, oracle, tell)
+        plan = dataclasses.replace(
+            plan, best=best, reasons=reasons, nearest=nearest, methods=methods
+        )
+    if budget is not None and budget.is_given:
+        plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, oracle, tell))
+    return plan
+
+
+#: How often another model is tried: a smaller one where the suggested turns out not to fit, another
+#: where it turns out to train at another rate than was taken for granted.
+_TRIES = 6
+
+#: Rates of FLOPs that differ by less suggest the same.
+_SAME_RATE = 0.1
+
+#: Bytes that a parameter takes in training, with fp32 AdamW.
+_STATE_BYTES = 16
+
+
+def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[str, Any]:
+    """The suggestion and what it takes.
+
+    Models are compared at one rate of FLOPs: first at that which the recipe's own model was
+    predicted to reach, then at the suggested one's own, until that suggests the same.
+    """
+    best = plan.best or plan.as_it_stands
+    if best.tokens_per_second is None:
+        raise ConfigError(
+            "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
+        )
+    recipe, machine = plan.recipe, plan.machine
+    seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
+    prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
+    unique = None if prepared is None else float(prepared[1])
+    most_parameters = _most_parameters(recipe, machine)
+    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    suggested: dict[str, Any] = {}
+    fitting, seen = 0, list[ModelConfig]()
+    for _ in range(_TRIES):
+
+        def rate(
+            config: ModelConfig, most: float = most_parameters, flops: float = flops
+        ) -> float | None:
+            if count_parameters(meta_model(config)).total > most:
+                return None
+            return flops / _flops_per_token(config, seq_len)
+
+        found = suggest(
+            rate,
+            models,
+            seq_len=seq_len,
+            seconds=budget.seconds,
+            tokens=budget.tokens,
+            unique_tokens=unique,
+        )
+        tell(f"{found.parameters / 1e6:,.0f}M parameters")
+        found = _for_all_devices(found, seq_len * machine.count)
+        way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
+        if way is None:
+            most_parameters = max(0.8 * found.parameters, fitting)
+            continue
+        assert way.tokens_per_second is not None
+        fitting = max(fitting, found.parameters)
+        one = _in_time(found, way, budget, unique)
+        if not suggested or _loss(one) < _loss(suggested):
+            suggested = one
+        reached = way.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
+        is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
+        if budget.seconds is None or is_same:
+            break
+        seen.append(found.config)
+        flops = reached
+    if not suggested:
+        raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+    return suggested
+
+
+def _loss(suggested: dict[str, Any]) -> float:
+    found: Suggestion = suggested["suggestion"]
+    return sum(found.loss)
+
+
+def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Whose state alone fills the devices."""
+    cut = recipe.distributed
+    pieces = machine.count // (1 if cut.engine == "fsdp" else copies_of(recipe, machine.count))
+    return pieces * machine.usable_bytes / _STATE_BYTES
+
+
+def _models_to_train(recipe: ResolvedRecipe) -> list[LlamaConfig]:
+    """Of rising size, those that can be cut as the recipe asks."""
+    cut = recipe.distributed
+    ladder = list(
+        model_ladder(
+            recipe.model.vocab_size,
+            recipe.data.seq_len,
+            ties=cut.pipeline == 1,
+            cuts=cut.tensor_parallel,
+        )
+    )
+    models = [one for one in ladder if not any(why_not_cut(one, cut))]
+    if not models:
+        why = "; ".join(why_not_cut(ladder[-1], cut))
+        raise ConfigError(
+            f"no model of the ladder can be cut as the recipe asks, the largest: {why}"
+        )
+    return models
+
+
+def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
+    """With a batch that all devices can share evenly.
+
+    Args:
+        least: tokens of one row of each.
+    """
+    batch = -(-found.global_batch_tokens // least) * least
+    steps = max(found.tokens // batch, 1)
+    return dataclasses.replace(
+        found, global_batch_tokens=batch, max_steps=steps, tokens=steps * batch
+    )
+
+
+def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    return train_flops_per_token(meta_model(config), seq_len)
+
+
+def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedRecipe:
+    return with_changes(
+        recipe.model_copy(update={"model": found.config}),
+        {
+            "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
+            "schedule": {
+                **recipe.schedule.model_dump(
+                    exclude={"epochs", "decay_steps", "min_learning_rate"}
+                ),
+                "max_steps": found.max_steps,
+                "min_lr_ratio": recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
+            },
+            "optimizer.learning_rate": found.learning_rate,
+        },
+    )
+
+
+def _in_time(
+    found: Suggestion, way: Outcome, budget: Budget, unique_tokens: float | None
+) -> dict[str, Any]:
+    """The suggestion and its way, with as many steps as its own predicted speed leaves time for."""
+    assert way.tokens_per_second is not None
+    assert way.recipe is not None
+    speed = way.tokens_per_second.expected
+    if budget.seconds is not None:
+        tokens = useful_tokens(budget.seconds * speed, unique_tokens)
+        steps = max(int(tokens / found.global_batch_tokens), 1)
+        found = with_steps(found, steps, unique_tokens)
+        changes = {"schedule.max_steps": steps, "optimizer.learning_rate": found.learning_rate}
+        way = dataclasses.replace(way, recipe=with_changes(way.recipe, changes))
+    found = dataclasses.replace(found, seconds=found.tokens / speed)
+    return {"suggestion": found, "suggested": way}
+
+
+def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
+    """What so long a run costs on all devices; None without a price."""
+    if budget.price_per_hour is None:
+        return None
+    return seconds / 3600 * budget.price_per_hour * machine.count

@@ -1,0 +1,252 @@
+"""A plan as lines and tables for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from firstlight.planner.memory.prediction import PARTS
+from firstlight.planner.plan.compute_optimal import MOST_EPOCHS
+from firstlight.planner.plan.estimate import Outcome
+from firstlight.planner.plan.machine import PlannedRun
+from firstlight.planner.plan.plan import Plan, cost
+from firstlight.planner.speed.gpu import Range
+from firstlight.recipe import ResolvedRecipe
+
+_GIB = 2**30
+
+#: A table: rows of cells, the first its head.
+Table = list[Sequence[str]]
+
+
+def blocks(plan: Plan) -> Iterator[str | Table]:
+    """Lines and tables, in the order in which they are said."""
+    machine, recipe = plan.machine, plan.recipe
+    count = f"{machine.count} x " if machine.count > 1 else ""
+    yield (
+        f"{recipe.model.model_type}, {plan.parameters:,} parameters, a vocabulary of "
+        f"{recipe.model.vocab_size:,}; {precision_text(recipe)}, rows of {recipe.data.seq_len:,} "
+        f"tokens, {recipe.batch.rows} a micro-batch; {count}{machine.name}, "
+        f"{gib(machine.usable_bytes)} usable"
+    )
+    yield f"as it stands: {in_words(plan.as_it_stands)}"
+    yield memory_table(plan.as_it_stands)
+    if plan.as_it_stands.speed is not None:
+        yield f"speed of {machine.name}: {plan.as_it_stands.speed.source}"
+    found = plan.as_it_stands.training
+    for note in (*machine.notes, *(found.notes if found else ())):
+        yield f"note: {note}"
+    if plan.methods:
+        yield "what each method alone would change:"
+        yield method_rows(plan)
+        if any(one.is_bound for one in plan.methods):
+            yield "  < is without torch.compile, and what it saves beside a step without"
+    if plan.best is not None:
+        yield f"best: {in_words(plan.best)}"
+        yield from _settings(plan.best, plan.reasons)
+    elif plan.nearest:
+        yield "nothing fits as it is meant; what would:"
+        for one in plan.nearest:
+            yield f"  {one.name}: {in_words(one)}"
+            yield from _settings(one, {})
+    elif plan.methods:
+        yield (
+            "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, "
+            "offloading, more devices, as far as they go with the recipe): take a smaller model"
+        )
+    if plan.run is not None:
+        yield _run(plan, plan.run)
+    if plan.suggestion is not None and plan.suggested is not None:
+        yield from _suggestion(plan)
+
+
+def _run(plan: Plan, run: PlannedRun) -> str:
+    read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
+    text = (
+        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.rows_a_step:,} rows, "
+        f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
+    )
+    if plan.run_seconds is None:
+        return text
+    which = "with the best settings" if plan.best is not None else "as it stands"
+    return f"{text}: {hours(plan.run_seconds)} {which}"
+
+
+_PRECISIONS = {
+    "bf16": "bf16 with fp32 weights",
+    "fp16": "fp16 with fp32 weights",
+    "bf16_params": "bf16 weights with fp32 masters",
+}
+
+
+def precision_text(recipe: ResolvedRecipe) -> str:
+    """The precision of a resolved recipe, and whether it is compiled."""
+    name = recipe.efficiency.precision
+    return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
+
+
+def in_words(one: Outcome) -> str:
+    """Memory, and for what fits the speed where it is known."""
+    if one.problem:
+        return one.problem
+    fits = "fits" if one.fits else "DOES NOT FIT"
+    phase = ""
+    if one.training is not None:
+        is_training = one.training.total_bytes == one.needed_bytes
+        where = f"the {one.training.phase}" if is_training else "an evaluation"
+        phase = f", at its peak in {where}"
+    most = "at most " if one.is_bound else ""
+    text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
+    if one.speed is None or not one.fits:
+        return text
+    return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
+
+
+def memory_table(one: Outcome) -> Table:
+    """By part, for training and evaluation."""
+    columns = [
+        (name, p)
+        for name, p in (("training", one.training), ("evaluation", one.evaluation))
+        if p is not None
+    ]
+    rows: Table = [("memory", *(name for name, _ in columns))]
+    for part in PARTS:
+        values = [p.parts.get(part, 0) for _, p in columns]
+        if any(values):
+            rows.append((part.replace("_", " "), *map(gib, values)))
+    unused = [p.reserved_bytes - p.peak_bytes for _, p in columns]
+    if any(unused):
+        rows.append(("allocator: rounding and gaps", *map(gib, unused)))
+    if any(p.overhead_bytes for _, p in columns):
+        rows.append(("beside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
+    rows.append(("together", *(gib(p.total_bytes) for _, p in columns)))
+    if any(p.host_bytes for _, p in columns):
+        rows.append(("beside it, in the CPU's memory", *(gib(p.host_bytes) for _, p in columns)))
+    return rows
+
+
+def method_rows(plan: Plan) -> Table:
+    """Memory and speed of each method beside those of the recipe as it stands; memory that is
+    known without torch.compile alone beside that of the recipe without it."""
+    rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
+    first = plan.as_it_stands
+    assert first.training is not None
+    base, rate = first.training.total_bytes, first.tokens_per_second
+    rows.append(("as it stands", gib(base), "", _rate(first), ""))
+    plain = next((one for one in plan.methods if "efficiency.compile" in one.changes), first)
+    plain_base = None if plain.training is None else plain.training.total_bytes
+    for one in plan.methods:
+        if one.training is None:
+            continue
+        needed, own = one.training.total_bytes, one.tokens_per_second
+        both_fit = first.fits and one.fits
+        ratio = f"{own.expected / rate.expected:.2f}x" if own and rate and both_fit else ""
+        beside = plain_base if one.is_bound else base
+        saves = "" if beside is None else f"{1 - needed / beside:.0%}"
+        rows.append(
+            (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(one), ratio)
+        )
+    return rows
+
+
+def changed_options(one: Outcome) -> dict[str, str]:
+    """What `one` changes in the recipe, as options of `train`: `section.key` -> value."""
+    found: dict[str, str] = {}
+    for key in one.changes:
+        value = _value(one, key)
+        parts = (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
+        # YAML reads JSON.
+        found |= {k: v if isinstance(v, str) else json.dumps(v) for k, v in parts.items()}
+    return found
+
+
+def _settings(one: Outcome, reasons: dict[str, str]) -> Iterator[str]:
+    assert one.recipe is not None
+    keys = list(dict.fromkeys((*reasons, *one.changes)))
+    options = [(key, _option(key, _value(one, key))) for key in keys]
+    width = max((len(text) for _, text in options), default=0)
+    for key, text in options:
+        yield f"    {text:<{width}}  {reasons.get(key, '')}".rstrip()
+
+
+def _value(one: Outcome, key: str) -> Any:
+    section, _, name = key.partition(".")
+    assert one.recipe is not None
+    found = getattr(one.recipe, section)
+    return getattr(found, name) if name else one.changes[key]
+
+
+def _option(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"--{key}.{name} {part}" for name, part in value.items())
+    return f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _suggestion(plan: Plan) -> Iterator[str]:
+    found, way = plan.suggestion, plan.suggested
+    assert found is not None
+    assert way is not None
+    assert way.recipe is not None
+    config = found.config
+    yield (
+        f"to train with this budget: {found.parameters / 1e6:,.0f}M parameters "
+        f"(hidden_size {config.hidden_size}, {config.num_hidden_layers} layers), "
+        f"{count_text(found.tokens)} tokens, {found.tokens / found.parameters:.2g} a parameter"
+    )
+    low, high = found.loss
+    yield (
+        f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
+        f"{way.recipe.batch.rows} rows, learning rate {found.learning_rate:g}"
+    )
+    yield f"    {in_words(way)}"
+    yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
+    yield (
+        f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a vocabulary of "
+        "32,000; other text has another"
+    )
+    if found.epochs is not None:
+        read = f"    the prepared text is read {found.epochs:.2g} times"
+        # Less than all by what is left of a step.
+        is_all = found.epochs > 0.9 * MOST_EPOCHS
+        yield f"{read}: more would be worth little, and more text much" if is_all else read
+
+
+def _price(plan: Plan, seconds: float) -> str:
+    price = cost(seconds, plan.budget, plan.machine)
+    return "" if price is None else f", costs {price:,.2f}"
+
+
+def gib(size: float) -> str:
+    """Bytes as "1.23 GiB"."""
+    return f"{size / _GIB:,.2f} GiB"
+
+
+def count_text(count: float) -> str:
+    """ "15.5M", "1.36B"."""
+    return f"{count / 1e6:,.3g}M" if count < 1e9 else f"{count / 1e9:,.4g}B"
+
+
+def speed(rate: Range) -> str:
+    """Tokens a second with the range."""
+    return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
+
+
+def _rate(one: Outcome) -> str:
+    if not one.fits:
+        return "does not fit"
+    rate = one.tokens_per_second
+    return "" if rate is None else f"{rate.expected:,.0f}"
+
+
+def hours(seconds: float) -> str:
+    """ "45 s", "90 min", "5.2 h", "3.1 days"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"

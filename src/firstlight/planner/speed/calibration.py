@@ -1,0 +1,350 @@
+"""What this machine's operators take: measured, kept in a file, and drawn on for others.
+
+The store is a JSON file in the cache's calibration/ (see `data.remote.cache_folder`), one for each
+kind of machine: its name is the hash of the processor, the number of threads, torch's version and
+the settings of its threads and its allocator, all of which stand in it. It holds, for each operator
+that was timed, the last few times, each divided by what a reference operator took then; a time
+is predicted by multiplying their median by what the reference takes now, since machines in data
+centres are not equally fast at all times.
+
+An operator that was not measured is estimated from those that are most like it (`_interpolated`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from firstlight.data.remote import cache_folder
+from firstlight.hardware.device import find_hardware
+from firstlight.planner.memory.trace import Layout, Operator
+from firstlight.planner.speed.gpu import attention_flops
+from firstlight.planner.speed.operators import (
+    base_name,
+    is_attention,
+    is_free,
+    is_grouped,
+    is_masked,
+    kind_of,
+    product_of,
+    smaller,
+    streamed_bytes,
+)
+
+#: Of the file; others are ignored.
+FORMAT = 2
+#: Times of one operator that are kept.
+_KEPT_TIMES = 7
+#: Operators further apart than this factor in a size say little about each other.
+_NEAR = 2.0
+#: Of the rate of fp32 products, what attention is taken to run at before it is measured.
+_FUSED_SHARE = 0.2
+#: What of the environment changes how fast torch's operators are on a CPU.
+_SETTINGS = (
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "KMP_BLOCKTIME",
+    "THP_MEM_ALLOC_ENABLE",
+    "LD_PRELOAD",
+    "MALLOC_CONF",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+)
+
+Source = Literal["measured", "interpolated", "guessed"]
+
+
+def machine_fingerprint() -> dict[str, Any]:
+    """What has to be the same for times to be comparable."""
+    hardware = find_hardware("cpu")
+    return {
+        "cpu": hardware.name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def store_path(fingerprint: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """The file of a machine.
+
+    Args:
+        folder: None is calibration/ in the cache.
+    """
+    text = json.dumps(fingerprint, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return (folder or cache_folder() / "calibration") / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an operator's time depends on.
+
+    Attributes:
+        key: of exactly this operator.
+        group: of the operators whose rates are comparable.
+        sizes: base-2 logarithms, by which the likeness within the group is measured.
+        work: FLOPs or bytes.
+        reference: the reference operator that speeds up and slows down as this one does.
+    """
+
+    key: str
+    group: str
+    sizes: tuple[float, ...]
+    work: float
+    reference: str
+
+
+def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Features:
+    """What an operator's time depends on.
+
+    Args:
+        transposed: whether a product's factors lie so, see `transposed_factors`.
+    """
+    name = base_name(operator)
+    shown = " ".join(map(_layout_text, operator.inputs[:6]))
+    results = " ".join(map(_layout_text, operator.outputs[:3]))
+    key = f"{name} {shown} -> {results} {operator.options}"
+    if kind_of(operator) == "matrix_products":
+        product = product_of(operator, transposed)
+        dtype = _dtype_text(product.dtype)
+        sizes = tuple(map(_log2, (product.batch, product.m, product.n, product.k)))
+        # Of small products in a call, each with its own weight, there is another rate.
+        group = f"product {dtype} {name if is_grouped(operator) else product.layout}"
+        # Of other dtypes there is no reference; what is measured of them counts in fp32's.
+        reference = dtype if dtype == "bfloat16" else "float32"
+        return Features(f"{product.layout} {key}", group, sizes, product.flops, reference)
+    if is_attention(operator):
+        shape, kept = next(layout for layout in operator.inputs if len(layout[0]) == 4)
+        batch, heads, tokens, size = shape
+        masked = "masked" if is_masked(operator) else "causal"
+        group = f"{name} {_dtype_text(kept)} {masked} {size}"
+        work = attention_flops(operator)
+        return Features(key, group, (_log2(tokens), _log2(batch * heads)), work, "float32")
+    moved = streamed_bytes(operator)
+    if len(operator.inputs) > 6:
+        key += f" {len(operator.inputs)} {moved}"
+    dtypes = ",".join(
+        dict.fromkeys(_dtype_text(d) for _, d in (*operator.inputs[:2], *operator.outputs[:1]))
+    )
+    return Features(key, f"{name} {dtypes}", (_log2(moved),), moved, "stream")
+
+
+def _layout_text(layout: Layout) -> str:
+    return f"{_dtype_text(layout[1])}{list(layout[0])}".replace(" ", "")
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _log2(value: float) -> float:
+    return math.log2(max(value, 1.0))
+
+
+@dataclass
+class Entry:
+    """An operator that was timed.
+
+    Attributes:
+        group, sizes, work: see `Features`.
+        ratios: of its time to the reference's, the last few.
+        reference: see `Features`.
+    """
+
+    group: str
+    sizes: tuple[float, ...]
+    work: float
+    reference: str
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An operator's time.
+
+    Attributes:
+        seconds: of one call.
+        source: where it is from: this operator, others like it, or others that are less so.
+    """
+
+    seconds: float
+    source: Source
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the reference operators take now.
+
+    Attributes:
+        seconds: by name: "float32", "bfloat16", "float16" (products) and "stream".
+        rates: FLOP/s or bytes a second, by the same names.
+        call_seconds: of an operator of a model that computes next to nothing.
+    """
+
+    seconds: dict[str, float]
+    rates: dict[str, float]
+    call_seconds: float
+
+
+class Calibration:
+    """The times of this machine's operators.
+
+    Args:
+        fingerprint: of the machine.
+        reference: what the reference operators take now.
+        entries: by `Features.key`.
+        notes: about the store, for people.
+    """
+
+    def __init__(
+        self,
+        fingerprint: Mapping[str, Any],
+        reference: Reference,
+        entries: Mapping[str, Entry] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.fingerprint, self.reference = dict(fingerprint), reference
+        self.entries = dict(entries or {})
+        self.notes = list(notes)
+        self._groups: dict[str, list[Entry]] = {}
+        for entry in self.entries.values():
+            self._groups.setdefault(entry.group, []).append(entry)
+
+    def seconds(
+        self, operator: Operator, transposed: tuple[bool, bool] = (False, False)
+    ) -> Estimate:
+        """Of one call of an operator.
+
+        Args:
+            transposed: whether a product's factors lie so.
+        """
+        if is_free(operator):
+            return Estimate(0.0, "measured")
+        features = features_of(operator, transposed)
+        # What is too large to be timed is timed in part.
+        part: Operator | None = operator
+        while part is not None:
+            of_part = features_of(part, transposed)
+            if of_part.key in self.entries and of_part.work:
+                found = self.estimate(of_part)
+                return Estimate(found.seconds * features.work / of_part.work, found.source)
+            part = smaller(part)
+        return self.estimate(features)
+
+    def estimate(self, features: Features) -> Estimate:
+        """Of an operator of these features."""
+        known = self.entries.get(features.key)
+        if known is not None and known.ratios:
+            return Estimate(known.ratio * self._now(known.reference), "measured")
+        near = self._groups.get(features.group, [])
+        if near:
+            return self._interpolated(features, near)
+        alike = self._alike(features)
+        if alike:
+            found = self._interpolated(features, alike)
+            is_product = features.group.startswith("product")
+            return found if is_product else Estimate(found.seconds, "guessed")
+        return Estimate(self._guess(features), "guessed")
+
+    def _guess(self, features: Features) -> float:
+        """Seconds by the rate of the reference operator, which fused kernels don't come near."""
+        rate = self.reference.rates[features.reference]
+        return features.work / (rate if len(features.sizes) != 2 else _FUSED_SHARE * rate)
+
+    def _alike(self, features: Features) -> list[Entry]:
+        """Of other groups: products of the dtype in any layout; streams of any kind."""
+        first = features.group.split()[:2]
+        if first[0] == "product":
+            return [e for e in self.entries.values() if e.group.split()[:2] == first]
+        if features.reference != "stream":
+            return []
+        return [e for e in self.entries.values() if e.reference == "stream" and e.work]
+
+    def _interpolated(self, features: Features, near: list[Entry]) -> Estimate:
+        """From the rates of others: exact at known points, between the lowest and the highest.
+
+        Of one size, along the straight line between the logarithms of the two around it; beyond
+        all, the last one's rate. Of several sizes, by the inverse square of the distance of the
+        four nearest in the logarithms of sizes (Shepard 1968).
+        """
+        timed = [entry for entry in near if entry.ratios]
+        if not timed:
+            return Estimate(self._guess(features), "guessed")
+        ranked = sorted(timed, key=lambda entry: math.dist(entry.sizes, features.sizes))
+        if len(features.sizes) == 1:
+            weights = _line(ranked, features.sizes[0])
+        else:
+            distances = [math.dist(entry.sizes, features.sizes) for entry in ranked[:4]]
+            weights = [
+                (entry, 1.0 / (distance * distance + 1e-9))
+                for entry, distance in zip(ranked, distances, strict=False)
+            ]
+        total = sum(weight * self._log_pace(entry) for entry, weight in weights)
+        pace = math.exp(total / sum(weight for _, weight in weights))
+        nearest = math.dist(ranked[0].sizes, features.sizes)
+        source: Source = "interpolated" if nearest <= _NEAR else "guessed"
+        return Estimate(features.work * pace, source)
+
+    def _log_pace(self, entry: Entry) -> float:
+        """The logarithm of its seconds for each unit of work."""
+        return math.log(entry.ratio * self._now(entry.reference) / max(entry.work, 1.0))
+
+    def _now(self, reference: str) -> float:
+        return self.reference.seconds[reference]
+
+    def add(self, features: Features, seconds: float) -> None:
+        """A measurement, made now."""
+        entry = self.entries.get(features.key)
+        if entry is None:
+            entry = Entry(features.group, features.sizes, features.work, features.reference)
+            self.entries[features.key] = entry
+            self._groups.setdefault(entry.group, []).append(entry)
+        entry.ratios = [*entry.ratios, seconds / self._now(features.reference)][-_KEPT_TIMES:]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the store holds."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "entries": {
+                key: {
+                    "group": entry.group,
+                    "sizes": list(entry.sizes),
+                    "work": entry.work,
+                    "reference": entry.reference,
+                    "ratios": entry.ratios,
+                }
+                for key, entry in self.entries.items()
+            },
+        }
+
+
+def _line(ranked: Sequence[Entry], size: float) -> list[tuple[Entry, float]]:
+    """The nearest entry below a size and the nearest above, and how much each counts.
+
+    Args:
+        ranked: of one size each, the nearest first.
+    """
+    below = next((entry for entry in ranked if entry.sizes[0] <= size), None)
+    above = next((entry for entry in ranked if entry.sizes[0] >= size), None)
+    if below is None or above is None:
+        return [(ranked[0], 1.0)]
+    width = above.sizes[0] - below.sizes[0]
+    share = (size - below.sizes[0]) / width if width else 0.0
+    return [(below, 1.0 - share), (above, share)]

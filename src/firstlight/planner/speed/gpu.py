@@ -1,0 +1,358 @@
+"""How long an operator takes on a GPU that is not here: its work over what such a GPU achieves.
+
+The roofline model (Williams et al. 2009): an operator takes the longer of the time of its FLOPs
+and of its bytes. What share of the data sheet's rates is achieved is given as a range:
+
+- large matrix products 0.45 to 0.85 of the dense peak, 0.65 expected;
+- flash attention, forward 0.35 to 0.70 and backward 0.30 to 0.60: FlashAttention-2 (Dao 2023)
+  measured 50-73 % and up to 63 % on A100, FlashAttention-3 (Shah et al. 2024) found the second to
+  be at 35-40 % on H100;
+- streams 0.70 to 0.92 of the memory's bandwidth: what STREAM-like programs reach on these GPUs;
+- a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 12, which is
+  hidden as long as the GPU is busy.
+
+A matrix product is cut into tiles of 128 x 128 that multiprocessors take in turns; what a tile
+has beyond the edge and what the last turn leaves idle is lost (NVIDIA, "Matrix Multiplication
+Background User's Guide": tile and wave quantization), and each tile spends the time of some 64
+more of the inner dimension on its beginning and end.
+
+The figures of a kind of GPU that was measured take the place of these (`measured_gpus.py`). These
+were not checked on a GPU by this project. The range was set wide enough for two
+published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024 tokens
+(nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323, PCIe).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.data.remote import cache_folder
+from firstlight.errors import InputError
+from firstlight.files.atomic import read_json, write_json
+from firstlight.hardware.gpus import GPU
+from firstlight.models.blockwise import blocks_of
+from firstlight.planner.memory.trace import Operator
+from firstlight.planner.speed.operators import (
+    Product,
+    is_attention,
+    is_free,
+    is_masked,
+    kind_of,
+    product_of,
+    streamed_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure and what it may as well be, from the slowest to the fastest run.
+
+    Attributes:
+        slow, expected, fast: seconds where it is a time (slow is the most), shares where it is a
+            share (slow is the least).
+    """
+
+    slow: float
+    expected: float
+    fast: float
+
+    def __add__(self, other: Range) -> Range:
+        return Range(self.slow + other.slow, self.expected + other.expected, self.fast + other.fast)
+
+    def __mul__(self, count: float) -> Range:
+        return Range(self.slow * count, self.expected * count, self.fast * count)
+
+    @classmethod
+    def exact(cls, value: float) -> Range:
+        """All three the same."""
+        return cls(value, value, value)
+
+
+def larger(one: Range, other: Range) -> Range:
+    """The larger of two times, in each case."""
+    return Range(
+        max(one.slow, other.slow), max(one.expected, other.expected), max(one.fast, other.fast)
+    )
+
+
+ZERO = Range(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What of a GPU's figures is achieved; see the module's head.
+
+    Attributes:
+        products: of the peak, by a matrix product without waste of tiles.
+        attention, attention_backward: of the peak, by the fused kernels.
+        bandwidth: of the memory's.
+        link: of the link's between GPUs.
+        overlap: of communication that runs beside computing.
+        kernel_seconds: the shortest kernel.
+        launch_seconds: of the host, to start an operator from Python.
+        compiled_launch_seconds: of the host, to start a compiled kernel.
+        fused_traffic: how often kernels of torch.compile move what stands between products: a norm
+            reads its input twice, a residual is read and written beside it, a gradient is summed
+            into a bias's.
+        source: the origin of these figures, for people.
+    """
+
+    products: Range = field(default_factory=lambda: Range(0.45, 0.65, 0.85))
+    attention: Range = field(default_factory=lambda: Range(0.35, 0.50, 0.70))
+    attention_backward: Range = field(default_factory=lambda: Range(0.30, 0.42, 0.60))
+    bandwidth: Range = field(default_factory=lambda: Range(0.70, 0.82, 0.92))
+    link: Range = field(default_factory=lambda: Range(0.50, 0.70, 0.85))
+    overlap: Range = field(default_factory=lambda: Range(0.40, 0.70, 0.95))
+    kernel_seconds: Range = field(default_factory=lambda: Range(6e-6, 3e-6, 2e-6))
+    launch_seconds: Range = field(default_factory=lambda: Range(12e-6, 7e-6, 4e-6))
+    compiled_launch_seconds: Range = field(default_factory=lambda: Range(5e-6, 3e-6, 1e-6))
+    fused_traffic: Range = field(default_factory=lambda: Range(2.6, 1.8, 1.2))
+    source: str = "from the data sheet"
+
+
+DEFAULT_SHARES = Shares()
+
+_TILE = 128
+#: Inner dimension that a tile's beginning and end cost the time of.
+_TILE_ENDS = 64
+#: fp32 FLOP/s of one multiprocessor: 128 lanes, two operations, some 1.8 GHz.
+_FLOPS_A_MULTIPROCESSOR = 128 * 2 * 1.8e9
+#: Of those whose multiprocessors have 64 lanes of fp32 (V100, A100), or twice the usual rate, the
+#: number is not to be had from the rate.
+_MULTIPROCESSORS = {
+    "V100": 80,
+    "T4": 40,
+    "A100": 108,
+    "A30": 56,
+    "P100": 56,
+    "H100 PCIe": 114,
+    "H100": 132,
+    "GH200": 132,
+    "H200": 132,
+    "B200": 148,
+    "MI300X": 304,
+}
+
+
+def multiprocessors(gpu: GPU) -> int:
+    """How many a GPU has: of server GPUs by name, of others from their rate in fp32."""
+    for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
+        if gpu.name.startswith(name):
+            return _MULTIPROCESSORS[name]
+    return max(1, round(gpu.fp32 / _FLOPS_A_MULTIPROCESSOR))
+
+
+def tile_share(product: Product, units: int) -> float:
+    """Of the work that a GPU does for a matrix product, the share that is not lost to tiles.
+
+    Args:
+        product: which.
+        units: multiprocessors.
+    """
+    rows, columns = -(-product.m // _TILE), -(-product.n // _TILE)
+    filled = product.m * product.n / (rows * columns * _TILE**2)
+    tiles = product.batch * rows * columns
+    turns = math.ceil(tiles / units)
+    # A product of few tiles is cut along its inner dimension, too (split-k).
+    pieces = max(1, min(units // tiles, product.k // 256)) if tiles < units else 1
+    busy = min(1.0, tiles * pieces / units) if turns == 1 else tiles / (turns * units)
+    return filled * busy * product.k / (product.k + _TILE_ENDS * pieces)
+
+
+def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
+    """Peak FLOP/s of products of a dtype; fp32's is TF32's where the recipe asks for that."""
+    if dtype == torch.bfloat16:
+        return gpu.peak_flops("bf16")
+    if dtype == torch.float16:
+        return gpu.peak_flops("fp16")
+    return gpu.peak_flops("tf32" if precision == "tf32" else "fp32")
+
+
+def kernel_seconds(
+    operator: Operator, gpu: GPU, precision: str, shares: Shares = DEFAULT_SHARES
+) -> Range:
+    """Of one call on the GPU: the roofline."""
+    if is_free(operator):
+        return ZERO
+    floor = shares.kernel_seconds
+    bandwidth = shares.bandwidth * gpu.bandwidth
+    memory = _over(streamed_bytes(operator), bandwidth)
+    if kind_of(operator) == "matrix_products":
+        product = product_of(operator)
+        peak = dtype_flops(gpu, product.dtype, precision) * tile_share(
+            product, multiprocessors(gpu)
+        )
+        return larger(floor, larger(memory, _over(product.flops, shares.products * peak)))
+    if is_attention(operator):
+        backward = "backward" in operator.name
+        share = shares.attention_backward if backward else shares.attention
+        peak = dtype_flops(gpu, operator.inputs[0][1], precision)
+        return larger(floor, larger(memory, _over(attention_flops(operator), share * peak)))
+    return larger(floor, memory)
+
+
+def attention_flops(operator: Operator) -> float:
+    """FLOPs that a kernel of attention does: of a causal one half of the whole rows'.
+
+    In training attention is causal; but where a mask is given, torch's kernel leaves nothing out.
+    Blocks leave out what lies behind their last query.
+    """
+    backward = "backward" in operator.name
+    shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
+    query, key = shapes[1:3] if backward else shapes[:2]
+    batch, heads, new, size = query
+    # Two products forward; backward the scores again, and four of their gradients.
+    products = 5 if backward else 2
+    each = products * 2.0 * batch * heads * size
+    if "blockwise" in operator.name:
+        return each * sum((end - start) * seen for start, end, seen in blocks_of(new, key[2]))
+    whole = each * new * key[2]
+    return whole if is_masked(operator) else whole / 2
+
+
+def _over(work: float, rate: Range) -> Range:
+    return Range(work / rate.slow, work / rate.expected, work / rate.fast)
+
+
+#: Of the files; others are ignored.
+FORMAT = 1
+
+PACKAGED = Path(__file__).with_name("measured_gpus.json")
+
+#: The fitted constants, with the least and the most that each can be. Those of the backward pass of
+#: attention and of compiled launches follow from these.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "products": (0.2, 1.0),
+    "attention": (0.1, 1.0),
+    "bandwidth": (0.3, 1.0),
+    "launch_seconds": (1e-6, 60e-6),
+    "fused_traffic": (0.6, 4.0),
+}
+
+#: A range is never narrower: runs of one program differ by as much.
+_LEAST_ERROR = 0.03
+
+
+@dataclass(frozen=True)
+class MeasuredGpu:
+    """The constants of one kind of GPU, and how far they carry.
+
+    Attributes:
+        constants: values by the names in `BOUNDS`.
+        error: size of the relative error that 95 of 100 held-out configurations are within.
+        fitted: number of configurations that the constants were fitted on.
+        held_out: number of configurations that the error was measured on.
+        torch: version of torch that was measured.
+        context_bytes: memory of a process beside torch's allocator; None if it was not measured.
+    """
+
+    constants: Mapping[str, float]
+    error: float
+    fitted: int
+    held_out: int
+    torch: str
+    context_bytes: int | None = None
+
+    @property
+    def source(self) -> str:
+        """The origin of speeds that are predicted with it, for people."""
+        return (
+            f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
+            f"others within {self.error:.0%} (torch {self.torch})"
+        )
+
+
+def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = "") -> Shares:
+    """The model's shares for fitted constants.
+
+    Args:
+        constants: values by the names in `BOUNDS`.
+        error: relative width of the ranges, on each side.
+        source: see `Shares`.
+    """
+
+    def share(value: float) -> Range:
+        return Range(value / (1 + error), value, value * (1 + error))
+
+    def seconds(value: float) -> Range:
+        return Range(value * (1 + error), value, value / (1 + error))
+
+    default = DEFAULT_SHARES
+    backward = default.attention_backward.expected / default.attention.expected
+    compiled = default.compiled_launch_seconds.expected / default.launch_seconds.expected
+    return replace(
+        default,
+        products=share(constants["products"]),
+        attention=share(constants["attention"]),
+        attention_backward=share(constants["attention"] * backward),
+        bandwidth=share(constants["bandwidth"]),
+        kernel_seconds=seconds(default.kernel_seconds.expected),
+        launch_seconds=seconds(constants["launch_seconds"]),
+        compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
+        # Its width is that of the bandwidth.
+        fused_traffic=Range.exact(constants["fused_traffic"]),
+        source=source or default.source,
+    )
+
+
+def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
+    """What was measured of a GPU's kind; None if nothing was."""
+    return _all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
+
+
+def shares_for(gpu: GPU) -> Shares:
+    """The fitted shares of a GPU's kind, or those of the data sheet."""
+    found = measured_gpu(gpu)
+    if found is None:
+        return DEFAULT_SHARES
+    return shares_of(found.constants, max(found.error, _LEAST_ERROR), found.source)
+
+
+def save_measured(path: Path, name: str, measured: MeasuredGpu) -> None:
+    """Put a kind of GPU into a file of them, which is made where it is missing or damaged.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    gpus = {key: asdict(value) for key, value in read_measured(path).items()}
+    write_json(path, {"format": FORMAT, "gpus": {**gpus, name: asdict(measured)}})
+    _all_measured.cache_clear()
+
+
+def read_measured(path: Path) -> dict[str, MeasuredGpu]:
+    """The kinds of GPUs of a file; {} where it is missing, damaged or of another format."""
+    try:
+        values = read_json(path)
+        if values["format"] != FORMAT:
+            return {}
+        return {str(name): _parsed(value) for name, value in values["gpus"].items()}
+    except (InputError, KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+@functools.cache
+def _all_measured(own: Path) -> dict[str, MeasuredGpu]:
+    return read_measured(PACKAGED) | read_measured(own)
+
+
+def _parsed(value: Mapping[str, Any]) -> MeasuredGpu:
+    constants = {name: float(value["constants"][name]) for name in BOUNDS}
+    error, context = float(value["error"]), value.get("context_bytes")
+    in_bounds = all(low <= constants[name] <= high for name, (low, high) in BOUNDS.items())
+    if not in_bounds or error < 0:
+        raise ValueError("constants out of bounds")
+    return MeasuredGpu(
+        constants,
+        error,
+        int(value["fitted"]),
+        int(value["held_out"]),
+        str(value["torch"]),
+        None if context is None else int(context),
+    )

@@ -1,0 +1,365 @@
+"""What a counted operator is for a model of speed: a matrix product, attention, or a stream.
+
+A trace knows shapes and dtypes, not strides. Whether a factor of a product lies transposed in
+memory, which costs up to half of its speed on CPUs, is worked out from the way autograd
+differentiates: see `transposed_factors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from firstlight.planner.memory.prediction import OperatorCount
+from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+
+Kind = Literal[
+    "matrix_products",
+    "attention",
+    "elementwise",
+    "optimizer",
+    "communication",
+    "launching",
+    "data",
+]
+KINDS: tuple[Kind, ...] = (
+    "matrix_products",
+    "attention",
+    "elementwise",
+    "optimizer",
+    "communication",
+    "launching",
+    "data",
+)
+
+#: Phases whose passes over memory are the optimizer's.
+_OPTIMIZER_PHASES = ("optimizer", "clipping")
+
+#: An expert's rows by its own weight, all experts in one call: `models.moe`.
+_GROUPED = ("grouped_linear", "grouped_linear_backward")
+
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm"),
+    *_GROUPED,
+)
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
+
+_INPUTS_WITHOUT_MASK = {
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
+    "blockwise_attention": 3,
+    "blockwise_attention_backward": 4,
+}
+
+#: Operators that start no kernel: they make another view, or none at all.
+_FREE = frozenset(
+    """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
+    split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
+    promote_types as_strided to set_ _record_function_enter_new _record_function_exit
+    split_with_sizes narrow chunk flatten unflatten view_as is_same_size""".split()
+)
+
+
+def base_name(operator: Operator) -> str:
+    """An operator's name without its library and overload: "mm" of "aten.mm.default"."""
+    parts = operator.name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def is_free(operator: Operator) -> bool:
+    """Whether it starts no kernel."""
+    name = base_name(operator)
+    if name == "to":
+        return operator.inputs[:1] == operator.outputs[:1]
+    return name in _FREE or not (operator.inputs or operator.outputs)
+
+
+def kind_of(operator: Operator) -> Kind:
+    """What an operator's time counts as; of those that are free, too."""
+    name = base_name(operator)
+    if operator.name.startswith(("c10d", "_c10d_functional")):
+        return "communication"
+    if name in _PRODUCTS:
+        return "matrix_products"
+    if is_attention(operator):
+        return "attention"
+    return "optimizer" if operator.phase in _OPTIMIZER_PHASES else "elementwise"
+
+
+def is_attention(operator: Operator) -> bool:
+    """Whether it is one of the fused kernels of attention."""
+    name = base_name(operator)
+    return any(kernel in name for kernel in _ATTENTION)
+
+
+def is_grouped(operator: Operator) -> bool:
+    """Whether it multiplies the rows of experts, all in one call."""
+    return base_name(operator) in _GROUPED
+
+
+def is_masked(operator: Operator) -> bool:
+    """Whether an attention kernel was given a mask, which in training is causal else."""
+    plain = _INPUTS_WITHOUT_MASK.get(base_name(operator))
+    return plain is not None and len(operator.inputs) > plain
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: `batch` times [m, k] x [k, n].
+
+    Attributes:
+        added: whether a bias or another matrix is added.
+        transposed: whether the first and the second factor lie in memory the other way round.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    added: bool = False
+    transposed: tuple[bool, bool] = (False, False)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def layout(self) -> str:
+        """As BLAS says it: "n" lies as written, "t" the other way round."""
+        return "".join("t" if it else "n" for it in self.transposed)
+
+
+def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Product:
+    """The product that an operator of the kind "matrix_products" is; experts' as that of all rows
+    by one weight, backward as two.
+
+    Args:
+        transposed: see `transposed_factors`.
+    """
+    name = base_name(operator)
+    if is_grouped(operator):
+        count = 2 if name.endswith("backward") else 1
+        ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
+        return Product(count, rows, n, k, dtype, transposed=transposed)
+    factors = [layout for layout in operator.inputs if len(layout[0]) >= 2]
+    added = name in ("addmm", "baddbmm", "addbmm")
+    if added:
+        factors = [layout for layout in operator.inputs[1:] if len(layout[0]) >= 2]
+    (first, dtype), (second, _) = factors[:2]
+    n, k = (second[-2], second[-1]) if name == "linear" else (second[-1], second[-2])
+    if len(second) > 2:
+        return Product(math.prod(first[:-2]), first[-2], n, k, dtype, added, transposed)
+    return Product(1, math.prod(first[:-1]), n, k, dtype, added, transposed)
+
+
+def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[bool, bool]]:
+    """For each matrix product, whether its factors lie transposed in memory.
+
+    A layer with tokens T and weight W computes x @ W.T where W is stored [out, in], x @ W where it
+    is stored [in, out], and autograd gives the weight's gradient the weight's own layout (torch's
+    mm_mat2_backward): g.T @ x or x.T @ g. So beside a forward product [T, in] x [in, out], one of
+    [in, T] x [T, out] tells that W is stored [in, out]; without it, it is [out, in]. A square
+    weight is stored as the others. Batched products: queries by keys are of the second kind.
+    """
+    products = {
+        entry.operator: product_of(entry.operator)
+        for entry in counts
+        if kind_of(entry.operator) == "matrix_products"
+    }
+    made = {(it.m, it.n, it.k) for one, it in products.items() if one.phase != "optimizer"}
+    weights = {  # [in, out] of those stored so
+        (it.k, it.n)
+        for one, it in products.items()
+        if one.phase == "forward" and it.k != it.n and (it.k, it.n, it.m) in made
+    }
+    squares = {(it.k, it.k) for _, it in products.items()} if weights else set()
+    stored_in_out = weights | squares
+    forward = {
+        (it.m, it.k, it.n) for one, it in products.items() if one.phase in ("forward", "loss")
+    }
+    result = {}
+    for one, it in products.items():
+        if is_grouped(one):
+            result[one] = (False, False)
+        elif it.batch > 1:
+            result[one] = (False, it.n > it.k)
+        elif one.phase == "optimizer":
+            result[one] = (False, False)
+        elif {(it.k, it.m, it.n), (it.k, it.n, it.m)} & forward and one.phase != "forward":
+            result[one] = (True, False)
+        elif one.phase == "forward" or ((it.m, it.k, it.n) in forward and one.phase == "loss"):
+            result[one] = (False, (it.k, it.n) not in stored_in_out)
+        else:
+            result[one] = (False, (it.n, it.k) in stored_in_out)
+        if "transposed" in one.options:  # which a trace says of first factors
+            result[one] = (True, result[one][1])
+    return result
+
+
+#: In-place operators over lists, whose results a trace does not name: how often each byte of the
+#: inputs is moved. AdamW reads four tensors, and writes all but the gradient.
+_LIST_TRAFFIC = {
+    "_fused_adamw_": 7 / 4,
+    "_fused_adam_": 7 / 4,
+    "_fused_sgd_": 5 / 3,
+    "_foreach_mul_": 2.0,
+    "_foreach_add_": 2.0,
+    "_foreach_div_": 2.0,
+    "_foreach_lerp_": 1.5,
+    "_foreach_addcmul_": 4 / 3,
+    "_foreach_addcdiv_": 4 / 3,
+}
+
+
+def streamed_bytes(operator: Operator) -> float:
+    """Bytes that an operator really reads and writes: a look-up reads its rows, not the table."""
+    name = base_name(operator)
+    if is_free(operator):
+        return 0.0
+    if not operator.outputs and name in _LIST_TRAFFIC:
+        return _LIST_TRAFFIC[name] * _bytes(operator.inputs)
+    if name in ("embedding", "gather", "index_select", "index"):
+        return 2.0 * _bytes(operator.outputs) + _bytes(operator.inputs[1:])
+    if name == "nll_loss_forward":
+        return float(_bytes(operator.inputs[1:]))
+    if name in ("nll_loss_backward", "embedding_dense_backward"):
+        # All of the result is set to zero; what is not is small.
+        return float(
+            _bytes(operator.outputs) + 2 * _bytes(operator.inputs[:1])
+            if name.startswith("emb")
+            else _bytes(operator.outputs)
+        )
+    if name in ("scatter_add_", "index_add_", "scatter_"):
+        return 3.0 * _bytes(operator.inputs[2:])
+    if not operator.outputs:
+        return 2.0 * operator.moved_bytes
+    return float(operator.moved_bytes)
+
+
+def _bytes(layouts: Sequence[Layout]) -> int:
+    return sum(bytes_of(layout) for layout in layouts)
+
+
+def smaller(operator: Operator) -> Operator | None:
+    """An operator of the same kind and about half the work, which runs at the same rate; None where
+    there is none.
+
+    A product's largest size is halved, of attention the batch, of others the first dimension of
+    what has it; of lists of tensors, the largest tensor is left out.
+    """
+    if not operator.outputs:
+        return _shorter_lists(operator)
+    if kind_of(operator) == "matrix_products":
+        return _halved(operator, _largest_size(operator))
+    if is_attention(operator):
+        return _half_the_batch(operator)
+    shapes = [shape for shape, _ in (*operator.inputs, *operator.outputs) if len(shape) > 1]
+    if not shapes or "embedding" in base_name(operator):
+        return None
+    # The data's first dimension; a norm's gradient, a mask or a bias may not have it.
+    return _halved(operator, max(shapes, key=math.prod)[0])
+
+
+def _largest_size(operator: Operator) -> int:
+    product = product_of(operator)
+    return max(product.m, product.n, product.k)
+
+
+def _halved(operator: Operator, size: int) -> Operator | None:
+    if size < 2:
+        return None
+
+    def half(layout: Layout) -> Layout:
+        shape, dtype = layout
+        return tuple(-(-n // 2) if n == size else n for n in shape), dtype
+
+    return _resized(operator, half)
+
+
+def _half_the_batch(operator: Operator) -> Operator | None:
+    batch = operator.inputs[0][0][0]
+    if batch < 2:
+        return None
+
+    def half(layout: Layout) -> Layout:
+        shape, dtype = layout
+        # A mask of two dimensions is all rows'.
+        has_it = len(shape) > 2 and shape[0] == batch
+        return ((batch // 2, *shape[1:]) if has_it else shape), dtype
+
+    return _resized(operator, half)
+
+
+def _resized(operator: Operator, resize: Callable[[Layout], Layout]) -> Operator:
+    inputs, outputs = (tuple(map(resize, group)) for group in (operator.inputs, operator.outputs))
+    return replace(operator, inputs=inputs, outputs=outputs, moved_bytes=_bytes(inputs + outputs))
+
+
+#: Lists, one after the other, of operators on these; each is as long as the others.
+_LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
+
+
+def _shorter_lists(operator: Operator) -> Operator | None:
+    lists = _LISTS.get(base_name(operator))
+    if lists is None or len(operator.inputs) <= lists:
+        return None
+    count = len(operator.inputs) // lists
+    largest = max(range(count), key=lambda i: bytes_of(operator.inputs[i]))
+    kept = tuple(
+        layout for i, layout in enumerate(operator.inputs[: lists * count]) if i % count != largest
+    )
+    return replace(operator, inputs=kept, moved_bytes=_bytes(kept))
+
+
+def at_depth(
+    few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
+) -> list[OperatorCount]:
+    """The operators of a deep model from those of two shallow ones.
+
+    Args:
+        few: of the model with fewer layers.
+        more: of one with a layer more.
+        steps: layers that the deep model has beyond `more`.
+    """
+    before = {entry.operator: entry.count for entry in few}
+    found = []
+    for entry in more:
+        each = entry.count - before.get(entry.operator, 0)
+        # Of lists of all parameters there is one operator, with longer lists.
+        is_list = not entry.operator.outputs and entry.operator not in before
+        count = entry.count if is_list else entry.count + max(each, 0) * steps
+        found.append(OperatorCount(entry.operator, count))
+        if is_list:
+            found += _longer_lists(entry, few, steps)
+    return found
+
+
+def _longer_lists(
+    entry: OperatorCount, few: Sequence[OperatorCount], steps: int
+) -> list[OperatorCount]:
+    """What a layer more brings to a list, once for each further layer."""
+    one = entry.operator
+    like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
+    lists = _LISTS.get(base_name(one), 1)
+    for other in like:
+        pairs = zip(_cut(one.inputs, lists), _cut(other.inputs, lists), strict=True)
+        # In each list, in the same order: what belongs together has to stay together.
+        added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
+        inputs = tuple(layout for part in added for layout in part)
+        if inputs and len(inputs) == len(one.inputs) - len(other.inputs):
+            layer = replace(one, inputs=inputs, moved_bytes=_bytes(inputs))
+            return [OperatorCount(layer, entry.count * steps)]
+    return []
+
+
+def _cut(layouts: Sequence[Layout], lists: int) -> list[Sequence[Layout]]:
+    size = len(layouts) // lists
+    return [layouts[i * size : (i + 1) * size] for i in range(lists)]

@@ -1,0 +1,423 @@
+"""How fast a training step goes, from the operators that a trace counted.
+
+Three machines: a GPU that is only known by its data sheet (`roofline.py`, a wide range), a CPU
+whose operators were timed (`calibration.py`, a narrow one), and several GPUs (`exchange.py`).
+
+What torch.compile makes of a step is not in a trace of it: its kernels fuse everything between
+matrix products and attention. These have to be fed and read, so the memory that fused kernels move
+is estimated from the operands and results of products and attention (`fused_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from firstlight.hardware.gpus import GPU
+from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.trace import bytes_of
+from firstlight.planner.speed.calibration import Calibration, Source
+from firstlight.planner.speed.gpu import (
+    DEFAULT_SHARES,
+    ZERO,
+    Range,
+    Shares,
+    kernel_seconds,
+    larger,
+    multiprocessors,
+    shares_for,
+)
+from firstlight.planner.speed.operators import (
+    KINDS,
+    base_name,
+    is_free,
+    kind_of,
+    streamed_bytes,
+    transposed_factors,
+)
+
+Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
+
+#: What an estimate on a calibrated machine may be off by, by where it is from.
+_OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
+#: The same of kernels that torch.compile fuses, whose bytes are an estimate too.
+_FUSED_OFF = 0.40
+#: Phases in which torch.compile fuses.
+_COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
+#: Phases that pass through a pipeline's stages.
+_PIPELINED = _COMPILED_PHASES
+#: What looks up rows of a table and sums them; Inductor has kernels for those that are not fused.
+_NOT_FUSED = ("embedding", "embedding_dense_backward")
+
+
+#: PCIe 4.0 with 16 lanes, bytes a second in one direction.
+PCIE_BANDWIDTH = 32e9
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A run of several processes.
+
+    Attributes:
+        engine: "ddp" sums gradients; "fsdp" gathers weights in both passes, and scatters sums of
+            gradients; "none" sends neither.
+        processes: that share the batch.
+        weight_bytes: all weights, as they are sent.
+        gradient_bytes: all gradients, as they are sent.
+        micro_batches: of a step: fsdp gathers in each, ddp sums once.
+        tensor_parallel: processes that share each layer; their number is beside `processes`.
+        hidden_bytes: of the hidden states of a micro-batch.
+        layers: of the model; with tensor parallel each sums the hidden states four times a step,
+            in each pass after attention and after the MLP (Shoeybi et al. 2019).
+        stages: of a pipeline; their number is beside `processes` too.
+        offloaded_bytes: moved between the CPU's memory and the GPU's in a step.
+        link: bytes a second in one direction between GPUs; 0 is the GPU's own.
+        host_link: the same between CPU and GPU.
+    """
+
+    engine: Literal["none", "ddp", "fsdp"] = "none"
+    processes: int = 1
+    weight_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    micro_batches: int = 1
+    tensor_parallel: int = 1
+    hidden_bytes: float = 0.0
+    layers: int = 0
+    stages: int = 1
+    offloaded_bytes: float = 0.0
+    link: float = 0.0
+    host_link: float = PCIE_BANDWIDTH
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What speed is predicted of, beside the operators.
+
+    Attributes:
+        tokens_a_step: of all processes together.
+        flops_per_token: see `models.accounting.train_flops_per_token`.
+        precision: a recipe's `efficiency.precision`, decided.
+        compiled: whether torch.compile makes the forward and the backward pass.
+        cuda_graphs: whether a step is started as one: nothing is launched.
+        exchange: what several processes send each other.
+    """
+
+    tokens_a_step: int
+    flops_per_token: float
+    precision: str = "bf16"
+    compiled: bool = False
+    cuda_graphs: bool = False
+    exchange: Exchange = field(default_factory=Exchange)
+
+
+@dataclass(frozen=True)
+class SpeedPrediction:
+    """How fast training goes, predicted.
+
+    Attributes:
+        step_seconds: of an optimizer step; slow is the most.
+        tokens_per_second, mfu: of all processes; slow is the least. The base of MFU is the data
+            sheet's peak of a GPU, the measured rate of products of a calibrated machine.
+        phases: expected seconds by phase of the step.
+        kinds: expected seconds by the names in `KINDS`.
+        bound: what most of the time goes to.
+        measured_share: of the expected time, from operators that were timed on the machine.
+        source: the origin of the rates, for people.
+        notes: what is taken for granted, for people.
+    """
+
+    step_seconds: Range
+    tokens_per_second: Range
+    mfu: Range
+    phases: dict[str, float]
+    kinds: dict[str, float]
+    bound: Bound
+    measured_share: float = 0.0
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values; ranges as "low", "expected", "high"."""
+        values = asdict(self)
+        for name in ("tokens_per_second", "mfu"):
+            found: Range = getattr(self, name)
+            values[name] = {"low": found.slow, "expected": found.expected, "high": found.fast}
+        step = self.step_seconds
+        values["step_seconds"] = {"low": step.fast, "expected": step.expected, "high": step.slow}
+        values["notes"] = list(self.notes)
+        return values
+
+
+@dataclass
+class _Sums:
+    """Times so far."""
+
+    phases: dict[str, Range] = field(default_factory=dict)
+    kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    compute: float = 0.0
+    memory: float = 0.0
+    measured: float = 0.0
+
+    def add(self, phase: str, kind: str, seconds: Range) -> None:
+        """Time of a phase."""
+        self.phases[phase] = self.phases.get(phase, ZERO) + seconds
+        self.kinds[kind] += seconds.expected
+
+    @property
+    def total(self) -> Range:
+        """Of all phases."""
+        return sum(self.phases.values(), ZERO)
+
+
+def predict_speed(
+    prediction: MemoryPrediction,
+    work: Workload,
+    machine: Calibration | GPU,
+    shares: Shares | None = None,
+) -> SpeedPrediction:
+    """How fast the step whose operators were counted goes.
+
+    Args:
+        prediction: of one process, with the operators of an optimizer step.
+        work: what the step is.
+        machine: the calibrated machine that this runs on, or a GPU of the table.
+        shares: of a GPU's figures, that are achieved; None is those of its kind.
+    """
+    if shares is None:
+        shares = shares_for(machine) if isinstance(machine, GPU) else DEFAULT_SHARES
+    if isinstance(machine, Calibration):
+        sums, peak, notes = _on_calibrated(prediction.operators, work, machine)
+    else:
+        sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
+    exchange = work.exchange
+    link = machine.link if isinstance(machine, GPU) else 0.0
+    if waits := bubble(exchange):
+        for phase in _PIPELINED:
+            if phase in sums.phases:
+                sums.add(phase, "communication", sums.phases[phase] * waits)
+    backward = sums.phases.get("backward", ZERO)
+    sent = exchange_seconds(exchange, link, backward, shares)
+    if sent.slow:
+        sums.add("communication", "communication", sent)
+    step = sums.total
+    devices = exchange.processes * exchange.tensor_parallel * exchange.stages
+    rates = Range(*(work.tokens_a_step / max(s, 1e-12) for s in _three(step)))
+    most = peak * devices
+    mfu = Range(*(rate * work.flops_per_token / most for rate in _three(rates)))
+    return SpeedPrediction(
+        step_seconds=step,
+        tokens_per_second=rates,
+        mfu=mfu,
+        phases={name: found.expected for name, found in sums.phases.items()},
+        kinds=sums.kinds,
+        bound=_bound(sums),
+        measured_share=sums.measured / max(step.expected, 1e-12),
+        source=shares.source if isinstance(machine, GPU) else "timed on this machine",
+        notes=tuple(notes),
+    )
+
+
+def _three(values: Range) -> tuple[float, float, float]:
+    return values.slow, values.expected, values.fast
+
+
+def _bound(sums: _Sums) -> Bound:
+    by: dict[Bound, float] = {
+        "compute": sums.compute,
+        "memory bandwidth": sums.memory,
+        "launching": sums.kinds["launching"],
+        "communication": sums.kinds["communication"],
+    }
+    return max(by, key=lambda name: by[name])
+
+
+def _fuses(entry: OperatorCount, work: Workload) -> bool:
+    """Whether torch.compile makes the operator part of a kernel of its own."""
+    one = entry.operator
+    return (
+        work.compiled
+        and one.phase in _COMPILED_PHASES
+        and kind_of(one) == "elementwise"
+        and base_name(one) not in _NOT_FUSED
+    )
+
+
+def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
+    """Bytes that stand between matrix products and attention, by phase: their operands and
+    results. Kernels of torch.compile read and write them, and more or less of that again."""
+    found: dict[str, float] = {}
+    for entry in counts:
+        one = entry.operator
+        if one.phase in _COMPILED_PHASES and kind_of(one) in ("matrix_products", "attention"):
+            size = sum(bytes_of(layout) for group in (one.inputs, one.outputs) for layout in group)
+            found[one.phase] = found.get(one.phase, 0.0) + entry.count * size
+    return found
+
+
+# A GPU by its data sheet
+
+
+def _on_gpu(
+    counts: Sequence[OperatorCount], work: Workload, gpu: GPU, shares: Shares
+) -> tuple[_Sums, float, list[str]]:
+    sums = _Sums()
+    launches: dict[str, float] = {}
+    for entry in counts:
+        one = entry.operator
+        if is_free(one) or _fuses(entry, work):
+            continue
+        seconds = kernel_seconds(one, gpu, work.precision, shares) * entry.count
+        kind = kind_of(one)
+        sums.add(one.phase, kind, seconds)
+        launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
+        if kind in ("matrix_products", "attention"):
+            memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
+            is_compute = memory < seconds.expected
+            sums.compute += seconds.expected if is_compute else 0.0
+            sums.memory += 0.0 if is_compute else seconds.expected
+        else:
+            sums.memory += seconds.expected
+    for phase, size in fused_bytes(counts).items() if work.compiled else ():
+        traffic = _over_bandwidth(size, gpu, shares)
+        sums.add(phase, "elementwise", traffic)
+        sums.memory += traffic.expected
+    _add_launching(sums, launches, work, shares)
+    copied = 16.0 * work.tokens_a_step / work.exchange.processes / work.exchange.host_link
+    sums.add("data", "data", Range.exact(copied))
+    origin = "worked out from its data sheet, and was not measured"
+    if shares.source != DEFAULT_SHARES.source:
+        origin = shares.source
+    notes = [
+        f"speed on a {gpu.name} is {origin}: "
+        f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
+        f"{shares.products.fast:.0%} of the peak in large matrix products, "
+        f"{shares.bandwidth.slow:.0%} to {shares.bandwidth.fast:.0%} of the bandwidth"
+    ]
+    if work.precision == "fp8":
+        notes.append("fp8 is counted as bf16: the table has no rates for it")
+    return sums, gpu.peak_flops(work.precision), notes
+
+
+def _over_bandwidth(size: float, gpu: GPU, shares: Shares) -> Range:
+    moved, rates = _three(shares.fused_traffic), _three(shares.bandwidth)
+    return Range(*(size * m / (gpu.bandwidth * r) for m, r in zip(moved, rates, strict=True)))
+
+
+def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
+    """What the GPU waits for the host in each phase: it starts operators while others compute."""
+    if work.cuda_graphs:
+        return
+    for phase, count in launches.items():
+        compiled = work.compiled and phase in _COMPILED_PHASES
+        # Between two products there is about one fused kernel.
+        number = 2 * count if compiled else count
+        each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
+        busy = sums.phases[phase]
+        waited = larger(busy, each * number)
+        extra = Range(*(a - b for a, b in zip(_three(waited), _three(busy), strict=True)))
+        sums.add(phase, "launching", extra)
+
+
+# A machine that was measured
+
+
+def _on_calibrated(
+    counts: Sequence[OperatorCount], work: Workload, machine: Calibration
+) -> tuple[_Sums, float, list[str]]:
+    sums = _Sums()
+    transposed = transposed_factors(counts)
+    calls: dict[str, float] = {}
+    guessed = 0.0
+    for entry in counts:
+        one = entry.operator
+        if _fuses(entry, work):
+            continue
+        calls[one.phase] = calls.get(one.phase, 0.0) + entry.count
+        if is_free(one):
+            continue
+        estimate = machine.seconds(one, transposed.get(one, (False, False)))
+        kind = kind_of(one)
+        seconds = entry.count * estimate.seconds
+        sums.add(one.phase, kind, _around(seconds, _OFF[estimate.source]))
+        sums.measured += seconds if estimate.source == "measured" else 0.0
+        guessed += seconds if estimate.source == "guessed" else 0.0
+        if kind in ("matrix_products", "attention"):
+            sums.compute += seconds
+        else:
+            sums.memory += seconds
+    for phase, size in fused_bytes(counts).items() if work.compiled else ():
+        seconds = size * DEFAULT_SHARES.fused_traffic.expected / machine.reference.rates["stream"]
+        sums.add(phase, "elementwise", _around(seconds, _FUSED_OFF))
+        sums.memory += seconds
+    for phase, count in calls.items():
+        compiled = work.compiled and phase in _COMPILED_PHASES
+        each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
+        sums.add(phase, "launching", _around(count * each, 0.5))
+    notes = list(machine.notes)
+    if guessed > 0.1 * sums.total.expected:
+        notes.append(
+            f"{guessed / sums.total.expected:.0%} of the step's time is from operators unlike "
+            "those that were measured here"
+        )
+    dtype = "bfloat16" if work.precision.startswith("bf16") else "float32"
+    return sums, machine.reference.rates[dtype], notes
+
+
+def _around(seconds: float, off: float) -> Range:
+    return Range(seconds * (1 + off), seconds, seconds * (1 - off))
+
+
+# Several devices
+
+
+def overlapping_bytes(exchange: Exchange) -> float:
+    """Through each link in a step, of what can be sent while something else is computed."""
+    share = (exchange.processes - 1) / exchange.processes
+    if exchange.engine == "ddp":
+        return 2 * share * exchange.gradient_bytes
+    if exchange.engine == "fsdp":
+        gathered = 2 * exchange.weight_bytes + exchange.gradient_bytes
+        return share * gathered * exchange.micro_batches
+    return 0.0
+
+
+def waiting_bytes(exchange: Exchange) -> float:
+    """Through each link in a step, of what the next operator needs: tensor parallel's sums, and
+    what a pipeline's stages pass on and back."""
+    count = exchange.tensor_parallel
+    sums = 4 * exchange.layers * exchange.micro_batches
+    passed = 2 * exchange.micro_batches * exchange.hidden_bytes if exchange.stages > 1 else 0.0
+    return 2 * (count - 1) / count * exchange.hidden_bytes * sums + passed
+
+
+def bubble(exchange: Exchange) -> float:
+    """How much longer a step takes because a pipeline's stages wait for the first micro-batch, and
+    after the last: (stages - 1) / micro-batches (Narayanan et al. 2019)."""
+    return (exchange.stages - 1) / exchange.micro_batches
+
+
+def exchange_seconds(
+    exchange: Exchange, link: float, beside: Range, shares: Shares = DEFAULT_SHARES
+) -> Range:
+    """That a step waits for the links.
+
+    Args:
+        exchange: what is sent.
+        link: bytes a second in one direction.
+        beside: seconds of computing that the sending can run beside.
+        shares: of the links' rates, and of the computing that the sending really runs beside.
+    """
+    rate = exchange.link or link
+    total = ZERO
+    for name in ("slow", "expected", "fast"):
+        share, overlap = getattr(shares.link, name), getattr(shares.overlap, name)
+        sent = overlapping_bytes(exchange) / (rate * share) if rate else 0.0
+        moved = exchange.offloaded_bytes / (exchange.host_link * share)
+        hidden = overlap * getattr(beside, name)
+        waited = waiting_bytes(exchange) / (rate * share) if rate else 0.0
+        part = max(0.0, sent + moved - hidden) + waited
+        total += Range(
+            **{one: part if one == name else 0.0 for one in ("slow", "expected", "fast")}
+        )
+    return total
