@@ -512,9 +512,9 @@ MUTANTS = [
     ),
     Mutant(
         "not all weights are saved",
-        "firstlight/training/state.py",
-        "return file_tensors(program.model) if keep else {}",
-        'return {n: t for n, t in file_tensors(program.model).items() if "norm" not in n}',
+        "firstlight/parallel/engine.py",
+        "StateTensors(tensors_of(model), ",
+        'StateTensors({n: t for n, t in tensors_of(model).items() if "norm" not in n}, ',
         (_CHECKPOINTS + "what_is_saved_cannot_be_loaded",),
     ),
     Mutant(
@@ -803,9 +803,9 @@ MUTANTS = [
     ),
     Mutant(
         "a wait for each tensor of a save",
-        "firstlight/training/state.py",
-        "return file_tensors(program.model) if keep else {}",
-        "return weights_to_save(program.model) if keep else {}",
+        "firstlight/parallel/engine.py",
+        "StateTensors(tensors_of(model), ",
+        "StateTensors(on_cpu(tensors_of(model)), ",
         (_LATE + "a_run_stands_still_for_one_copy_of_its_state",),
     ),
     Mutant(
@@ -932,8 +932,8 @@ MUTANTS = [
     Mutant(
         "gradients of GPUs by the CPU's library",
         "firstlight/parallel/group.py",
-        '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"',
-        '"gloo"',
+        '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",',
+        '"gloo",',
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
@@ -944,8 +944,8 @@ MUTANTS = [
         (_FAKE_RANKS + "each_process_takes_the_gpu_of_its_place_on_the_machine",),
     ),
     Mutant(
-        "pieces of fsdp sent by the CPU",
-        "firstlight/parallel/engine.py",
+        "shards of fsdp sent by the CPU",
+        "firstlight/parallel/sharding.py",
         "self.device.type, tuple(sizes.values())",
         '"cpu", tuple(sizes.values())',
         (_FAKE_RANKS + "fsdp_shares_gpus_over_nccl",),

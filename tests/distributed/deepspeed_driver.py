@@ -19,8 +19,9 @@ from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.group import group_of_one
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
-from firstlight.training.processes import group_of_one
 from firstlight.training.program import TrainingProgram
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -145,7 +146,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
     """Three steps of one process and of all; of the latter, one more in between is refused."""
     config, device = DistributedConfig(**case["distributed"]), torch.device("cpu")
-    engine = Engine(config, world, device)
+    engine = make_engine(config, world, device)
     micro, accumulation = case["micro"], case["accumulation"]
     ids, labels = global_batch(micro * accumulation * engine.size, case["masks"])
     one = Trial(case, None, cut(ids, labels, len(ids), 0, 1))
@@ -162,7 +163,7 @@ def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
         all_.step()
     expected, found = weights_of(one.program), weights_of(all_.program)
     state = [state_of(trial.program) for trial in (one, all_)]
-    restored = Trial(case, Engine(config, world, device), own)
+    restored = Trial(case, make_engine(config, world, device), own)
     with restored.program.optimizer.master_weights(changed=True), torch.no_grad():
         for name, parameter in restored.program.model.named_parameters():
             parameter.copy_(found[name])

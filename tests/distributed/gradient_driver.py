@@ -23,8 +23,10 @@ from firstlight.hardware.device import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World, find_world, process_group
+from firstlight.parallel.collectives import gather_to_main
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
@@ -154,7 +156,9 @@ def gradients(
 
     program.optimizer.step = keep_and_update  # type: ignore[method-assign]
     result = program.step(batches, 1.0)
-    return found if engine is None else engine.gathered(found), result.loss, result.grad_norm
+    if engine is not None and engine.config.pipeline > 1:
+        found = gather_to_main(found)
+    return found, result.loss, result.grad_norm
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -186,7 +190,7 @@ def main(cases: list[dict[str, Any]]) -> None:
     world = find_world()
     with _group(world):
         for case in cases:
-            engine = Engine(DistributedConfig(**case["distributed"]), world, DEVICE)
+            engine = make_engine(DistributedConfig(**case["distributed"]), world, DEVICE)
             rows = case["micro"] * case["accumulation"] * engine.size
             ids, labels = global_batch(rows, case["masks"])
             expected = gradients(case, cut(ids, labels, rows, 0, 1), None)

@@ -18,6 +18,7 @@ from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:
@@ -50,7 +51,7 @@ def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
         if not last:
             found["accumulating"] = whole_gradients(model)
     optimizer.step()
-    engine.settle()
+    engine.reshard()
     found["weights"] = held(model.parameters())
     found["gradients"] = held(parameter.grad for parameter in model.parameters())
     states = optimizer._states().values()
@@ -73,7 +74,7 @@ def main(request: list[tuple[Any, dict[str, Any]]]) -> None:
     world = find_world()
     with process_group(world, torch.device("cpu"), 60):
         for name, model in request:
-            engine = Engine(DistributedConfig(engine=name), world, torch.device("cpu"))
+            engine = make_engine(DistributedConfig(engine=name), world, torch.device("cpu"))
             line = json.dumps(measured(LlamaConfig(**model), engine))
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

@@ -22,7 +22,7 @@ from firstlight.errors import FirstlightError
 from firstlight.files import disk
 from firstlight.parallel import World, barrier, find_world, process_group
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import CheckpointConfig
 
 #: Rows that don't divide evenly, fewer than processes, one dimension.
@@ -48,7 +48,7 @@ class Scenarios:
 
     def __init__(self, folder: Path, world: World) -> None:
         self.folder, self.world = folder, world
-        self.engine = Engine(DistributedConfig(engine="fsdp"), world, torch.device("cpu"))
+        self.engine = make_engine(DistributedConfig(engine="fsdp"), world, torch.device("cpu"))
         self.meshes: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
             "all": ((world.size,), [Shard(0)])
         }

@@ -15,6 +15,7 @@ from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import is_sharded
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 
@@ -59,7 +60,7 @@ def main(request: list[dict[str, Any]]) -> None:
     with process_group(world, torch.device("cpu"), 120):
         for values in request:
             recipe = parse_recipe(values)
-            engine = Engine(recipe.distributed, world, torch.device("cpu"))
+            engine = make_engine(recipe.distributed, world, torch.device("cpu"))
             sys.stdout.write(json.dumps({"peaks": measured(recipe, engine)}) + "\n")
             sys.stdout.flush()
 

@@ -16,8 +16,8 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.deepspeed_engine import import_deepspeed, require_asynchronous_io
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.deepspeed_model import import_deepspeed, require_asynchronous_io
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -175,7 +175,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        Engine(DistributedConfig(**keys), World(0, 2, 0, 2), torch.device("cpu"))
+        make_engine(DistributedConfig(**keys), World(0, 2, 0, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

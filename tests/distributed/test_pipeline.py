@@ -17,6 +17,7 @@ from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -70,7 +71,7 @@ def test_four_stages_give_the_gradient_of_one_process() -> None:
 
 def _engine(rank: int, processes: int, **config: Any) -> Engine:
     world = World(rank, processes, rank, processes)
-    return Engine(DistributedConfig(**config), world, torch.device("cpu"))
+    return make_engine(DistributedConfig(**config), world, torch.device("cpu"))
 
 
 _SIZES: dict[str, Any] = {
@@ -91,7 +92,7 @@ def test_stages_begin_with_the_values_of_the_whole_model() -> None:
         engine = _engine(rank, 3, pipeline=3)
         model = engine.new_model(config, 64, torch.Generator().manual_seed(3))
         state = model.state_dict()
-        assert engine.elsewhere(model) == expected.keys() - state.keys()
+        assert engine.absent_parameters(model) == expected.keys() - state.keys()
         assert not found.keys() & state.keys()
         # Of the layers no stage has more than two, and no memory is shared with what is elsewhere.
         assert len({name.split(".")[2] for name in state if ".layers." in name}) in (1, 2)

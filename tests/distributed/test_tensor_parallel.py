@@ -16,6 +16,7 @@ from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -113,7 +114,7 @@ def test_groups_share_copies_of_a_model() -> None:
 
 def _engine(processes: int, **config: Any) -> Engine:
     world = World(processes - 1, processes, processes - 1, processes)
-    return Engine(DistributedConfig(**config), world, torch.device("cpu"))
+    return make_engine(DistributedConfig(**config), world, torch.device("cpu"))
 
 
 def test_neighbours_have_the_same_rows() -> None:

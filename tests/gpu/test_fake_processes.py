@@ -18,9 +18,9 @@ from firstlight.hardware.device import (
 )
 from firstlight.parallel import World, own_device
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
 from firstlight.parallel.group import _open_group
 from firstlight.parallel.rendezvous import own_card
+from firstlight.parallel.sharding import FSDPEngine
 from firstlight.training import processes
 from firstlight.training.state import restore_torch_random_states, torch_random_states
 
@@ -133,7 +133,7 @@ def test_fsdp_shares_gpus_over_nccl(
 
     monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", mesh)
     config = DistributedConfig(engine="fsdp", shard=4)
-    Engine(config, World(0, 8, 0, 8), torch.device("cuda", 0))._mesh()
+    FSDPEngine(config, World(0, 8, 0, 8), torch.device("cuda", 0))._mesh()
     assert made == [("cuda", (2, 4), ("replicate", "shard"))]
 
 

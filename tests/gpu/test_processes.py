@@ -20,25 +20,25 @@ from firstlight.hardware.device import Hardware
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DDPEngine, Engine
+from firstlight.parallel.group import group_of_one
+from firstlight.parallel.sharding import FSDPEngine
 from firstlight.recipe import parse_recipe
 from firstlight.training.metrics import read_json_lines
-from firstlight.training.processes import group_of_one
 from firstlight.training.program import TrainingProgram
 
 _DISTRIBUTED = Path(__file__).parents[1] / "distributed"
 
 
-class EngineOfOne(Engine):
-    """An engine for several processes that has one: a run of one process refuses it, since it would
-    gain nothing."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        super().__init__(DistributedConfig(), World(0, 1, 0, 1), device)
-        self.name = name
+class FSDPOfOne(FSDPEngine):
+    """FSDP2 of one process, whose mesh would have no dimension."""
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (1,), mesh_dim_names=("shard",))
+
+
+#: Engines of several processes that get one, which `make_engine` refuses: it would gain nothing.
+_ENGINES: dict[str, type[Engine]] = {"ddp": DDPEngine, "fsdp": FSDPOfOne}
 
 
 def steps(
@@ -72,7 +72,11 @@ def test_one_process_of_an_engine_trains_as_a_plain_one(
 ) -> None:
     expected, weights = steps(hardware, None, precision)
     with group_of_one(hardware.device):
-        found, own = steps(hardware, EngineOfOne(name, hardware.device), precision)
+        found, own = steps(
+            hardware,
+            _ENGINES[name](DistributedConfig(), World(0, 1, 0, 1), hardware.device),
+            precision,
+        )
     assert not dist.is_initialized()
     # With bf16, fsdp rounds each layer's weights, and autocast each product's inputs.
     assert found == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 3e-2)

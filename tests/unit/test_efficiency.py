@@ -31,6 +31,8 @@ from firstlight.models.ops import (
 from firstlight.parallel import World
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
+from firstlight.parallel.sharding import TensorParallelEngine
 from firstlight.recipe import parse_recipe
 from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
@@ -462,7 +464,6 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
         seen.update(p.device.type for p in model.parameters())
         return model
 
-    monkeypatch.setattr(Engine, "share", share)
     model = small_model()
     recipe = parse_recipe(
         {
@@ -473,7 +474,8 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
         }
     )
     elsewhere = Hardware(torch.device("meta"), "elsewhere", 2**40, bf16=True)
-    engine = Engine(recipe.distributed, World(0, 2, 0, 2), elsewhere.device)
+    engine = make_engine(recipe.distributed, World(0, 2, 0, 2), elsewhere.device)
+    monkeypatch.setattr(type(engine), "share", share)
     TrainingProgram(recipe, model, elsewhere, engine)
     assert seen == {before}
 
@@ -481,12 +483,12 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
 def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Engine, "_mesh", lambda _: {"tensor": None})
-    monkeypatch.setattr("firstlight.parallel.engine.cut_tensors", lambda *_: None)
+    monkeypatch.setattr(TensorParallelEngine, "_mesh", lambda _: {"tensor": None})
+    monkeypatch.setattr("firstlight.parallel.sharding.shard_tensors", lambda *_: None)
     model = empty_model(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8))
     config = DistributedConfig(tensor_parallel=2)
     assert len(list(model.buffers())) == 1
-    Engine(config, World(0, 2, 0, 2), torch.device("meta")).share(model, "fp32")
+    make_engine(config, World(0, 2, 0, 2), torch.device("meta")).share(model, "fp32")
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 

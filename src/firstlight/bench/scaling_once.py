@@ -44,7 +44,7 @@ def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
         recipe = recipe.model_copy(update={"distributed": type(recipe.distributed)()})
     torch.set_num_threads(request["threads"])
     with run_processes(recipe) as (hardware, engine):
-        if engine.name == "fsdp":
+        if engine.keeps_shards:
             # What comes late otherwise doesn't count as memory of the run.
             importlib.import_module("torch.distributed.fsdp")
         gc.collect()

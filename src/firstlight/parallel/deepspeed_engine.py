@@ -1,385 +1,308 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) around a plain model: optimizer state (stage 1),
-gradients too (2), parameters too (3) are cut into pieces, one a process, and may lie in the CPU's
-memory or in files.
-
-The loop, the loss, the schedule and what a checkpoint holds are ours; DeepSpeed adds the gradients
-up, clips and updates.
-"""
+"""DeepSpeed as an engine of a run, and the optimizer around DeepSpeed's."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import secrets
-import shutil
-import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from firstlight.console import say
-from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.hardware.device import is_out_of_memory
 from firstlight.models import Model
-from firstlight.parallel import barrier, broadcast_object
+from firstlight.optim.optimizer import Optimizer, OptimizerConfig, require_fitting_state
+from firstlight.optim.spec import Layout
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.deepspeed_file import read_deepspeed_file
-from firstlight.parallel.group import is_exchange_error
+from firstlight.parallel.deepspeed_model import ZeroModel, set_shard
+from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
+from firstlight.parallel.group import group_of_one
 
-#: Numbers that are sent at a time, as DeepSpeed's own default; a buffer of so many is kept.
-_BUCKET = 500_000_000
-
-#: Precisions with fp32 parameters and products in less.
-_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
-def import_deepspeed(device: torch.device) -> ModuleType:
-    """The library, for this kind of device, and silent: it writes to stdout.
+class DeepSpeedEngine(Engine):
+    """DeepSpeed's ZeRO between the processes, of one process too."""
 
-    Raises:
-        MissingDependencyError: it is not installed.
-        ConfigError: it was imported for another kind of device.
-    """
-    if device.type == "cpu":
-        # It takes any GPU that it sees, and looks once.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        with _quiet():
-            import deepspeed
-            from deepspeed.accelerator import get_accelerator
-    except ImportError as error:
-        raise MissingDependencyError(
-            "deepspeed", "deepspeed", "distributed.engine deepspeed"
-        ) from error
-    found = get_accelerator().device_name()
-    if not str(device).startswith(str(found)):
-        raise ConfigError(
-            f"run.device is {device}, and DeepSpeed was set up for {found} (DS_ACCELERATOR): start "
-            "a process of its own for each kind of device, without that variable"
+    name = "deepspeed"
+    averages_gradients = True
+    can_repeat_step = False
+    _zero: ZeroModel
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Engine.session`.
+
+        Inside, LOCAL_RANK is the index of this process's device, which DeepSpeed reads from there.
+        Only torchrun's kind of launcher sets LOCAL_RANK; and where a launcher shows each process
+        one GPU alone, its local rank is not that GPU's index. DeepSpeed refuses a LOCAL_RANK that
+        differs from Open MPI's variable, so that one is set, too.
+        """
+        world, device = self.world, self.device
+        index = (device.index or 0) if device.type == "cuda" else world.local_rank
+        names = ["LOCAL_RANK"]
+        if _OPEN_MPI_LOCAL_RANK in os.environ:
+            names.append(_OPEN_MPI_LOCAL_RANK)
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(dict.fromkeys(names, str(index)))
+        # Stage 3 puts a function of its own in place of this one, which other models can't use.
+        linear = torch.nn.functional.linear
+        try:
+            with group_of_one(device) if world.size == 1 else contextlib.nullcontext():
+                yield
+        finally:
+            torch.nn.functional.linear = linear
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def set_up(
+        self,
+        model: Model,
+        config: OptimizerConfig,
+        precision: str,
+        *,
+        in_backward: bool,
+        initial: Mapping[str, Tensor],
+    ) -> tuple[Optimizer, Callable[..., Tensor]]:
+        """See `Engine.set_up`; DeepSpeed needs the optimizer to share the model."""
+        optimizer = ZeroOptimizer(
+            model,
+            config,
+            self.config,
+            self.device,
+            precision=precision,
+            local_rank=self.world.local_rank,
         )
-    deepspeed.utils.logger.setLevel("WARNING")
-    # Newer versions of torch have other names for these, which it doesn't know.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
-    # On a CPU it would compile an extension of its own, for a minute, for sums over processes that
-    # gloo adds up too.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed  # type: ignore[no-any-return]
+        self._zero = optimizer.zero
+        return optimizer, self._zero.forward
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, stdout is stderr, and what the library's own code is warned of is not said."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    @contextlib.contextmanager
+    def backward_pass(self, *, last: bool) -> Iterator[None]:
+        """See `Engine.backward_pass`."""
+        self._zero.set_last(last)
         yield
 
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`."""
+        self._zero.backward(loss)
 
-class ZeroModel:
-    """A model that the processes of a run share by DeepSpeed.
+    def state_tensors(
+        self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
+    ) -> StateTensors:
+        """See `Engine.state_tensors`."""
+        moments = optimizer.state_tensors(keep=self.is_main)
+        with optimizer.master_weights():
+            return StateTensors(on_cpu(tensors_of(model)) if self.is_main else {}, moments)
+
+
+class ZeroOptimizer(Optimizer):
+    """Has the methods of `Optimizer`; parameters and state are in DeepSpeed's hands.
 
     Args:
-        model: on this process' device, the same on all; its parameters are fp32. It is changed in
-            place, and goes on giving the same outputs, if all processes call it together.
-        optimizer: of torch, for all of its parameters: one that treats each number alike.
-        config: the recipe's `distributed` section.
+        model: see `ZeroModel`.
+        config: the recipe's `optimizer` section; its optimizer is one of torch's that are
+            elementwise.
+        sharing: the recipe's `distributed` section.
         device: of this process.
-        precision: the recipe's; with "bf16" and "fp16", products are in it and all that is sent is
-            fp32.
-        max_grad_norm: to which gradients are scaled down; 0 is not.
-        local_rank: of this process on its machine.
+        precision, local_rank: see `ZeroModel`.
 
     Attributes:
-        engine: DeepSpeed's.
-        stage: of ZeRO.
+        zero: the shared model.
 
     Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        ConfigError: it can't work here.
+        MissingDependencyError, ConfigError: see `ZeroModel`.
     """
 
     def __init__(
         self,
         model: Model,
-        optimizer: torch.optim.Optimizer,
-        config: DistributedConfig,
+        config: OptimizerConfig,
+        sharing: DistributedConfig,
         device: torch.device,
         *,
         precision: str,
-        max_grad_norm: float,
         local_rank: int = 0,
     ) -> None:
-        deepspeed = import_deepspeed(device)
-        _forget_closed_group()
-        self.stage, self.device, self.model = config.zero_stage or 2, device, model
-        folder = None
-        if config.offload == "nvme":
-            require_asynchronous_io(local_rank)
-            folder = _new_swap_folder(config)
-        if precision in _CAST:
-            _cast_inside(model, device, _CAST[precision])
-        largest = max(p.numel() for p in model.parameters())
-        total = sum(p.numel() for p in model.parameters())
-        settings: dict[str, Any] = {
-            # How many rows and passes there are is the loop's business; of more than one
-            # pass, gradients are added up, however many come (see `set_last`).
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": max_grad_norm,
-            "steps_per_print": None,
-            "zero_allow_untested_optimizer": True,
-            # torch's optimizer updates on the CPU as well.
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": self.stage,
-                "reduce_bucket_size": max(largest, min(total, _BUCKET)),
-                "overlap_comm": device.type == "cuda",
-                **_offloading(config, folder, device),
-            },
+        self._expected: dict[str, Layout] = {}
+        super().__init__(model, config)
+        self._expected = self._layouts()
+        ((self._spec, self._torch),) = self._parts
+        self._has_state, self._grad_scale = False, 1.0
+        self.zero = ZeroModel(
+            model,
+            self._torch,
+            sharing,
+            device,
+            precision=precision,
+            max_grad_norm=config.max_grad_norm,
+            local_rank=local_rank,
+        )
+
+    @property
+    def _inner(self) -> Any:
+        """DeepSpeed's optimizer, around torch's."""
+        return self.zero.engine.optimizer
+
+    # One step
+
+    def accumulate(self) -> None:
+        """Nothing: gradients add up by themselves."""
+
+    def clip_gradients(
+        self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The gradients' L2 norm, divided by `grad_scale`; `step` divides and scales them down."""
+        self._grad_scale = grad_scale
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        inner = self._inner
+        if self.zero.stage == 3:
+            norm = combine_grad_norm_groups(inner._get_norm_groups())
+        else:
+            norm = inner.scaled_global_norm()
+        assert isinstance(norm, Tensor)
+        # DeepSpeed's norm of what is not finite is -1.
+        norm = norm.detach().float()
+        return torch.where(norm < 0, torch.inf, norm) / grad_scale
+
+    def step(self) -> None:
+        """Update the parameters from their gradients, scaled down to `max_grad_norm`."""
+        # The backward pass had a scaled loss already, and DeepSpeed none to scale it by.
+        self._inner.loss_scale = self._grad_scale
+        self.zero.engine.step()
+        self._inner.loss_scale = 1.0
+        self._has_state = True
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as DeepSpeed does where they overflow."""
+        inner = self._inner
+        inner.zero_grad(set_to_none=True)
+        is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
+        if is_offloaded:
+            inner.reset_cpu_buffers()
+        if self.zero.stage == 3:
+            inner._pre_step()
+            if not is_offloaded:
+                inner.averaged_gradients = {}
+            return
+        # In a step's first pass it is counted up to 0.
+        inner.micro_step_id = -1
+        if is_offloaded:
+            inner._offload_accumulated_param_ids = set()
+            return
+        for kept in (inner.averaged_gradients, inner.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+
+    # State
+
+    def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model's parameters are whole, for reading; and for writing, if
+        they are `changed` in it."""
+        return self.zero.whole_parameters(changed=changed)
+
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """See `Optimizer.state_tensors`; all processes have to call it."""
+        if not self._has_state:
+            return {}
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_state()
+        found: dict[str, Tensor] = {}
+        for name, layout in self._expected.items():
+            parameter = self.parameters[name]
+            for key, (shape, dtype) in layout.items():
+                if key == "step":
+                    value = self._steps()
+                else:
+                    value = safe_get_full_optimizer_state(parameter, key)
+                    assert value is not None
+                if keep:
+                    found[f"{name}.{key}"] = (
+                        value.detach().cpu().reshape(shape).to(dtype).contiguous()
+                    )
+        return found
+
+    def state_shards(self) -> dict[str, Tensor]:
+        """Nothing: DeepSpeed keeps the state of many parameters in one tensor, without names."""
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Optimizer.load_state_tensors`; all processes have to call it."""
+        require_fitting_state(self._expected, tensors)
+        steps = next((t for name, t in tensors.items() if name.endswith(".step")), None)
+        self._make_state(steps)
+        for name, layout in self._expected.items():
+            for key in layout:
+                if key != "step":
+                    self._set_state(self.parameters[name], key, tensors[f"{name}.{key}"])
+        self._has_state = True
+
+    def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
+        """See `Optimizer.fill_state`; what is written is whole, on the CPU of every process."""
+        tensors = {
+            f"{name}.{key}": torch.zeros(shape, dtype=dtype)
+            for name, layout in self._expected.items()
+            for key, (shape, dtype) in layout.items()
         }
-        if config.deepspeed_config is not None:
-            _update(settings, read_deepspeed_file(config.deepspeed_config).handed_on)
-        self.engine = _initialized(deepspeed, model, optimizer, settings)
-        if folder is not None:
-            weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
+        fill(tensors)
+        self.load_state_tensors(tensors)
 
-    def forward(self, *inputs: Tensor | None) -> Tensor:
-        """The model's forward pass."""
-        # DeepSpeed switches autocast off: see `_cast_inside`.
-        with torch.autocast(self.device.type, enabled=False):
-            output: Tensor = self.engine(*inputs)
-        return output
+    def _layouts(self) -> dict[str, Layout]:
+        # Of parameters that are in pieces, shapes are gone.
+        return self._expected or super()._layouts()
 
-    def set_last(self, last: bool) -> None:
-        """Say whether the forward and backward pass that come are a step's last."""
-        self.engine.set_gradient_accumulation_boundary(last)
+    def _steps(self) -> Tensor:
+        """The counter of steps, which is the same for all parameters."""
+        states = self._torch.state.values()
+        steps: Tensor = next(state["step"] for state in states if "step" in state)
+        return steps
 
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass. Gradients become those of the mean of all processes' losses."""
-        self.engine.backward(loss, scale_wrt_gas=False)
+    def _flat(self) -> list[Tensor]:
+        """What torch's optimizer updates: many parameters' pieces in a row."""
+        inner = self._inner
+        if self.zero.stage == 3:
+            return list(inner.fp32_partitioned_groups_flat)
+        return list(inner.single_partition_of_fp32_groups)
+
+    def _make_state(self, steps: Tensor | None) -> None:
+        """The state that there is after so many steps, with zeros for moments."""
+        keys = {key for layout in self._expected.values() for key in layout}
+        for number, flat in enumerate(self._flat()):
+            with self._at_hand(number):
+                state: dict[str, Tensor] = {key: torch.zeros_like(flat) for key in keys - {"step"}}
+                if "step" in keys:
+                    assert steps is not None
+                    state["step"] = steps
+                parameter = flat if isinstance(flat, nn.Parameter) else nn.Parameter(flat)
+                self._torch.state[flat] = self._spec.rebuild(self._torch, parameter, state)
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Have parameters know where their state lies: stages 1 and 2 look too early, when only the
+        first group of parameters has been updated."""
+        if self.zero.stage < 3:
+            self._inner._hp_optimizer_states_linked = False
+            self._inner._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
-    def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole, on the CPU of every process where they are in pieces, for
-        reading and for writing, not for computing. All processes have to call it.
-
-        Args:
-            changed: what was written inside, the same on all, is put back.
-        """
-        places = self._places() if self.stage == 3 else []
-        wholes: dict[int, nn.Parameter] = {}
-        try:
-            for module, name, parameter in places:
-                if id(parameter) not in wholes:
-                    with _gathered(parameter):
-                        copy = parameter.detach().to("cpu", copy=True)
-                    wholes[id(parameter)] = nn.Parameter(copy, parameter.requires_grad)
-                module._parameters[name] = wholes[id(parameter)]
-            yield
-        finally:
-            for module, name, parameter in places:
-                module._parameters[name] = parameter
-        if changed:
-            self._put_back(wholes)
-
-    def _places(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        return [
-            (module, name, parameter)
-            for module in self.model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-
-    @torch.no_grad()
-    def _put_back(self, wholes: dict[int, nn.Parameter]) -> None:
-        if self.stage < 3:
-            self.engine.optimizer.refresh_fp32_params()
-            return
-        for parameter in self.model.parameters():
-            value = wholes[id(parameter)].detach()
-            with _gathered(parameter, changed=True):
-                parameter.copy_(value)
-            set_piece(parameter, value)
-
-
-def _initialized(
-    deepspeed: ModuleType,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-) -> Any:
-    """DeepSpeed's engine around a model.
-
-    Raises:
-        ConfigError: DeepSpeed refuses something, in its own words.
-    """
-    try:
-        with _quiet():
-            engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=settings, dist_init_required=False
-            )
-    except Exception as error:
-        if is_out_of_memory(error) or is_exchange_error(error):
-            raise
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} refuses to set this run up ({said}): change what "
-            "it names, or set distributed.engine to ddp or fsdp"
-        ) from error
-    return engine
-
-
-def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put nested values into nested values; sections that are not there are left out."""
-    for key, value in changes.items():
-        if isinstance(value, Mapping):
-            _update(settings.get(key, {}), value)
-        else:
-            settings[key] = value
-
-
-def set_piece(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Give this process' piece of what ZeRO-3 keeps in fp32 of a parameter its part of a whole.
-
-    Args:
-        value: the whole, the same on all processes.
-        key: of the optimizer's state; None is the parameter's own fp32 copy.
-    """
-    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-    held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # The last pieces are filled up to the size of the others.
-    count = held.numel()
-    start = torch.distributed.get_rank() * count
-    own = value.reshape(-1)[start : start + count].float()
-    piece = torch.zeros(count, dtype=torch.float32)
-    piece[: len(own)] = own
-    if key is None:
-        safe_set_local_fp32_param(parameter, piece)
-    else:
-        safe_set_local_optimizer_state(parameter, piece, key)
-
-
-@contextlib.contextmanager
-def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[None]:
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters([parameter], modifier_rank=0 if changed else None):
+    def _at_hand(self, number: int) -> Iterator[None]:
+        """Inside, what of a group is in files is in memory."""
+        inner = self._inner
+        in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
+        if in_files:
+            inner._optimizer_states_and_gradient_swap_in(number)
         yield
+        if in_files:
+            inner._optimizer_states_and_gradient_swap_out(number)
 
+    def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if self.zero.stage == 3:
+            set_shard(parameter, value, key)
+        else:
+            from deepspeed.utils import safe_set_full_optimizer_state
 
-def _forget_closed_group() -> None:
-    """Have the library look for the processes anew, if those of a run before are gone."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    known = groups._WORLD_GROUP
-    if known is None:
-        return
-    try:
-        torch.distributed.get_process_group_ranks(known)
-    except (KeyError, ValueError):
-        groups._release_process_group_references(group=None)
-        comm.cdb = None
-
-
-def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the model compute in less than fp32 by itself: autocast around it is not let in."""
-    plain: Callable[..., Tensor] = model.forward
-
-    @functools.wraps(plain)
-    def forward(*inputs: Any, **options: Any) -> Tensor:
-        with torch.autocast(device.type, dtype=dtype):
-            return plain(*inputs, **options)
-
-    model.forward = forward  # type: ignore[method-assign]
-
-
-def _offloading(
-    config: DistributedConfig, folder: Path | None, device: torch.device
-) -> dict[str, Any]:
-    if config.offload == "none":
-        return {}
-    pinned = device.type == "cuda"
-    on_cpu = {"device": "cpu", "pin_memory": pinned}
-    places: dict[str, Any] = {"offload_optimizer": on_cpu}
-    if folder is not None:
-        places["offload_optimizer"] = {
-            "device": "nvme",
-            "nvme_path": str(folder),
-            "pin_memory": pinned,
-        }
-    if config.zero_stage == 3:
-        places["offload_param"] = on_cpu
-    return places
-
-
-def require_asynchronous_io(local_rank: int) -> None:
-    """Have the library compiled that offloading into files needs, if it is not yet: this takes
-    minutes, once on each machine. All processes have to call it.
-
-    Args:
-        local_rank: of this process on its machine.
-
-    Raises:
-        ConfigError: it can't be.
-    """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    builder = AsyncIOBuilder()
-    with _quiet():
-        is_possible = builder.is_compatible(verbose=False)
-    if not is_possible:
-        raise ConfigError(
-            "distributed.offload nvme needs libaio and a C++ compiler (apt-get install libaio-dev "
-            "g++): install them, or set distributed.offload to cpu"
-        )
-    if local_rank == 0:
-        _tell_of_lock(builder.name)
-        _load(builder)
-    # One that compiled beside it would find half of a library.
-    barrier()
-    _load(builder)
-
-
-def _load(builder: Any) -> None:
-    try:
-        with _quiet():
-            builder.load(verbose=False)
-    except (RuntimeError, ImportError, OSError) as error:
-        raise ConfigError(
-            "distributed.offload nvme: DeepSpeed's library for it can't be compiled "
-            f"({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
-        ) from error
-
-
-def _tell_of_lock(name: str) -> None:
-    """Say what to do where torch would wait, without a word, for a build that was killed."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    lock = Path(_get_build_directory(name, verbose=False)) / "lock"
-    if lock.exists():
-        say(
-            f"waiting for {lock}: another process compiles DeepSpeed's library; if there is none, "
-            "it was killed: delete that file"
-        )
-
-
-def _new_swap_folder(config: DistributedConfig) -> Path:
-    """A folder for this run's files, of which each process has its own in it."""
-    assert config.nvme_path is not None
-    token = broadcast_object(secrets.token_hex(4))
-    folder = Path(config.nvme_path).expanduser() / f"firstlight-swap-{token}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"distributed.nvme_path {config.nvme_path}: {error.strerror}") from error
-    return folder
+            safe_set_full_optimizer_state(parameter, value.to(self.zero.device), key)

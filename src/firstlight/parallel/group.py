@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.parallel.heartbeat import Watch, linger
@@ -117,6 +117,17 @@ def process_group(
         raise
     watch.stop()
     _close_group(broken=False)
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """torch's default group of this process alone, for libraries that need one."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _met(world: World, own: Card, timeout_seconds: float) -> tuple[PrefixStore, list[Card]]:

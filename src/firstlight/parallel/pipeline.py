@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from firstlight.errors import ConfigError
 from firstlight.models import Model, ModelConfig, build_model, families_with
-from firstlight.parallel import World, all_reduce_sum
+from firstlight.optim.optimizer import Optimizer
+from firstlight.parallel.collectives import all_reduce_sum, gather_to_main
+from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -48,7 +51,7 @@ class _Elsewhere(nn.Module):
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """Why a model can't be cut into so many stages, each reason a sentence."""
+    """The reasons why a model can't be split into so many stages, each a sentence."""
     if not config.has_pipeline:
         yield (
             f"distributed.pipeline cuts {families_with(lambda family: family.has_pipeline)}, and "
@@ -130,23 +133,68 @@ def _own_layers(layers: int, stage: int, stages: int) -> range:
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
-class Pipeline:
-    """This process' stage among the others.
+class PipelineEngine(Engine):
+    """One stage of the model a process; micro-batches pass from stage to stage."""
 
-    From its making on, the model's forward pass outside of training is that of all stages
+    _pipeline: Pipeline
+
+    def new_model(
+        self, config: ModelConfig, vocab_multiple: int, generator: torch.Generator | None = None
+    ) -> Model:
+        """See `Engine.new_model`."""
+        stages = self.config.pipeline
+        if problems := list(unstageable(config, stages)):
+            raise ConfigError("; ".join(problems))
+        return stage_model(config, vocab_multiple, self.group_rank, stages, generator)
+
+    def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
+        """See `Engine.share`."""
+        self._pipeline = Pipeline(model, self.world.rank, self.world.size, self.device)
+        return self._pipeline.forward
+
+    def absent_parameters(self, model: Model) -> set[str]:
+        """See `Engine.absent_parameters`."""
+        with torch.device("meta"):
+            whole = build_model(model.config)
+        own = {name for name, _ in model.named_parameters()}
+        return {name for name, _ in whole.named_parameters()} - own
+
+    def run_schedule(
+        self, loss_sum: Callable[..., Tensor], batches: Sequence[Any], divisor: float
+    ) -> Tensor:
+        """See `Engine.run_schedule`."""
+        return self._pipeline.pass_all(loss_sum, batches, divisor)
+
+    def joined_norm(self, norm: Tensor) -> Tensor:
+        """See `Engine.joined_norm`."""
+        return all_reduce_sum(norm.detach().double().cpu() ** 2).sqrt().to(norm)
+
+    def state_tensors(
+        self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
+    ) -> StateTensors:
+        """See `Engine.state_tensors`. Each stage sends the tensors that it alone has."""
+        moments = gather_to_main(optimizer.state_tensors())
+        with optimizer.master_weights():
+            return StateTensors(gather_to_main(on_cpu(tensors_of(model))), moments)
+
+
+class Pipeline:
+    """One process' stage among the others.
+
+    From the construction on, the model's forward pass outside of training is that of all stages
     together: every process calls it with the same inputs, and gets the same outputs.
 
     Args:
-        model: from `stage_model`, on its device.
-        world: the processes, one a stage.
+        model: the result of `stage_model`, on its device.
+        stage, stages: this process' stage, and the number of stages.
 
     Attributes:
         forward: this stage's own part of the forward pass.
     """
 
-    def __init__(self, model: Model, world: World, device: torch.device) -> None:
+    def __init__(self, model: Model, stage: int, stages: int, device: torch.device) -> None:
         self.forward: Callable[..., Tensor] = model.forward
-        self._stage, self._stages, self._device = world.rank, world.size, device
+        self._stage, self._stages, self._device = stage, stages, device
         self._model = model
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)

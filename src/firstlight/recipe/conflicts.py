@@ -10,7 +10,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
-from firstlight.parallel.tensor_parallel import uncuttable
+from firstlight.parallel.sharding import unshardable
 from firstlight.recipe.schema import Recipe
 
 
@@ -47,7 +47,7 @@ def require_combination(
         *_conflicts_of_pairs(recipe, engine, tensor_parallel, pipeline),
         *_conflicts_of_sharded(recipe, engine, tensor_parallel),
         *(_conflicts_with_deepspeed(recipe) if engine == "deepspeed" else ()),
-        *(uncuttable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
+        *(unshardable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
     ]
     if problems:
         raise ConfigError("; ".join(problems))

@@ -212,8 +212,7 @@ class Job:
     @property
     def held_bytes(self) -> int:
         """Bytes of the model's tensors, and of the optimizer's state where it was resumed."""
-        resumed = self.saved_step >= 0 and self.engine.zero is None
-        state = self.optimizer.state_shards() if resumed else {}
+        state = self.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.model.parameters(), *state.values()))
 
     @property

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from firstlight.efficiency import require_same_bits
 from firstlight.hardware.device import Hardware, find_hardware
@@ -25,11 +23,10 @@ from firstlight.parallel import (
     process_group,
 )
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import Recipe
 
 T = TypeVar("T")
-
-_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 @contextlib.contextmanager
@@ -57,11 +54,8 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
             hardware = stack.enter_context(_met(recipe, world))
         if recipe.run.deterministic:
             require_same_bits(hardware)
-        engine = Engine(recipe.distributed, world, hardware.device)
-        if engine.name == "deepspeed":
-            if world.size == 1:
-                stack.enter_context(group_of_one(hardware.device))
-            stack.enter_context(deepspeed_session(world, hardware.device))
+        engine = make_engine(recipe.distributed, world, hardware.device)
+        stack.enter_context(engine.session())
         yield hardware, engine
 
 
@@ -82,49 +76,6 @@ def _met(recipe: Recipe, world: World) -> Iterator[Hardware]:
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
     ):
         yield find_hardware(str(device))
-
-
-@contextlib.contextmanager
-def group_of_one(device: torch.device) -> Iterator[None]:
-    """torch's default group of this process alone, for libraries that need one."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def deepspeed_session(world: World, device: torch.device) -> Iterator[None]:
-    """A context in which DeepSpeed works; what it changes for the whole process is undone after it.
-
-    Inside, LOCAL_RANK is the index of this process's device, which DeepSpeed reads from there. Only
-    torchrun's kind of launcher sets LOCAL_RANK; and where a launcher shows each process one GPU
-    alone, its local rank is not that GPU's index. DeepSpeed refuses a LOCAL_RANK that differs from
-    Open MPI's variable, so that one is set, too.
-
-    Args:
-        world: this process among the others.
-        device: the device of this process.
-    """
-    index = (device.index or 0) if device.type == "cuda" else world.local_rank
-    names = ["LOCAL_RANK"]
-    if _OPEN_MPI_LOCAL_RANK in os.environ:
-        names.append(_OPEN_MPI_LOCAL_RANK)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(index)))
-    # Stage 3 puts a function of its own in place of this one, which other models can't use.
-    linear = torch.nn.functional.linear
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = linear
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:

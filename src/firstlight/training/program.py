@@ -22,11 +22,10 @@ from firstlight.efficiency import (
 from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
-from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel import World, all_reduce_sum
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.deepspeed_optimizer import ZeroOptimizer
 from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import make_engine
 from firstlight.recipe import Recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.training.preference import PreferenceObjective
@@ -58,16 +57,16 @@ class TrainingProgram:
         self, recipe: Recipe, model: Model, hardware: Hardware, engine: Engine | None = None
     ) -> None:
         alone = DistributedConfig(engine="none")
-        self.engine = engine or Engine(alone, World(0, 1, 0, 1), hardware.device)
+        self.engine = engine or make_engine(alone, World(0, 1, 0, 1), hardware.device)
         cut = self.engine.config
         require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
-        keep_memory(hardware, sharded=self.engine.cuts)
+        keep_memory(hardware, sharded=self.engine.keeps_shards)
         if recipe.run.deterministic:
             require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        # One that is cut may not fit whole.
-        self.model = model if self.engine.cuts else model.to(hardware.device)
+        # A model that will be sharded may not fit whole.
+        self.model = model if self.engine.keeps_shards else model.to(hardware.device)
         apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
@@ -77,39 +76,19 @@ class TrainingProgram:
             trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
             initial = {name: parameter.detach() for name, parameter in trained}
             self.model.to(torch.bfloat16)
-        self.optimizer, forward = self._shared(initial)
+        self.optimizer, forward = self.engine.set_up(
+            self.model,
+            recipe.optimizer,
+            config.precision,
+            in_backward=config.optimizer_in_backward,
+            initial=initial,
+        )
         section = recipe.preference
         self.preference = None if section is None else PreferenceObjective(section)
         self.loss_sum = loss_function(self.model, config, hardware, forward, self.preference)
         self.evaluation_loss = plain_loss(self.model, config, hardware, self.preference)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
-
-    def _shared(self, initial: dict[str, Tensor]) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """The optimizer, and what computes the forward pass, of the model as the processes share
-        it.
-
-        Args:
-            initial: fp32 values by parameter name, of those that have lost them.
-        """
-        recipe, config = self.recipe, self.recipe.efficiency
-        if self.engine.name == "deepspeed":
-            zero = ZeroOptimizer(
-                self.model,
-                recipe.optimizer,
-                self.engine.config,
-                self.hardware.device,
-                precision=config.precision,
-                local_rank=self.engine.world.local_rank,
-            )
-            self.engine.zero = zero.zero
-            return zero, zero.zero.forward
-        forward = self.engine.share(self.model, config.precision)
-        in_backward = config.optimizer_in_backward
-        return (
-            Optimizer(self.model, recipe.optimizer, in_backward=in_backward, initial=initial),
-            forward,
-        )
 
     def step(
         self,
@@ -129,7 +108,7 @@ class TrainingProgram:
         """
         self.optimizer.set_learning_rate(lr_scale)
         self.model.train()
-        self.engine.settle()
+        self.engine.reshard()
         config = self.recipe.efficiency
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:

@@ -15,21 +15,7 @@ from firstlight.checkpoint.sharded import (
     stored_wholes,
 )
 from firstlight.errors import CheckpointError
-from firstlight.optim.dtensors import is_sharded
 from firstlight.training.program import TrainingProgram
-
-
-def pieces_to_save(program: TrainingProgram) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This process' part of (weights, moments) by name, as they lie: what is in pieces, and in the
-    main process also what is not."""
-    tensors: list[dict[str, Tensor]] = [
-        {name: p.detach() for name, p in program.model.named_parameters()},
-        program.optimizer.state_shards(),
-    ]
-    weights, moments = (
-        {n: t for n, t in one.items() if program.engine.is_main or is_sharded(t)} for one in tensors
-    )
-    return weights, moments
 
 
 def restore_pieces(

@@ -18,15 +18,15 @@ from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
 from firstlight.models import Model
-from firstlight.optim.dtensors import full_parameters, is_sharded
+from firstlight.optim.dtensors import full_parameters
 from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.adapters import AdapterBase
 from firstlight.training.program import TrainingProgram
-from firstlight.training.sharded_state import pieces_to_save, restore_pieces
+from firstlight.training.sharded_state import restore_pieces
 from firstlight.weights.huggingface import model_files
-from firstlight.weights.loading import file_tensors, weights_to_save
+from firstlight.weights.loading import file_tensors
 
 _RNG_PREFIX = "rng."
 
@@ -75,35 +75,24 @@ def capture(
         origin: what the run is made of, and where its parts stand, as JSON values: recipe, data,
             init_from, loader, guard.
     """
-    model, scaler = program.model, program.scaler
-    program.engine.settle()
+    model, scaler, engine = program.model, program.scaler, program.engine
+    engine.reshard()
     files = model_files(model.config, tokenizer)
     words, rest = _python_random_states()
-    is_copy = False
     if program.recipe.checkpoint.sharded:
-        weights, moments = pieces_to_save(program)
-        randoms = _states_to_write(program.engine, words)
+        found = engine.own_tensors(model, program.optimizer)
+        randoms = _states_to_write(engine, words)
     else:
-        # Stages give the main process what they have; others need nothing of what is gathered.
-        keep = program.engine.is_main or program.recipe.distributed.pipeline > 1
-        moments = _moments(program, keep=keep)
-        randoms = {**_states_of_ranks(program.engine), **words}
-        if base is None:
-            with program.optimizer.master_weights(), full_parameters(model, keep=keep):
-                weights = _weights(program, keep=keep)
-        else:
-            assert program.recipe.lora is not None
-            files |= adapter_files(model, program.recipe.lora, base.name)
-            with full_parameters(model, keep=keep):
-                weights = adapter_tensors(model) if keep else {}
-        if program.engine.cuts:
-            # What was gathered is new: only what was whole before needs copying.
-            is_copy, own = True, _storages(program)
-            weights, moments = _apart(weights, own), _apart(moments, own)
+        tensors_of = file_tensors if base is None else adapter_tensors
+        found = engine.state_tensors(model, program.optimizer, tensors_of)
+        randoms = {**_states_of_ranks(engine), **words}
+    if base is not None:
+        assert program.recipe.lora is not None
+        files |= adapter_files(model, program.recipe.lora, base.name)
     return Checkpoint(
         files=files,
-        model=weights,
-        optimizer={**moments, **randoms},
+        model=found.weights,
+        optimizer={**found.moments, **randoms},
         trainer_state={
             **{k: v for k, v in asdict(state).items() if k != "rows_seen"},
             "loader": {"rows_seen": state.rows_seen},
@@ -112,46 +101,8 @@ def capture(
             "lora_base": None if base is None else asdict(base),
             **origin,
         },
-        is_copy=is_copy,
+        is_copy=found.is_copy,
     )
-
-
-def _is_whole(program: TrainingProgram) -> bool:
-    """Whether the main process has all weights and moments as they are saved. They stay on their
-    device then: a saver copies them from a GPU into page-locked memory, all at once."""
-    engine = program.engine
-    return not engine.cuts and engine.zero is None and engine.config.pipeline == 1
-
-
-def _moments(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
-    """The optimizer's state by name; {} without `keep`, but in the main process of stages."""
-    if _is_whole(program):
-        return program.optimizer.state_shards() if keep else {}
-    return program.engine.gathered(program.optimizer.state_tensors(keep=keep))
-
-
-def _weights(program: TrainingProgram, *, keep: bool) -> dict[str, Tensor]:
-    """The weights by their names in a file; {} as in `_moments`."""
-    if _is_whole(program):
-        return file_tensors(program.model) if keep else {}
-    return program.engine.gathered(weights_to_save(program.model) if keep else {})
-
-
-def _storages(program: TrainingProgram) -> set[int]:
-    """The addresses of the memory that parameters and optimizer state of this process lie in."""
-    live = [*program.model.parameters(), *program.optimizer.state_shards().values()]
-    return {
-        (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
-        for t in (tensor.detach() for tensor in live)
-    }
-
-
-def _apart(tensors: Mapping[str, Tensor], own: Container[int]) -> dict[str, Tensor]:
-    """The tensors, with copies of those that lie in memory of `own`."""
-    return {
-        name: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def data_identity(
@@ -203,7 +154,7 @@ def _restore_tensors(
     checkpoint: Checkpoint, program: TrainingProgram, has_moments: bool
 ) -> dict[str, Tensor]:
     """Put weights and moments back; return the states of random-number generators."""
-    elsewhere = program.engine.elsewhere(program.model)
+    elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
             with full_parameters(program.model, changed=True):

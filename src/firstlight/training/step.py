@@ -124,7 +124,7 @@ def _gradients(
         # other processes wait for this one's gradients.
         if optimizer.in_backward or not is_out_of_memory(error):
             raise
-        if engine is not None and (engine.world.size > 1 or engine.zero is not None):
+        if engine is not None and not engine.can_repeat_step:
             raise TrainingError(
                 f"out of memory on rank {engine.world.rank} "
                 f"({' '.join(str(error).split())[:200]}): lower batch.micro_batch_size"
@@ -144,10 +144,9 @@ def _passes(
     engine: Engine | None,
 ) -> tuple[Tensor, Tensor]:
     joined = None if engine is None else engine.joined_norm
-    if engine is not None and engine.pipeline is not None:
-        found = engine.pipeline.pass_all(loss_sum, batches, terms / scale)
-        return found, optimizer.clip_gradients(scale, joined)
-    total: Tensor | None = None
+    total = None if engine is None else engine.run_schedule(loss_sum, batches, terms / scale)
+    if total is not None:
+        return total, optimizer.clip_gradients(scale, joined)
     factor = 1 if engine is None else engine.loss_factor
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)

@@ -14,9 +14,9 @@ from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
 from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import engine_name
 from firstlight.parallel.pipeline import unstageable
-from firstlight.parallel.tensor_parallel import uncuttable
+from firstlight.parallel.selection import engine_name
+from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.speed.throughput import Exchange
 from firstlight.recipe import Recipe, ResolvedRecipe
@@ -281,7 +281,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
     """Why a model can't be spread over processes as a recipe asks, each reason a sentence."""
     if cut.tensor_parallel > 1:
-        yield from uncuttable(model, cut.tensor_parallel)
+        yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
         yield from unstageable(model, cut.pipeline)
 

@@ -1,0 +1,257 @@
+"""Engines that shard a model's weights over processes: tensor parallelism and FSDP2.
+
+Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): several processes compute each layer of a
+Llama together, each with its own heads and its own part of the MLP, by torch's plans for modules,
+with DTensors as sharded parameters. Every process computes on the same sequences; the residual
+stream, norms, logits and loss are whole on each.
+
+FSDP2 (Zhao et al. 2023): each process holds a shard of every parameter, its gradient and its
+optimizer state; a layer is put together while it is computed. Both together are one mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.models import Model, ModelConfig, families_with
+from firstlight.models.cache import KVCache
+from firstlight.models.llama import RMSNorm
+from firstlight.optim.dtensors import full_parameters, is_sharded
+from firstlight.optim.optimizer import Optimizer
+from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
+    """The reasons why tensor parallelism can't shard a model over so many processes, each a
+    sentence."""
+    if not config.tensor_parallel_sizes:
+        yield (
+            "distributed.tensor_parallel cuts "
+            f"{families_with(lambda family: family.tensor_parallel_sizes)}, and the model is "
+            f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
+        )
+    for name in config.tensor_parallel_sizes:
+        count = getattr(config, name)
+        if count % size:
+            most = max(n for n in range(1, size) if count % n == 0)
+            yield (
+                f"model.{name} {count} can't be divided by distributed.tensor_parallel {size}: "
+                f"set that to {most}"
+            )
+
+
+class TensorParallelEngine(Engine):
+    """Processes that compute every layer of the same sequences together."""
+
+    keeps_shards = True
+
+    def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
+        """See `Engine.share`."""
+        self._shard_tensors(model, self._mesh())
+        return model
+
+    def _shard_tensors(self, model: Model, mesh: DeviceMesh) -> None:
+        """Shard the model's matrices over the mesh's dimension "tensor"."""
+        # torch tells that numbers are added up over two dimensions, one after the other.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        shard_tensors(model, mesh["tensor"])
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self.device))
+
+    def _mesh(self) -> DeviceMesh:
+        """The processes in up to three dimensions, each longer than one: "replicate" (copies of the
+        model), "shard" (FSDP2) and "tensor"."""
+        # Only here: importing it takes most of a second.
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shard = self.config.shard or self.size
+        sizes = {
+            "replicate": self.size // shard,
+            "shard": shard,
+            "tensor": self.config.tensor_parallel,
+        }
+        sizes = {name: size for name, size in sizes.items() if size > 1}
+        return init_device_mesh(
+            self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+
+    def state_tensors(
+        self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
+    ) -> StateTensors:
+        """See `Engine.state_tensors`. One tensor is gathered after the other, and other processes
+        than the main one keep none."""
+        moments = optimizer.state_tensors(keep=self.is_main)
+        with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
+            weights = on_cpu(tensors_of(model)) if self.is_main else {}
+        # What was gathered is new: only what was whole before needs copying.
+        own = {
+            (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
+            for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
+        }
+        weights, moments = (
+            {n: t.clone() if t.untyped_storage().data_ptr() in own else t for n, t in part.items()}
+            for part in (weights, moments)
+        )
+        return StateTensors(weights, moments, is_copy=True)
+
+
+class FSDPEngine(TensorParallelEngine):
+    """FSDP2 between processes that compute different sequences; with `distributed.tensor_parallel`,
+    each of them is a group of processes."""
+
+    name = "fsdp"
+    _sharded_modules: list[FSDPModule]
+
+    def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
+        """See `Engine.share`."""
+        # Only here: importing them takes most of a second.
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        mesh = self._mesh()
+        if self.config.tensor_parallel > 1:
+            self._shard_tensors(model, mesh)
+        bf16 = torch.bfloat16 if precision == "bf16" else None
+        offload = OffloadPolicy()
+        if self.config.offload == "cpu":
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        # Processes of one tensor-parallel group compute the same sequences.
+        names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
+        options: dict[str, Any] = {
+            "mesh": mesh[names],
+            "reshard_after_forward": self.config.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
+            ),
+            "offload_policy": offload,
+        }
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        self._sharded_modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        for part in self._sharded_modules:
+            # The step divides by the valid tokens of all processes: gradients are summed.
+            part.set_gradient_divide_factor(1.0)
+            # gloo knows no other reduction.
+            part.set_force_sum_reduction_for_comms(True)
+        return model
+
+    @contextlib.contextmanager
+    def backward_pass(self, *, last: bool) -> Iterator[None]:
+        """See `Engine.backward_pass`."""
+        for part in self._sharded_modules:
+            part.set_requires_gradient_sync(last, recurse=False)
+        yield
+
+    def reshard(self) -> None:
+        """See `Engine.reshard`."""
+        for part in self._sharded_modules:
+            part.reshard()
+
+
+def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
+    """Shard a model's matrices over processes, in place; its forward pass is then to be called on
+    all of them with the same inputs, and gives the same outputs.
+
+    Args:
+        model: a model without reasons from `unshardable`, with the same weights on all.
+        mesh: the processes, in one dimension.
+    """
+    # Only here: importing them takes most of a second.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    whole = Replicate()
+
+    def style(name: str, kind: str) -> ParallelStyle:
+        if kind == "inputs":
+            # The first input becomes a DTensor once for several matrices: their gradients are added
+            # up before they are sent.
+            count = len(
+                inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
+            )
+            layouts = (whole, *(None,) * (count - 1))
+            return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+        return {
+            "table": RowwiseParallel(input_layouts=whole),
+            "columns": ColwiseParallel(),
+            "rows": RowwiseParallel(),
+            "head": ColwiseParallel(output_layouts=whole),
+        }[kind]
+
+    plan = {name: style(name, kind) for name, kind in model.tensor_parallel_plan.items()}
+    # Every process has the weights already: nothing is sent.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embedding.weight
+    model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
+
+
+def _keep_whole(norm: RMSNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
+    """Keep the weight of a norm whole on all processes.
+
+    The weight becomes a DTensor too, so that optimizer and gradient norm see one kind of tensor;
+    the norm computes with it as a plain tensor.
+    """
+    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+    before = norm.weight
+    weight = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
+    norm.weight = nn.Parameter(weight, before.requires_grad)
+    placement = Partial() if sees_own_heads else Replicate()
+    norm.forward = functools.partial(_norm_with_plain_weight, norm, placement)  # type: ignore[method-assign]
+
+
+def _norm_with_plain_weight(norm: RMSNorm, gradient: Any, x: Tensor) -> Tensor:
+    from torch.distributed.tensor import Replicate
+
+    weight = cast("DTensor", norm.weight)
+    # Nothing is sent here; backwards, gradients of different heads are added up.
+    weight = weight.redistribute(placements=[Replicate()])
+    plain = SimpleNamespace(weight=weight.to_local(grad_placements=[gradient]), eps=norm.eps)
+    return RMSNorm.forward(cast(RMSNorm, plain), x)
+
+
+def _cache_of_own_heads(
+    model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
+) -> KVCache:
+    """The model's `make_cache` for the key-value heads of one of `size` processes."""
+    config = model.config
+    return KVCache(
+        config.num_hidden_layers,
+        config.num_key_value_heads // size,
+        config.head_dim,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=model.embedding.weight.device,
+    )
