@@ -41,8 +41,8 @@ _ORDER = (
 )
 
 _LOADER = "firstlight/data/loader.py"
-_SHARD_FILE = "firstlight/data/shard_file.py"
 _SHARDS = "firstlight/data/shards.py"
+_CORPUS = "firstlight/data/corpus.py"
 _EXAMPLES = "firstlight/data/examples.py"
 _PACKED = "tests/unit/test_packed_examples.py::test_"
 _LABELS = "tests/unit/test_chat_labels.py::test_"
@@ -189,7 +189,7 @@ MUTANTS = [
     # Data that change under a run
     Mutant(
         "blocks of a shard are not compared",
-        _SHARD_FILE,
+        _SHARDS,
         "known not in (-1, checksum)",
         "known == -2",
         (_CHANGING + "a_shard_that_changes_while_it_is_open_is_never_read_as_another",),
@@ -213,9 +213,9 @@ MUTANTS = [
     # Data: order and position
     Mutant(
         "every epoch in the first's order",
-        _SHARDS,
-        "shuffled_index(place, rows, seed, epoch)",
-        "shuffled_index(place, rows, seed, 0)",
+        _CORPUS,
+        "shuffled_index(index, rows, seed, epoch)",
+        "shuffled_index(index, rows, seed, 0)",
         (_DATA + "the_order_of_an_epoch_is_reset_on_resume",),
     ),
     Mutant(
@@ -305,7 +305,7 @@ MUTANTS = [
     ),
     Mutant(
         "wrapped shards are read",
-        _SHARDS,
+        _CORPUS,
         "if shard.itemsize < token_dtype(self.vocab_size).itemsize:",
         "if False:",
         (_DATA + "shards_whose_ids_have_wrapped_around_are_trained_on",),
@@ -319,21 +319,21 @@ MUTANTS = [
     ),
     Mutant(
         "ids beyond the vocabulary are read",
-        _SHARDS,
+        _CORPUS,
         ">= self.vocab_size:",
         "> self.vocab_size:",
         (_DATA + "an_id_beyond_the_vocabulary_reaches_the_model",),
     ),
     Mutant(
         "documents may overlap",
-        _SHARD_FILE,
+        _SHARDS,
         "if not ascending or ",
         "if ",
         (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
     ),
     Mutant(
         "documents may lie outside",
-        _SHARD_FILE,
+        _SHARDS,
         "if not ascending or (ends[0], ends[-1]) != (0, self.num_tokens):",
         "if not ascending:",
         (_DATA + "documents_that_overlap_or_lie_outside_are_trained_on",),
@@ -347,7 +347,7 @@ MUTANTS = [
     ),
     Mutant(
         "a shard twice",
-        _SHARDS,
+        _CORPUS,
         "if len(set(names)) != len(names):",
         "if False:",
         (_DATA + "a_shard_that_is_listed_twice_is_seen_twice",),
@@ -355,7 +355,7 @@ MUTANTS = [
     Mutant(
         "prompts are learned",
         _EXAMPLES,
-        "labels[position:end][learned[1:]] = tokens[1:][learned[1:]]",
+        "labels[position:end][loss_mask[1:]] = tokens[1:][loss_mask[1:]]",
         "labels[position:end] = tokens[1:]",
         (_PACKED + "rows_hold_whole_examples_as_documents_with_their_labels",),
     ),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from firstlight.conversion.convert import Conversion, convert
     from firstlight.data.chat import ChatOptions, prepare_chat
+    from firstlight.data.corpus import TokenDataset
     from firstlight.data.prepare import prepare
-    from firstlight.data.shards import TokenDataset
     from firstlight.errors import FirstlightError
     from firstlight.evaluation.perplexity import Evaluation, evaluate
     from firstlight.evaluation.results import TaskResult

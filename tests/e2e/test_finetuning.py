@@ -110,7 +110,7 @@ def test_held_out_answers_are_likelier_than_to_the_base_model(
     run("train", recipe, "--init-from", tuned / "runs" / "base")
     run("eval", tuned / "runs" / "start", "--json")
     before = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert after["tokens"] == before["tokens"] == ExampleDataset(data, "val").num_learned
+    assert after["tokens"] == before["tokens"] == ExampleDataset(data, "val").num_labels
     assert after["loss"] < 0.5 * before["loss"]
 
 

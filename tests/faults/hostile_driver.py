@@ -30,7 +30,7 @@ import firstlight.conversion.foreign
 import firstlight.conversion.pickled
 import firstlight.tokenizer.chat_template
 import firstlight.training.loop
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import TokenDataset
 from firstlight.errors import FirstlightError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.engine import load

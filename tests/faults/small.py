@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, Batch
-from firstlight.data.shard_file import ShardWriter
-from firstlight.data.shards import TokenDataset
+from firstlight.data.writer import ShardWriter
 from firstlight.efficiency import LossFunction
 from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model

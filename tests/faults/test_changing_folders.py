@@ -14,8 +14,8 @@ from driven import MEASURED, newest, one_thread
 from small import make_split
 
 from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state
-from firstlight.data.shard_file import BLOCK_BYTES
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.shards import BLOCK_BYTES
 from firstlight.errors import CheckpointError, DataError
 from firstlight.files.atomic import remove_folder
 from firstlight.training.loop import train

@@ -19,8 +19,8 @@ from small_checkpoints import content, holds, is_sound, litter, sound_steps
 
 from firstlight.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint
 from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.data.shards import TokenDataset
 from firstlight.errors import FirstlightError, StorageError
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer

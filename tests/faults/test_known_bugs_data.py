@@ -15,10 +15,10 @@ import torch
 from small import counting_split, make_split
 from tokenizers import models, pre_tokenizers
 
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.data.prepare import prepare
-from firstlight.data.shard_file import Shard
-from firstlight.data.shards import TokenDataset
+from firstlight.data.shards import Shard
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch
-from firstlight.data.shards import TokenDataset
 from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.optim.optimizer import Optimizer
 from firstlight.optim.table import OptimizerConfig

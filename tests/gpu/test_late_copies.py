@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from firstlight.checkpoint.saving import CheckpointSaver
 from firstlight.checkpoint.snapshot import Snapshot
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.data.shards import TokenDataset
 from firstlight.efficiency.memory import offloaded_activations
 from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model

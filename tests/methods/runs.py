@@ -12,8 +12,8 @@ import torch
 from switches import CPU, Combination, of_kinds, recipe_of, switches
 from torch import Tensor
 
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader, rows_to_batch
-from firstlight.data.shards import TokenDataset
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine

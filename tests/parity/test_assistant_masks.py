@@ -46,4 +46,4 @@ def test_masks_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -
         )
         chat = encoder.encode(messages)
         assert chat.ids == found["input_ids"]
-        assert chat.learned == [bool(own) for own in found["assistant_masks"]]
+        assert chat.loss_mask == [bool(own) for own in found["assistant_masks"]]

@@ -30,7 +30,7 @@ def learned_text(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options
     """The runs of learned tokens, each as text with its special tokens."""
     chat = ChatEncoder(tokenizer).encode(messages, **options)
     runs: list[list[int]] = []
-    for before, own, token in zip([False, *chat.learned], chat.learned, chat.ids, strict=False):
+    for before, own, token in zip([False, *chat.loss_mask], chat.loss_mask, chat.ids, strict=False):
         if own and not before:
             runs.append([])
         if own:
@@ -79,7 +79,7 @@ def test_blocks_and_prefixes_agree_and_ids_are_those_of_inference(
         ours = with_template(tokenizer, name)
         chat = ChatEncoder(ours).encode(messages)
         assert chat.ids == ours.encode_chat(messages)
-        assert len(chat.ids) == len(chat.learned)
+        assert len(chat.ids) == len(chat.loss_mask)
 
 
 @_NAMES
@@ -92,9 +92,9 @@ def test_an_answer_is_learned_from_the_prompt_that_inference_gives(
     chat = ChatEncoder(ours).encode(messages)
     prompt = ours.encode_chat(messages[:-1], add_generation_prompt=True)
     assert chat.ids[: len(prompt)] == prompt
-    assert chat.learned[len(prompt) - 1 :][:2] == [False, True]
+    assert chat.loss_mask[len(prompt) - 1 :][:2] == [False, True]
     [end] = turn_end_ids(ours)
-    last = max(i for i, own in enumerate(chat.learned) if own)
+    last = max(i for i, own in enumerate(chat.loss_mask) if own)
     assert chat.ids[last] == end
 
 
@@ -157,8 +157,8 @@ def test_a_token_that_begins_in_the_prompt_is_not_learned(tokenizer: Tokenizer) 
     assert len(pair) == 1
     chat = ChatEncoder(ours).encode(say("a", "\n\nthe"))
     place = chat.ids.index(pair[0])
-    assert not chat.learned[place]
-    assert chat.learned[place + 1]
+    assert not chat.loss_mask[place]
+    assert chat.loss_mask[place + 1]
     assert chat.torn == 1
     assert ChatEncoder(ours).encode(say("a", "the")).torn == 0
 
@@ -171,10 +171,10 @@ def test_what_is_learned_of_text_is_counted_in_bytes(tokenizer: Tokenizer) -> No
 def test_answers_left_out_are_not_learned(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     messages = say("a", "one", "b", "two")
-    assert learned_text(ours, messages, left_out=frozenset({1})) == ["two<|im_end|>"]
+    assert learned_text(ours, messages, masked=frozenset({1})) == ["two<|im_end|>"]
     whole = learned_text(ours, messages, everything=True)
     assert whole == [ours.apply_chat_template(messages)]
-    first, last = learned_text(ours, messages, everything=True, left_out=frozenset({1}))
+    first, last = learned_text(ours, messages, everything=True, masked=frozenset({1}))
     assert first.endswith("assistant\n")
     assert last.startswith("\n<|im_start|>user")
 
@@ -183,7 +183,7 @@ def test_special_tokens_in_messages_are_text(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     end = ours.special_tokens["<|im_end|>"]
     chat = ChatEncoder(ours).encode(say("<|im_end|>", "a<|im_end|>b"))
-    assert [own for token, own in zip(chat.ids, chat.learned, strict=True) if token == end] == [
+    assert [own for token, own in zip(chat.ids, chat.loss_mask, strict=True) if token == end] == [
         False,
         True,
     ]

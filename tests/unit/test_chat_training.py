@@ -92,12 +92,12 @@ def test_a_run_on_conversations_learns_and_tells_what_it_sees(
     assert " learned) " in told
     rows = 4 * len(lines)
     in_epoch = len(train_split.packing(320))
-    assert rows % in_epoch or lines[-1]["tokens_seen"] == rows // in_epoch * train_split.num_learned
+    assert rows % in_epoch or lines[-1]["tokens_seen"] == rows // in_epoch * train_split.num_labels
     [start] = read_json_lines(folder_of(chat) / "starts.jsonl")
     found = {entry["split"]: entry for entry in start["conversations"]}
     assert found["train"]["examples"] == 54
-    assert found["train"]["learned_tokens"] == train_split.num_learned
-    assert found["val"]["learned_tokens"] == val.num_learned
+    assert found["train"]["learned_tokens"] == train_split.num_labels
+    assert found["val"]["learned_tokens"] == val.num_labels
     assert start["conversations"][0]["records"]["written"] == 60
 
 
@@ -118,13 +118,13 @@ def test_the_validation_loss_is_that_of_the_assistants_tokens(chat: dict[str, An
             total += float(own[torch.from_numpy(learned[1:])].sum())
             tokens += int(learned[1:].sum())
     assert result.evaluation is not None
-    assert result.evaluation.tokens == tokens == dataset.num_learned
+    assert result.evaluation.tokens == tokens == dataset.num_labels
     assert result.evaluation.loss == pytest.approx(total / tokens, rel=1e-5)
     again = evaluate(folder_of(chat))
     assert again.tokens == tokens
     assert again.loss == pytest.approx(total / tokens, rel=1e-5)
     assert again.document_masking
-    bits = again.loss / 0.6931471805599453 * dataset.num_learned / dataset.text_bytes
+    bits = again.loss / 0.6931471805599453 * dataset.num_labels / dataset.text_bytes
     assert again.bits_per_byte == pytest.approx(bits, rel=1e-12)
 
 

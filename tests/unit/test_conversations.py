@@ -83,7 +83,7 @@ def test_a_weight_of_0_leaves_an_answer_out() -> None:
     messages = say("a", "b", "c", "d")
     messages[1]["weight"] = 0
     conversation = to_conversation({"messages": messages})
-    assert conversation.left_out == {1}
+    assert conversation.masked == {1}
     assert conversation.messages == say("a", "b", "c", "d")
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import num_rows
-from firstlight.data.shard_file import ShardWriter
-from firstlight.data.shards import TokenDataset
+from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate, evaluate_split
 from firstlight.files.atomic import write_json

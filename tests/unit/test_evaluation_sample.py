@@ -19,8 +19,8 @@ from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.cli.main import main
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.packing import num_rows
-from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.evaluation.estimates import (
     RowLoss,

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from firstlight.cli.main import main
 from firstlight.data.chat import ChatOptions, cached_chat, prepare_chat
+from firstlight.data.corpus import CorpusPart, TokenDataset
 from firstlight.data.examples import ExampleDataset, open_split
 from firstlight.data.loader import IGNORE_INDEX, TokenLoader, rows_to_batch
 from firstlight.data.mixing import MixedDataset
 from firstlight.data.packing import pack_best_fit
-from firstlight.data.shard_file import ShardWriter
-from firstlight.data.shards import CorpusPart, TokenDataset
+from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError, InputError
 from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
@@ -141,7 +141,7 @@ def test_rows_hold_whole_examples_as_documents_with_their_labels(
         filler = batch.document_ids[row, position:].tolist()
         assert filler == [len(packing.row(row))] * (16 - position)
     assert sorted(seen) == list(range(6))
-    assert batch.num_valid == dataset.num_learned == packing.num_learned
+    assert batch.num_valid == dataset.num_labels == packing.num_labels
 
 
 @pytest.mark.parametrize("config", _MODELS, ids=["gpt2", "llama"])
@@ -166,7 +166,7 @@ def test_a_packed_batch_has_the_gradient_of_the_examples_one_by_one(
         labels = np.where(learned, tokens, IGNORE_INDEX)[1:]
         logits = model(torch.from_numpy(tokens[None, :-1]))
         alone = alone + F.cross_entropy(logits[0], torch.from_numpy(labels), reduction="sum")
-    (alone / dataset.num_learned).backward()  # type: ignore[no-untyped-call]
+    (alone / dataset.num_labels).backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(packed, alone, rtol=1e-12, atol=0)
     assert len(found) > 10
     for name, parameter in model.named_parameters():
@@ -182,7 +182,7 @@ def test_an_epoch_has_every_example_once_in_another_order_and_the_state_is_one_n
     with TokenLoader(dataset, 16, 1, seed=3, document_masking=True) as loader:
         assert loader.rows_per_epoch == rows
         batches = [loader.next_batch() for _ in range(2 * rows)]
-    assert sum(batch.num_valid for batch in batches[:rows]) == dataset.num_learned
+    assert sum(batch.num_valid for batch in batches[:rows]) == dataset.num_labels
     epochs = [[b.input_ids.tolist() for b in part] for part in (batches[:rows], batches[rows:])]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
@@ -230,7 +230,7 @@ def test_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
         packing = dataset.packing(16)
         rows = list(range(len(packing)))
         batch = rows_to_batch(dataset, rows, 16, 0, document_masking=True)
-        assert batch.num_valid == packing.num_learned
+        assert batch.num_valid == packing.num_labels
         assert packing.num_inputs == round(packing.filled * batch.input_ids.numel())
 
 
@@ -244,7 +244,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
     split = {"documents": 2, "tokens": 13, "learned": 2, "text_bytes": 1, "shards": writer.shards}
     write_json(tmp_path / "manifest.json", {**manifest, "splits": {"train": split}})
     packing = ExampleDataset(tmp_path, "train", long="cut").packing(6)
-    assert (packing.dropped, packing.cut, packing.num_learned) == (1, 0, 1)
+    assert (packing.dropped, packing.cut, packing.num_labels) == (1, 0, 1)
     with pytest.raises(DataError, match=r"no example of the 'train' split .* fits"):
         ExampleDataset(tmp_path, "train", long="drop").packing(2)
 
@@ -316,7 +316,7 @@ def test_a_prepared_folder_has_the_tokens_of_inference(tmp_path: Path, chatml: T
     tokens, learned = train.example(0)
     assert tokens.tolist() == first
     assert chatml.decode(tokens[learned].tolist()) == records[0]["output"]
-    assert train.place(1) == f"{path}:3"  # the second is held out
+    assert train.origin(1) == f"{path}:3"  # the second is held out
     assert Tokenizer.from_pretrained(tmp_path / "out").chat_template == chatml.chat_template
     names = ("manifest.json", "train-00000.bin", "val-00000.bin")
     prepare_chat([path], chatml, tmp_path / "again")

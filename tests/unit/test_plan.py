@@ -15,7 +15,7 @@ import pytest
 
 from firstlight.cli.main import main
 from firstlight.cli.plan import parse_count, parse_time
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.schedule import Schedule

@@ -91,7 +91,7 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
     named = {"prompt": before, "chosen": "d", "rejected": "e"}
     for record in (named, {"chosen": say("a", "b", "c", "d"), "rejected": say("a", "b", "c", "e")}):
         pair = to_pair(record)
-        assert pair.chosen.left_out == pair.rejected.left_out == {1}
+        assert pair.chosen.masked == pair.rejected.masked == {1}
 
 
 @pytest.mark.parametrize(

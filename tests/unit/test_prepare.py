@@ -27,11 +27,11 @@ from tokenizers import Regex, models, pre_tokenizers
 
 from firstlight.data import encoding
 from firstlight.data import prepare as module
-from firstlight.data.corpus import CorpusWriter
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.records import Record, read_documents
-from firstlight.data.shard_file import Shard, ShardWriter
-from firstlight.data.shards import TokenDataset
+from firstlight.data.shards import Shard
+from firstlight.data.writer import CorpusWriter, ShardWriter
 from firstlight.errors import (
     ConfigError,
     DataError,

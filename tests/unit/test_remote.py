@@ -19,9 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from remote_server import ENDLESS_BYTES, Fault, RemoteServer
 
 from firstlight.data import remote
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.remote import cache_folder, is_url, local_folder
-from firstlight.data.shards import TokenDataset
 from firstlight.errors import DataError, FirstlightError, MissingDependencyError, StorageError
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 

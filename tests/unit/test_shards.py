@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.data.shard_file import Shard, ShardWriter
-from firstlight.data.shards import TokenDataset, read_manifest, token_dtype
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.shards import Shard, read_manifest, token_dtype
+from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError
 from firstlight.files.atomic import sha256_of, write_json
 from firstlight.tokenizer import Tokenizer

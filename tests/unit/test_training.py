@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from firstlight.checkpoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.data.shards import TokenDataset
 from firstlight.errors import (
     CheckpointError,
     ConfigError,

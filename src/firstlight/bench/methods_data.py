@@ -21,11 +21,11 @@ import numpy.typing as npt
 import safetensors.numpy
 import torch
 
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import row_span, separate_documents
 from firstlight.data.prepare import prepare
 from firstlight.data.records import read_documents
-from firstlight.data.shards import TokenDataset
 from firstlight.data.sources import find_sources
 from firstlight.errors import InputError
 from firstlight.files.atomic import write_file

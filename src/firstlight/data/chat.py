@@ -26,15 +26,14 @@ from firstlight.data.conversations import (
     to_conversation,
     to_pair,
 )
-from firstlight.data.corpus import CorpusWriter
-from firstlight.data.examples import PLACES_NAME, open_split
+from firstlight.data.examples import ORIGINS_NAME, open_split
 from firstlight.data.opening import optional
 from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.remote import cache_folder, held
-from firstlight.data.shard_file import LABELLED_VERSION
-from firstlight.data.shards import MANIFEST_NAME, read_manifest
+from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
 from firstlight.data.sources import DataSource, unread_files
+from firstlight.data.writer import CorpusWriter
 from firstlight.errors import (
     ConfigError,
     DataError,
@@ -158,7 +157,7 @@ class _ChatPreparation:
             DataError, InputError: see `prepare_chat`.
         """
         places = {
-            split: self._writer.folder / PLACES_NAME.format(split=split)
+            split: self._writer.folder / ORIGINS_NAME.format(split=split)
             for split in self._writer.counts
         }
         with self._writer.open(), ExitStack() as stack:
@@ -210,12 +209,12 @@ class _ChatPreparation:
         try:
             chat = self._encoder.encode(
                 conversation.messages,
-                left_out=conversation.left_out,
+                masked=conversation.masked,
                 everything=self._options.train_on == "all",
             )
         except (InputError, TokenizerError) as error:
             raise BadRecordError("template", str(error)) from error
-        if not any(chat.learned[1:]):
+        if not any(chat.loss_mask[1:]):
             raise BadRecordError(
                 "not_learned", "no token of it is the assistant's in what the template makes of it"
             )
@@ -228,7 +227,7 @@ class _ChatPreparation:
             return "train"
         ids = chats[0].ids
         if len(chats) > 1:
-            ids = ids[: chats[0].learned.index(True)]
+            ids = ids[: chats[0].loss_mask.index(True)]
         key = hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).digest()[:16]
         if key not in self._splits_of:
             behind = self._documents("val") < self._fraction * self._written
@@ -236,14 +235,14 @@ class _ChatPreparation:
         return self._splits_of[key]
 
     def _write(self, split: str, chat: LabelledChat) -> None:
-        learned = np.array(chat.learned)
-        learned[0] = False  # there is nothing to predict it from
+        loss_mask = np.array(chat.loss_mask)
+        loss_mask[0] = False  # there is nothing to predict the first token from
         # A model's bits per byte are of text; an answer's end alone is none.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
-        self._writer.write(split, ids, learned, text_bytes=text_bytes)
+        self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
         if self._warning is None:
-            self._warning = require_end(chat.ids, chat.learned, self._tokenizer) or ""
+            self._warning = require_end(chat.ids, chat.loss_mask, self._tokenizer) or ""
 
     def _require_examples(self) -> None:
         if not self._documents("train"):

@@ -89,11 +89,11 @@ class Conversation:
 
     Attributes:
         messages: objects with `role`, `content` and what else the template may use.
-        left_out: places of answers that are not to be learned.
+        masked: indices of the answers outside the loss.
     """
 
     messages: list[dict[str, Any]]
-    left_out: frozenset[int] = frozenset()
+    masked: frozenset[int] = frozenset()
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
@@ -259,19 +259,19 @@ def _require_turns(messages: list[dict[str, Any]]) -> None:
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     """Take `weight` out of the messages: 0 is an answer that is not learned."""
-    left_out = set()
-    for place, message in enumerate(messages):
+    masked = set()
+    for index, message in enumerate(messages):
         weight = message.get("weight", 1)
         if isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRecordError("wrong_type", f"message {place + 1} has a weight beside 0 and 1")
+            raise BadRecordError("wrong_type", f"message {index + 1} has a weight beside 0 and 1")
         if weight == 0 and message["role"] == "assistant":
-            left_out.add(place)
+            masked.add(index)
     answers = sum(message["role"] == "assistant" for message in messages)
-    if len(left_out) == answers:
+    if len(masked) == answers:
         raise BadRecordError("not_learned", "all its answers have weight 0")
     return Conversation(
         [{k: v for k, v in message.items() if k != "weight"} for message in messages],
-        frozenset(left_out),
+        frozenset(masked),
     )
 
 

@@ -1,62 +1,75 @@
-"""A prepared corpus: how a run sees it, and how its folder is written.
+"""A split of a prepared corpus, as training, evaluation and planning see it: a `Corpus`, whether
 
-`Corpus` is what training, evaluation and planning need of a split, whatever it holds:
-
-    text                `shards.TokenDataset`
+    text                `TokenDataset`
     conversations       `examples.ExampleDataset`
     preference pairs    `examples.PreferenceDataset`
     a mix of corpora    `mixing.MixedDataset`
 
-`CorpusWriter` writes the folders of all of them (`shards` describes these).
+`writer.CorpusWriter` writes the folders of all of them, and `shards` describes the files.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import functools
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from fractions import Fraction
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.conversations import BadRecordError
-from firstlight.data.records import Record
-from firstlight.data.shard_file import LABELLED_VERSION, VERSION, ShardWriter, TokenArray
+from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
 from firstlight.data.shards import (
-    MANIFEST_FORMAT,
-    MANIFEST_NAME,
-    REJECTED_NAME,
-    UNREAD_NAME,
-    CorpusPart,
-    Kind,
-    TokenDataset,
+    ADVICE,
+    LABELLED_VERSION,
+    VERSION,
+    Shard,
+    read_manifest,
     token_dtype,
 )
-from firstlight.data.sources import by_ending
-from firstlight.files.atomic import remove_file, write_file, write_json
-from firstlight.files.disk import OutputFile
-from firstlight.tokenizer import Tokenizer
+from firstlight.errors import DataError
+
+#: The content of a prepared folder, by the names of `data.kind`, or a mix of several.
+Kind = Literal["text", "chat", "preference", "mix"]
+
+#: Tokens of a shard that are compared with the vocabulary together.
+_CHECKED_AT_ONCE = 1 << 17
+
+
+@dataclass(frozen=True)
+class CorpusPart:
+    """One corpus of a mix, or a corpus alone.
+
+    Attributes:
+        name: name in its metrics; "" of a corpus alone.
+        dataset: the split.
+        weight: rows in a period of the mix: see `mixing.whole_weights`.
+    """
+
+    name: str
+    dataset: TokenDataset
+    weight: int
 
 
 class Corpus(Protocol):
-    """A split of prepared data, in rows of `seq_len` predictions.
+    """A split of prepared data, in rows of `seq_len` predictions. The defaults are those of text.
 
     Attributes:
-        kind: what the data are.
+        kind: the kind of the data.
         has_examples: some rows are packed examples, which need document masking.
         folder: the prepared folder, with the tokenizer.
         split: "train" or "val".
-        manifest: of the folder, or of all corpora with their weights.
+        manifest: the folder's manifest, or those of all corpora with their weights.
         vocab_size: ids of the tokenizer.
         num_tokens: tokens of the split.
-        parts: the corpora of a mix, or the one alone.
-        gzip_bits_per_byte: bits per byte of gzip -9 on the text; None where not recorded.
     """
 
+    kind: Kind = "text"
+    has_examples: bool = False
     folder: Path
     split: str
     manifest: dict[str, Any]
@@ -64,164 +77,257 @@ class Corpus(Protocol):
     num_tokens: int
 
     @property
-    def kind(self) -> Kind: ...
+    def parts(self) -> tuple[CorpusPart, ...]:
+        """The corpora of a mix, or the corpus alone."""
+        ...
 
     @property
-    def has_examples(self) -> bool: ...
-
-    @property
-    def parts(self) -> tuple[CorpusPart, ...]: ...
-
-    @property
-    def gzip_bits_per_byte(self) -> float | None: ...
+    def gzip_bits_per_byte(self) -> float | None:
+        """Bits per byte of gzip -9 on the text; None where not recorded."""
+        return None
 
     def num_rows(self, seq_len: int) -> int:
         """The number of rows, which are an epoch; a DataError if examples don't fit into rows."""
+        ...
 
     def require_row(self, seq_len: int) -> None:
         """Raise a DataError if the split is shorter than a row, or examples don't fit into rows."""
+        ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
         """(split, row in it) that comes after `position` others: the order of a run."""
+        ...
 
-    def learned_share(self, seq_len: int) -> float:
-        """Of the tokens of a run's sequences, the share that is learned: of text all, of
-        conversations what the assistant says beside prompts and padding."""
+    def label_share(self, seq_len: int) -> float:
+        """The share of labels among the tokens of a run's sequences: 1 for text; of conversations,
+        the assistant's tokens beside prompts and padding."""
+        return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """What a run sees of conversations, and what of them it does not, for people."""
+        """Lines for people about the conversations that a run sees and leaves out."""
+        return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """What the first `rows` rows of a mix are, for people."""
+        """Lines for people about the first `rows` rows of a mix."""
+        return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """What a run's record has of conversations: see `Packing.record`."""
+        """A run's record of its conversations: see `Packing.record`."""
+        return []
 
     def identity(self) -> dict[str, Any]:
-        """What tells a run's data from others, beside manifest and folder."""
+        """Entries that tell a run's data from others, beside manifest and folder."""
+        return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """How often each corpus of a mix has been seen after the first rows, by its name."""
+        """Epochs of each corpus of a mix in the first rows, by its name."""
+        return {}
 
 
-class CorpusWriter:
-    """Writes a prepared folder: the shards of both splits, the list of what was rejected, and the
-    manifest.
+class TokenDataset(Corpus):
+    """The tokens of one split, as if they were one long array. A shard is checked each time it is
+    read: one that changes or is cut short while it is in use is an error (see `shards`).
 
     Args:
-        folder: a temporary folder until all is written.
-        tokenizer: the one that the tokens are of.
-        shard_tokens: tokens after which the next shard is begun.
-        labelled: each document comes with which of its tokens are learned.
+        folder: a folder that `prepare` wrote.
+        split: "train" or "val".
+        verify: compare every shard with the sha256 in the manifest, and its ids with the
+            vocabulary, first: about a second for each GB. Sizes, headers and document offsets
+            are checked in any case, and so is each token when it is read.
+
+    Raises:
+        DataError: the folder is no prepared corpus, lacks the split, or is damaged; or it holds
+            conversations, which are read by `examples.ExampleDataset`.
 
     Attributes:
-        dtype: type of the tokens.
-        counts: documents, tokens and UTF-8 bytes of text of each split; with labels also the
-            tokens that are learned.
-        rejected: number of rejected documents by reason.
-        first_rejected: place and fault of the first of them; "" if there is none.
+        text_bytes: UTF-8 bytes of the split's text.
+        gzip_bytes: bytes of the text after gzip -9; None where not recorded.
     """
 
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int, *, labelled: bool = False
-    ) -> None:
-        self.folder, self.tokenizer = folder, tokenizer
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        names = ("documents", "tokens", *(("learned",) if labelled else ()), "text_bytes")
-        self.counts = {split: Counter(dict.fromkeys(names, 0)) for split in ("train", "val")}
-        self.rejected: Counter[str] = Counter()
-        self.first_rejected = ""
-        self._version = LABELLED_VERSION if labelled else VERSION
-        self._shards = {
-            split: ShardWriter(folder, split, self.dtype, shard_tokens, labelled=labelled)
-            for split in self.counts
-        }
+    #: Version of the folders that this class reads.
+    version = VERSION
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """The files, open for `write` and `reject`."""
-        with ExitStack() as stack:
-            self._log = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
-            for shards in self._shards.values():
-                stack.enter_context(shards)
-            yield
-        if not self.rejected:
-            remove_file(self.folder / REJECTED_NAME)
+    def __init__(self, folder: str | Path, split: str, *, verify: bool = True) -> None:
+        self.folder, self.split = Path(folder).expanduser(), split
+        self.manifest = read_manifest(self.folder)
+        if self.manifest["version"] != self.version:
+            kinds = {VERSION: "text", LABELLED_VERSION: "conversations"}
+            raise DataError(
+                f"{folder} holds {kinds[self.manifest['version']]}, not {kinds[self.version]}"
+            )
+        entry = self.manifest["splits"].get(split)
+        if entry is None:
+            known = ", ".join(self.manifest["splits"])
+            raise DataError(
+                f"{folder} has no '{split}' split (it has: {known}): "
+                "prepare it again with --val-fraction above 0"
+            )
+        self.text_bytes: int = entry["text_bytes"]
+        self.gzip_bytes: int | None = entry.get("gzip_bytes")
+        self.num_documents: int = entry["documents"]
+        self.vocab_size = self.manifest["vocab_size"]
+        names = [shard["file"] for shard in entry["shards"]]
+        if len(set(names)) != len(names):
+            raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {ADVICE}")
+        self._shards = [self._open_shard(shard, verify) for shard in entry["shards"]]
+        self._starts = list(accumulate((one.num_tokens for one in self._shards), initial=0))
+        self.num_tokens = self._starts[-1]
+        documents = sum(shard.num_documents for shard in self._shards)
+        if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
+            raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
-    def write(
-        self,
-        split: str,
-        tokens: TokenArray,
-        learned: npt.NDArray[np.bool_] | None = None,
-        *,
-        text_bytes: int = 0,
-    ) -> None:
-        """Append one document to a split: its tokens, and which of them are learned."""
-        self._shards[split].write(tokens, learned)
-        self.counts[split].update(documents=1, tokens=len(tokens), text_bytes=text_bytes)
-        if learned is not None:
-            self.counts[split]["learned"] += int(learned.sum())
+    def _open_shard(self, entry: dict[str, Any], verify: bool) -> Shard:
+        if Path(entry["file"]).name != entry["file"]:
+            raise DataError(f"{self.folder}: the manifest names a shard outside: {entry['file']}")
+        path = self.folder / entry["file"]
+        if not path.is_file():
+            raise DataError(f"shard {path} is missing: {ADVICE}")
+        if path.stat().st_size != entry["bytes"]:
+            raise DataError(f"shard {path} has the wrong size: {ADVICE}")
+        shard = Shard(path, self.version, entry["sha256"] if verify else None)
+        shard.check_documents()
+        if shard.num_tokens != entry["tokens"]:
+            raise DataError(f"shard {path} does not hold what its manifest says: {ADVICE}")
+        if shard.itemsize < token_dtype(self.vocab_size).itemsize:
+            raise DataError(
+                f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
+                f"of {self.vocab_size}: those above 65535 were cut off; {ADVICE}"
+            )
+        if verify:
+            for start in range(0, shard.num_tokens, _CHECKED_AT_ONCE):
+                part = shard.tokens(start, start + _CHECKED_AT_ONCE)
+                self._require_known(part, f"shard {path}")
+        return shard
 
-    def reject(self, record: Record, error: BadRecordError) -> None:
-        """List a record as not taken, with the fault."""
-        self.rejected[error.reason] += 1
-        self.first_rejected = self.first_rejected or f"{record.place}: {error}"
-        entry = {"file": record.origin, "line": record.line}
-        entry |= {"reason": error.reason, "detail": str(error)}
-        self._log.write((json.dumps(entry) + "\n").encode())
+    def _require_known(self, tokens: npt.NDArray[Any], where: str) -> None:
+        """Refuse ids beyond the vocabulary: a model has no row for them."""
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise DataError(
+                f"{where} holds token id {largest}, beyond its vocabulary of {self.vocab_size} "
+                f"tokens: {ADVICE}"
+            )
 
-    def finish(
-        self,
-        written: int,
-        fraction: Fraction,
-        split_by: str,
-        unread: Sequence[Path],
-        *,
-        gzip_bytes: int | None = None,
-        **further: Any,
-    ) -> dict[str, Any]:
-        """Complete the folder; return its manifest.
-
-        Args:
-            written: documents that were taken, whole.
-            fraction: share of them that was to be held out.
-            split_by: how they were.
-            unread: files that were not read.
-            gzip_bytes: bytes of the validation text after gzip -9, where they were counted.
-            further: more entries of the manifest.
+    def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
+        """Tokens `start:stop` as int64 [stop - start] (cut at the end, like any slice).
 
         Raises:
-            StorageError: the disk refuses.
+            DataError: a shard was changed or cut short since it was opened, or holds an id beyond
+                the vocabulary.
         """
-        splits: dict[str, dict[str, Any]] = {
-            split: {**self.counts[split], "shards": writer.shards}
-            for split, writer in self._shards.items()
-            if writer.shards
-        }
-        if gzip_bytes is not None and "val" in splits:
-            splits["val"]["gzip_bytes"] = gzip_bytes
-        manifest = {
-            "format": MANIFEST_FORMAT,
-            "version": self._version,
-            "dtype": "uint16" if self.dtype.itemsize == 2 else "uint32",
-            "vocab_size": self.tokenizer.vocab_size,
-            "tokenizer_sha256": self.tokenizer.fingerprint,
-            "bos_token_id": self.tokenizer.bos_token_id,
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "documents": {
-                "read": written + self.rejected.total(),
-                "written": written,
-                "rejected": dict(sorted(self.rejected.items())),
-            },
-            "val_fraction": float(fraction),
-            "split_by": split_by,
-            **further,
-            "splits": splits,
-            "unread_files": by_ending(unread),
-        }
-        if unread:
-            write_file(self.folder / UNREAD_NAME, "".join(f"{file}\n" for file in unread))
-        for name, content in self.tokenizer.files().items():
-            write_file(self.folder / name, content)
-        write_json(self.folder / MANIFEST_NAME, manifest)
-        return manifest
+        start, stop, step = span.indices(self.num_tokens)
+        assert step == 1
+        result = np.empty(max(stop - start, 0), dtype=np.int64)
+        filled, position = 0, start
+        while position < stop:
+            index = bisect_right(self._starts, position) - 1
+            offset = position - self._starts[index]
+            part = self._shards[index].tokens(offset, offset + stop - position)
+            result[filled : filled + len(part)] = part
+            filled += len(part)
+            position += len(part)
+        self._require_known(result, f"the '{self.split}' split of {self.folder}")
+        return result
+
+    def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
+        """Positions among the tokens `start:stop` at which documents begin, counted from `start`,
+        ascending; twice the same where an empty document precedes another.
+
+        Raises:
+            DataError: a shard was changed or cut short since it was opened.
+        """
+        start, stop, step = span.indices(self.num_tokens)
+        assert step == 1
+        parts = [np.empty(0, dtype=np.int64)]
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
+            base, shard = self._starts[index], self._shards[index]
+            if base >= stop:
+                break
+            first, last = (shard.documents_before(max(key - base, 0)) for key in (start, stop))
+            parts.append(shard.offsets(first, last).astype(np.int64) + (base - start))
+        return np.concatenate(parts)
+
+    @functools.cached_property
+    def documents_begin_with_bos(self) -> bool:
+        """Each document begins with a bos; without it, the eos before a document is the input
+        that its first token is predicted from."""
+        first = self[0:1].tolist()
+        return bool(first == [self.manifest.get("bos_token_id")])
+
+    @property
+    def eos_separates(self) -> bool:
+        """The stream is text, eos, text, eos, ... without bos, as GPT-2's."""
+        return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
+
+    @property
+    def parts(self) -> tuple[CorpusPart, ...]:
+        return (CorpusPart("", self, 1),)
+
+    @property
+    def gzip_bits_per_byte(self) -> float | None:
+        return 8 * self.gzip_bytes / self.text_bytes if self.gzip_bytes else None
+
+    def num_rows(self, seq_len: int) -> int:
+        return num_rows(self.num_tokens, seq_len)
+
+    def require_row(self, seq_len: int) -> None:
+        if self.num_tokens < seq_len + 1:
+            raise DataError(
+                f"the '{self.split}' split of {self.folder} has {self.num_tokens} tokens, "
+                f"fewer than one row of data.seq_len {seq_len} needs ({seq_len + 1}): "
+                "lower data.seq_len or prepare more text"
+            )
+
+    def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
+        rows = self.num_rows(seq_len)
+        epoch, index = divmod(position, rows)
+        return self, shuffled_index(index, rows, seed, epoch)
+
+    def fill_row(
+        self,
+        row: int,
+        input_ids: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int64],
+        document_ids: npt.NDArray[np.int32] | None,
+    ) -> None:
+        """Write a row into the arrays of a batch.
+
+        Args:
+            row: the row's number.
+            input_ids: inputs of the row, int64 [seq_len]; positions beyond a short row stay.
+            labels: labels of the row, int64 [seq_len]; positions without a label stay.
+            document_ids: document of each position, int32 [seq_len], all of them written; None
+                without document masking.
+        """
+        span = row_span(row, len(input_ids))
+        tokens = self[span]
+        length = len(tokens) - 1
+        input_ids[:length] = tokens[:-1]
+        loss_mask = np.ones(length, dtype=bool)
+        if document_ids is not None:
+            numbers, masked = separate_documents(
+                self.document_starts(span), length, eos_opens=self.eos_separates
+            )
+            document_ids[:length] = numbers
+            document_ids[length:] = numbers[-1] + 1
+            loss_mask[masked] = False
+        labels[:length][loss_mask] = tokens[1:][loss_mask]
+
+    def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
+        """`loader.Batch.references` of the rows [rows, documents]; None without pairs."""
+        return None
+
+    def predicts_first(self, first_id: int | None) -> bool:
+        """The very first token is predicted, from `first_id`: not a leading bos, which stands for
+        no text and has nothing to be predicted from, nor an example's first token."""
+        return first_id is not None and int(self[0:1][0]) != first_id
+
+    def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
+        """Bits per byte of the text for each nat per token; see `evaluate_split`."""
+        predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
+        return predicted / self.text_bytes / math.log(2)
+
+    def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
+        """The number of tokens that are predicted in an epoch."""
+        if document_masking and self.documents_begin_with_bos:
+            return self.num_tokens - self.num_documents
+        return self.num_tokens - (not self.predicts_first(first_id))

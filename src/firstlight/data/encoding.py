@@ -21,8 +21,7 @@ import numpy.typing as npt
 import tokenizers
 
 from firstlight.console import say
-from firstlight.data.shard_file import TokenArray
-from firstlight.data.shards import token_dtype
+from firstlight.data.shards import TokenArray, token_dtype
 from firstlight.errors import DataError
 from firstlight.tokenizer import Tokenizer
 

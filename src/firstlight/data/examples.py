@@ -1,12 +1,12 @@
 """Prepared conversations: examples that are never split over rows and never see each other.
 
-An example of n tokens predicts its last n - 1, and takes n - 1 places of a row: all its tokens
-but the last are inputs. Rows of T places are packed by `pack_best_fit`. Within a row each example
-is a document of its own, so that positions restart and attention ends with it; the places that
-are left over are one more document, whose labels are -100, like those of all tokens that are not
-learned. The two examples of a preference pair lie in one row, one after the other. Which examples
-share a row depends on the lengths and on T; the order of the rows is another one in each epoch, as
-with text (see `loader`).
+An example of n tokens predicts its last n - 1, and takes n - 1 positions of a row: all its tokens
+but the last are inputs. Rows of T positions are packed by `pack_best_fit`. Within a row each
+example is a document of its own, so that positions restart and attention ends with it; the
+positions left over are one more document, whose labels are -100, like those of all tokens outside
+the loss mask. The two examples of a preference pair lie in one row, one after the other. Which
+examples share a row depends on the lengths and on T; the order of the rows is another one in each
+epoch, as with text (see `loader`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from firstlight.data.conversations import REASONS
+from firstlight.data.corpus import Kind, TokenDataset
 from firstlight.data.packing import pack_best_fit
-from firstlight.data.shard_file import LABELLED_VERSION
-from firstlight.data.shards import REJECTED_NAME, Kind, TokenDataset, read_manifest
+from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
 
 LongPolicy = Literal["refuse", "drop", "cut"]
 
-#: Where each example of a split came from, one a line.
-PLACES_NAME = "{split}-examples.txt"
+#: Origin of each example of a split, one a line.
+ORIGINS_NAME = "{split}-examples.txt"
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Packing:
     """The rows of a split at a row length.
 
     Attributes:
-        examples: the examples of all rows, one after the other; of preference data, the pairs.
-        starts: where in `examples` each row begins, and the last one ends [rows + 1].
-        num_learned: tokens that are learned in an epoch.
-        num_inputs: places of rows that examples take.
-        dropped: examples that are longer than a row, and left out.
-        cut: examples that are longer than a row, of which the end is left out.
-        seq_len: places of a row.
+        examples: the examples (of preference data, the pairs) of all rows, row by row [examples].
+        starts: index in `examples` of each row's first one, and the end of the last [rows + 1].
+        num_labels: labels of an epoch.
+        num_inputs: positions of rows that examples take.
+        dropped: number of examples longer than a row, and left out.
+        cut: number of examples longer than a row, and cut to it.
+        seq_len: positions of a row.
     """
 
     examples: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
-    num_learned: int
+    num_labels: int
     num_inputs: int
     dropped: int
     cut: int
@@ -62,17 +62,17 @@ class Packing:
 
     @property
     def filled(self) -> float:
-        """The share of the rows' places that examples take."""
+        """The share of the rows' positions that examples take."""
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
-        """What a run's record has of it."""
+        """Entries of a run's record."""
         return {
             "rows": len(self),
             "examples": len(self.examples),
             "dropped": self.dropped,
             "cut": self.cut,
-            "learned_tokens": self.num_learned,
+            "learned_tokens": self.num_labels,
             "filled": round(self.filled, 4),
         }
 
@@ -82,12 +82,13 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: what happens with an example that is longer than a row: refuse all, drop it, or cut
-            its end off (and drop it where nothing to learn is left).
+        long: policy for an example longer than a row: refuse all, drop it, or cut its end off
+            (and drop it if no label is left).
 
     Attributes:
-        num_learned: tokens that are learned, of all examples.
-        together: examples next to each other that always lie in one row.
+        lengths: tokens of each example, int64 [examples].
+        num_labels: labels of all examples.
+        together: number of adjacent examples that always lie in one row.
 
     Raises:
         DataError: see `TokenDataset`; or the folder holds text.
@@ -97,7 +98,7 @@ class ExampleDataset(TokenDataset):
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: What an example is called, or a pair.
+    #: Name of examples or pairs in messages.
     unit = "conversations"
 
     def __init__(
@@ -115,27 +116,29 @@ class ExampleDataset(TokenDataset):
             [np.diff(shard.offsets().astype(np.int64)) for shard in self._shards]
         )
         self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.num_learned: int = entry.get("learned", -1)
+        self.num_labels: int = entry.get("learned", -1)
         self._packings: dict[int, Packing] = {}
-        learned = self.num_learned
+        found = self.num_labels
         if verify:
-            learned = sum(int(shard.learned().sum()) for shard in self._shards)
-        if learned != self.num_learned or int(self.lengths.min()) < 2:
+            found = sum(int(shard.loss_mask().sum()) for shard in self._shards)
+        if found != self.num_labels or int(self.lengths.min()) < 2:
             raise DataError(
                 f"{folder}: the examples of '{split}' don't fit its manifest: prepare them again"
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """(tokens, which of them are learned) of an example."""
+        """Tokens [N] and loss mask, bool [N], of an example."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
-        return self[start:stop], self._shards[shard].learned(start - base, stop - base)
+        return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
-    def place(self, index: int) -> str:
-        """Where an example came from, for people."""
+    def origin(self, index: int) -> str:
+        """File and line of an example, for people."""
         try:
-            with open(self.folder / PLACES_NAME.format(split=self.split), encoding="utf-8") as file:
+            with open(
+                self.folder / ORIGINS_NAME.format(split=self.split), encoding="utf-8"
+            ) as file:
                 for number, line in enumerate(file):
                     if number == index:
                         return line.rstrip("\n")
@@ -144,7 +147,7 @@ class ExampleDataset(TokenDataset):
         return f"{self.folder}, example {index + 1} of '{self.split}'"
 
     def packing(self, seq_len: int) -> Packing:
-        """The rows of so many places.
+        """The rows of `seq_len` positions.
 
         Raises:
             DataError: an example is too long and `long` refuses that, or none is left.
@@ -154,31 +157,31 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # By units of what lies together.
-        places = (self.lengths - 1).reshape(-1, self.together).sum(1)
-        long = np.flatnonzero(places > seq_len)
+        # Positions of each unit: of an example, or of the examples that lie together.
+        sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
+        long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
             raise DataError(self._refusal(long, seq_len))
-        keep = np.ones(len(places), dtype=bool)
+        keep = np.ones(len(sizes), dtype=bool)
         lost = 0
         for index in long.tolist():
-            for learned in (self.example(i)[1] for i in self._of_unit(index)):
-                kept = int(learned[: seq_len + 1].sum()) if self.long == "cut" else 0
+            for loss_mask in (self.example(i)[1] for i in self._of_unit(index)):
+                kept = int(loss_mask[: seq_len + 1].sum()) if self.long == "cut" else 0
                 keep[index] = kept > 0
-                lost += int(learned.sum()) - kept
+                lost += int(loss_mask.sum()) - kept
         kept_ones = np.flatnonzero(keep)
         if not len(kept_ones):
             raise DataError(
                 f"no example of the '{self.split}' split of {self.folder} fits into "
                 f"data.seq_len {seq_len}: raise it"
             )
-        lengths = np.minimum(places[kept_ones], seq_len)
+        lengths = np.minimum(sizes[kept_ones], seq_len)
         items, starts = pack_best_fit(lengths, seq_len)
-        dropped = len(places) - len(kept_ones)
+        dropped = len(sizes) - len(kept_ones)
         return Packing(
             kept_ones[items],
             starts,
-            self.num_learned - lost,
+            self.num_labels - lost,
             int(lengths.sum()),
             dropped,
             len(long) - dropped,
@@ -186,11 +189,10 @@ class ExampleDataset(TokenDataset):
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
-        """Which examples lie in a row, in their order; of a pair the chosen one first."""
+        """The examples of a row, in their order; of a pair the chosen one first."""
         return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
 
     def _of_unit(self, unit: int) -> range:
-        """The examples of a unit."""
         return range(unit * self.together, (unit + 1) * self.together)
 
     def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
@@ -198,7 +200,7 @@ class ExampleDataset(TokenDataset):
         return (
             f"{len(long):,} of {self.num_documents:,} examples of '{self.split}' are longer than "
             f"a row of data.seq_len {seq_len}, the longest with {self.lengths[longest]:,} tokens "
-            f"at {self.place(longest)}: raise data.seq_len to {self.lengths[longest] - 1:,}, or "
+            f"at {self.origin(longest)}: raise data.seq_len to {self.lengths[longest] - 1:,}, or "
             "choose data.long drop (leave them out) or cut (learn their beginnings)"
         )
 
@@ -219,11 +221,11 @@ class ExampleDataset(TokenDataset):
         seq_len, position = len(input_ids), 0
         examples = self.examples_of_row(row, seq_len)
         for number, index in enumerate(examples):
-            tokens, learned = self.example(index)
-            tokens, learned = tokens[: seq_len + 1], learned[: seq_len + 1]
+            tokens, loss_mask = self.example(index)
+            tokens, loss_mask = tokens[: seq_len + 1], loss_mask[: seq_len + 1]
             end = position + len(tokens) - 1
             input_ids[position:end] = tokens[:-1]
-            labels[position:end][learned[1:]] = tokens[1:][learned[1:]]
+            labels[position:end][loss_mask[1:]] = tokens[1:][loss_mask[1:]]
             document_ids[position:end] = number
             position = end
         document_ids[position:] = len(examples)
@@ -232,17 +234,17 @@ class ExampleDataset(TokenDataset):
         return False
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        return self.num_learned
+        return self.num_labels
 
-    def learned_share(self, seq_len: int) -> float:
+    def label_share(self, seq_len: int) -> float:
         packing = self.packing(seq_len)
-        return packing.num_learned / (len(packing) * seq_len)
+        return packing.num_labels / (len(packing) * seq_len)
 
     def describe(self, seq_len: int) -> Iterator[str]:
         packing, name = self.packing(seq_len), f"data: {self.split}"
         yield (
             f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len}, "
-            f"{packing.filled:.1%} filled; {packing.num_learned:,} tokens to learn"
+            f"{packing.filled:.1%} filled; {packing.num_labels:,} tokens to learn"
         )
         total = self.num_documents // self.together
         for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
@@ -286,13 +288,13 @@ class PreferenceDataset(ExampleDataset):
     rejected answer of pair i.
 
     Args:
-        folder, split, verify, long: see `ExampleDataset`; half of a pair says nothing, so that
-            long ones are not cut.
+        folder, split, verify, long: see `ExampleDataset`; long pairs are not cut, since half of a
+            pair says nothing.
 
     Attributes:
         references: fp64 [examples], the log-probability of each example's answer before training;
-            NaN of those that are left out. None as long as it is not known.
-        reference_model: name and sha256 of the model that gave them.
+            NaN for examples that are left out; None before they are known.
+        reference_model: name and sha256 of the model that gave `references`.
 
     Raises:
         DataError: see `ExampleDataset`; or `long` is "cut".
@@ -334,12 +336,12 @@ class PreferenceDataset(ExampleDataset):
         return {**super().identity(), "reference": self.reference_model}
 
     def _refusal(self, long: npt.NDArray[np.int64], seq_len: int) -> str:
-        places = (self.lengths - 1).reshape(-1, 2).sum(1)
-        longest = int(long[np.argmax(places[long])])
+        sizes = (self.lengths - 1).reshape(-1, 2).sum(1)
+        longest = int(long[np.argmax(sizes[long])])
         return (
-            f"{len(long):,} of {len(places):,} pairs of '{self.split}' are longer than a row of "
+            f"{len(long):,} of {len(sizes):,} pairs of '{self.split}' are longer than a row of "
             f"data.seq_len {seq_len}, which holds both answers with their prompts; the longest "
-            f"takes {places[longest]:,} at {self.place(2 * longest)}: raise data.seq_len, or "
+            f"takes {sizes[longest]:,} at {self.origin(2 * longest)}: raise data.seq_len, or "
             "choose data.long drop (leave them out)"
         )
 

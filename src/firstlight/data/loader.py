@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.data.corpus import Corpus
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import Corpus, TokenDataset
 
 IGNORE_INDEX = -100
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.shards import CorpusPart, Kind, TokenDataset
+from firstlight.data.corpus import Corpus, CorpusPart, Kind, TokenDataset
 from firstlight.errors import ConfigError, DataError
 
 #: Longer periods are refused: the turns of a period are worked out and held in memory.
@@ -56,7 +56,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Turns:
-    """Which corpus gives the row at a position.
+    """The corpus of the row at each position.
 
     Args:
         parts: rows of each corpus in a period, from `whole_weights`.
@@ -65,21 +65,21 @@ class Turns:
     def __init__(self, parts: Sequence[int]) -> None:
         self.parts, self.period = tuple(parts), sum(parts)
         self._corpus = _corpora_of_period(self.parts)
-        self._places = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
+        self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
         """(corpus, how many rows it has given before) of the row at a position."""
-        periods, place = divmod(position, self.period)
-        corpus = int(self._corpus[place])
-        before = int(np.searchsorted(self._places[corpus], place))
+        periods, within = divmod(position, self.period)
+        corpus = int(self._corpus[within])
+        before = int(np.searchsorted(self._positions[corpus], within))
         return corpus, periods * self.parts[corpus] + before
 
     def counts(self, position: int) -> list[int]:
         """How many of the first `position` rows each corpus gives."""
-        periods, place = divmod(position, self.period)
+        periods, within = divmod(position, self.period)
         return [
-            periods * part + int(np.searchsorted(places, place))
-            for part, places in zip(self.parts, self._places, strict=True)
+            periods * part + int(np.searchsorted(positions, within))
+            for part, positions in zip(self.parts, self._positions, strict=True)
         ]
 
 
@@ -90,21 +90,21 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
     given = [0] * len(parts)
     waiting = [(0, corpus) for corpus in range(len(parts))]
     ready: list[tuple[int, int]] = []
-    for place in range(period):
-        while waiting and waiting[0][0] <= place:
+    for position in range(period):
+        while waiting and waiting[0][0] <= position:
             _, corpus = heapq.heappop(waiting)
             deadline = -(-(given[corpus] + 1) * period // parts[corpus])
             heapq.heappush(ready, (deadline, corpus))
         deadline, corpus = heapq.heappop(ready)
-        assert place < deadline
-        corpora[place] = corpus
+        assert position < deadline
+        corpora[position] = corpus
         given[corpus] += 1
         heapq.heappush(waiting, (given[corpus] * period // parts[corpus], corpus))
     return corpora
 
 
-class MixedDataset:
-    """The same split of several corpora, to be drawn from by weight; a `corpus.Corpus`.
+class MixedDataset(Corpus):
+    """The same split of several corpora, drawn from by weight.
 
     An epoch of it is as many rows as the corpora have together: with weights in the ratio of
     their sizes each is seen once in it, else those with more weight more than once.
@@ -113,23 +113,21 @@ class MixedDataset:
         parts: the corpora.
 
     Attributes:
-        turns: which corpus gives which row.
+        turns: the corpus of each row.
         has_examples: a corpus is of conversations.
-        folder: of the first corpus of conversations, or else of the first, for its tokenizer,
-            which is that of all.
-        manifest: those of all, with their weights.
-        num_tokens: of all together.
+        folder: folder of the first corpus of conversations, or else of the first corpus, for the
+            tokenizer, which is the same in all.
+        manifest: manifests of all corpora, with their weights.
+        num_tokens: tokens of all corpora together.
 
     Raises:
         DataError: a corpus is in it twice, or tokenizers or chat templates differ.
     """
 
     kind: Kind = "mix"
-    #: gzip compresses each corpus alone.
-    gzip_bits_per_byte: None = None
 
     def __init__(self, parts: Sequence[CorpusPart]) -> None:
-        self.parts = tuple(parts)
+        self._parts = tuple(parts)
         self.turns = Turns([one.weight for one in parts])
         datasets = [one.dataset for one in parts]
         first = datasets[0]
@@ -152,6 +150,10 @@ class MixedDataset:
             "mix": [{"part": one.weight, "manifest": one.dataset.manifest} for one in parts],
         }
 
+    @property
+    def parts(self) -> tuple[CorpusPart, ...]:
+        return self._parts
+
     def num_rows(self, seq_len: int) -> int:
         return sum(one.dataset.num_rows(seq_len) for one in self.parts)
 
@@ -163,8 +165,8 @@ class MixedDataset:
         corpus, given = self.turns.at(position)
         return self.parts[corpus].dataset.row_at(given, seq_len, seed)
 
-    def learned_share(self, seq_len: int) -> float:
-        shares = (one.weight * one.dataset.learned_share(seq_len) for one in self.parts)
+    def label_share(self, seq_len: int) -> float:
+        shares = (one.weight * one.dataset.label_share(seq_len) for one in self.parts)
         return sum(shares) / self.turns.period
 
     def describe(self, seq_len: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which tokens make which row, and in which order rows are seen: pure functions.
+"""The tokens of each row, and the order in which rows are seen: pure functions.
 
 A split is one long stream of tokens. Row i predicts tokens i*T+1 ... i*T+T from the token
 before each, so that every token but the very first is predicted exactly once; the last row
@@ -8,11 +8,11 @@ With document masking, a row's tokens are numbered by document, and a token is p
 from its own document:
 
     bos text eos | bos text eos     the eos is the last prediction of a document; the label
-                                    after it, the next document's bos, is left out
+                                    after it, the next document's bos, is masked
     text eos | text eos             without bos, an eos opens the document after it: it is
                                     predicted as the end of the one and stands, as an input, at
                                     position 0 of the other, whose first token is predicted
-                                    from it. No label is left out, and a model learns how
+                                    from it. No label is masked, and a model learns how
                                     documents begin.
     text | text                     the first token of a document is not predicted
 
@@ -44,21 +44,21 @@ def separate_documents(
     """Number the documents of a row's inputs, and find the labels that lie in another document.
 
     Args:
-        starts: where documents begin among the row's tokens, of which there is one more than
-            inputs; ascending.
+        starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
+            ascending, int64 [documents].
         num_inputs: inputs of the row.
         eos_opens: the token before a start is, as an input, the first of the document.
 
     Returns:
-        the number of each input's document, from 0 within the row [num_inputs]; and the places
-        of the labels to leave out.
+        The number of each input's document, from 0 within the row, int32 [num_inputs]; and the
+        positions of the labels to mask, int64.
     """
     inner = starts[starts > 0]
-    left_out = inner[:0] if eos_opens else inner - 1
+    masked = inner[:0] if eos_opens else inner - 1
     first_inputs = inner - 1 if eos_opens else inner
     begins = np.zeros(num_inputs, dtype=np.int32)
     begins[first_inputs[(first_inputs > 0) & (first_inputs < num_inputs)]] = 1
-    return np.cumsum(begins, dtype=np.int32), left_out
+    return np.cumsum(begins, dtype=np.int32), masked
 
 
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
@@ -103,28 +103,29 @@ def pack_best_fit(
     rows there could be). The same lengths give the same rows.
 
     Args:
-        lengths: of the items, each from 1 to `capacity`.
-        capacity: of a row.
+        lengths: length of each item, from 1 to `capacity`, int64 [items].
+        capacity: length of a row.
 
     Returns:
-        the items of all rows one after the other [items], and where each row's begin [rows + 1].
+        The items of all rows, row by row [items], and the index of each row's first one, with the
+        end of the last [rows + 1].
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
     rows_of_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those of `rows_of_room`, ascending
+    rooms: list[int] = []  # the keys of `rows_of_room`, ascending
     for item in order.tolist():
         length = int(lengths[item])
         assert 1 <= length <= capacity
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
             row, room = len(rows), capacity
             rows.append([])
         else:
-            room = rooms[place]
+            room = rooms[index]
             row = rows_of_room[room].pop()
             if not rows_of_room[room]:
-                del rows_of_room[room], rooms[place]
+                del rows_of_room[room], rooms[index]
         rows[row].append(item)
         if left := room - length:
             if left not in rows_of_room:

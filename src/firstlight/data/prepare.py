@@ -23,12 +23,11 @@ from rich.progress import Progress, TaskID, TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
-from firstlight.data.corpus import CorpusWriter
 from firstlight.data.encoding import Encode, TextPiece, encode_in_order
 from firstlight.data.records import REASONS, Record, read_documents
-from firstlight.data.shard_file import TokenArray
-from firstlight.data.shards import read_manifest
+from firstlight.data.shards import TokenArray, read_manifest
 from firstlight.data.sources import TEXT_SUFFIXES, DataSource, find_sources, unread_files
+from firstlight.data.writer import CorpusWriter
 from firstlight.errors import ConfigError, DataError, InputError
 from firstlight.files.atomic import new_folder, require_free
 from firstlight.tokenizer import Tokenizer

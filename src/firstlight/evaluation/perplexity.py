@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import resolve_model_folder, trained_on
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
-from firstlight.data.shards import TokenDataset
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.evaluation.estimates import RowLoss, mean_loss, sampled_rows, standard_error

@@ -55,13 +55,13 @@ class LabelledChat:
 
     Attributes:
         ids: the same as `Tokenizer.encode_chat`'s.
-        learned: for each id whether it is one to learn.
-        text_bytes: UTF-8 bytes of the text that is learned, special tokens not counted.
+        loss_mask: True for each id that is a label.
+        text_bytes: UTF-8 bytes of the labels' text, special tokens not counted.
         torn: answers whose beginning lies inside a token that begins in the prompt.
     """
 
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
     text_bytes: int
     torn: int
 
@@ -93,15 +93,15 @@ class ChatEncoder:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        left_out: frozenset[int] = frozenset(),
+        masked: frozenset[int] = frozenset(),
         everything: bool = False,
     ) -> LabelledChat:
         """A conversation as tokens.
 
         Args:
             messages: objects with `role` and `content`, both texts.
-            left_out: places of assistant's messages that are not learned.
-            everything: learn all tokens but those of the messages left out.
+            masked: indices of the assistant's messages outside the loss.
+            everything: all tokens are labels but those of the masked messages.
 
         Raises:
             InputError: the messages are something else, or the template refuses them.
@@ -113,10 +113,10 @@ class ChatEncoder:
         text = self._render(marked)
         answers = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
         flags = bytearray([everything]) * len(text)
-        if not everything or left_out:
+        if not everything or masked:
             spans = self._spans(marked, pattern, text, answers)
-            for place, (start, end) in zip(answers, spans, strict=True):
-                flags[start:end] = bytes([place not in left_out]) * (end - start)
+            for index, (start, end) in zip(answers, spans, strict=True):
+                flags[start:end] = bytes([index not in masked]) * (end - start)
         return self._encoded(text, flags, pattern)
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -234,21 +234,21 @@ class ChatEncoder:
 
     def _encoded(self, text: str, flags: bytearray, pattern: re.Pattern[str]) -> LabelledChat:
         ids: list[int] = []
-        learned: list[bool] = []
+        loss_mask: list[bool] = []
         text_bytes = torn = 0
         for piece, own, is_special in _pieces(text, flags, pattern):
             if is_special:
                 ids.append(self._special[piece])
-                learned.append(bool(own[0]))
+                loss_mask.append(bool(own[0]))
                 continue
             encoding = self._plain.encoding(piece)
             ids += encoding.ids
             for start, end in encoding.offsets:
                 first = bool(own[min(start, len(own) - 1)])
-                learned.append(first)
+                loss_mask.append(first)
                 torn += not first and own.find(1, start, end) >= 0
             text_bytes += len("".join(compress(piece, own)).encode("utf-8"))
-        return LabelledChat(ids, learned, text_bytes, torn)
+        return LabelledChat(ids, loss_mask, text_bytes, torn)
 
 
 def _pieces(
@@ -371,9 +371,9 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return ()
 
 
-def require_end(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> str | None:
+def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
     """What to warn of if the last token that an example learns ends nothing; else None."""
-    last = next((i for i, own in zip(ids[::-1], learned[::-1], strict=True) if own), None)
+    last = next((i for i, own in zip(ids[::-1], loss_mask[::-1], strict=True) if own), None)
     if last is None or last in tokenizer.special_token_ids:
         return None
     return (

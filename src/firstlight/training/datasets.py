@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.data.chat import ChatOptions, cached_chat
-from firstlight.data.corpus import Corpus
+from firstlight.data.corpus import Corpus, CorpusPart, TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.mixing import MixedDataset, whole_weights
 from firstlight.data.remote import is_url, local_folder
-from firstlight.data.shards import CorpusPart, TokenDataset
 from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.recipe import DataConfig

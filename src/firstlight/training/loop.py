@@ -194,7 +194,7 @@ def _predict(
 ) -> None:
     """Ask what the run is expected to take, and who to ask when memory runs out."""
     recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
-    comparison.learned_share = job.dataset.learned_share(job.seq_len)
+    comparison.learned_share = job.dataset.label_share(job.seq_len)
     comparison.seq_len = job.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
     comparison.predict_process(job.held_bytes, compiles=_loads_compiler(recipe))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from firstlight.data.shards import TokenDataset
+from firstlight.data.corpus import TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import ModelError

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint.checkpoint import resolve_model_folder
+from firstlight.data.corpus import Kind
 from firstlight.data.examples import kind_of, open_split
-from firstlight.data.shards import MANIFEST_NAME, Kind
+from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
