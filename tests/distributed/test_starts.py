@@ -15,7 +15,7 @@ import yaml
 from spawned import free_port
 
 from firstlight.planner.plan import search
-from firstlight.planner.plan.machine import find_machine, settle
+from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
 pytest.importorskip("deepspeed")
@@ -113,8 +113,8 @@ def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int
 def _offered(recipe_file: Path) -> tuple[str, ...]:
     """The options of what `plan` offers for a GPU where nothing fits."""
     machine = find_machine("V100 16GB")
-    recipe = settle(load_recipe(recipe_file, [("model.vocab_size", "320")]), machine)
-    ways = {name: changes for name, changes, _ in search._ways_out(recipe, machine)}
+    recipe = resolve_for(load_recipe(recipe_file, [("model.vocab_size", "320")]), machine)
+    ways = {name: changes for name, changes, _ in search._fallbacks(recipe, machine)}
     changes = search._LEAST | ways["offloading moments to the CPU (DeepSpeed)"]
     return tuple(part for key, x in changes.items() for part in (f"--{key}", str(x).lower()))
 

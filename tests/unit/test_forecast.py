@@ -23,8 +23,8 @@ from firstlight.planner.plan.automatic import (
     planned_elsewhere,
     planned_recipe,
 )
-from firstlight.planner.plan.estimate import Oracle, Question
-from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, settle
+from firstlight.planner.plan.estimate import Candidate, Estimator
+from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, resolve_for
 from firstlight.planner.plan.methods import methods
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.planner.speed.calibration import Calibration
@@ -54,7 +54,7 @@ def settled(**sections: Any) -> ResolvedRecipe:
         "efficiency": {"compile": False, "precision": "fp32"},
         **sections,
     }
-    return settle(parse_recipe(values), find_machine())
+    return resolve_for(parse_recipe(values), find_machine())
 
 
 @pytest.fixture(autouse=True)
@@ -239,8 +239,8 @@ def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
     recipe = settled(batch={"micro_batch_size": 64})
     machine = find_machine()
     known = dict(methods(recipe, machine))
-    ways = [Question(recipe, machine, changes=known[name], evaluates=False) for name in _ADVICE]
-    needed = [one.needed_bytes for one in Oracle(measures=False).answers(ways)]
+    ways = [Candidate(recipe, machine, changes=known[name], evaluates=False) for name in _ADVICE]
+    needed = [one.needed_bytes for one in Estimator(measures=False).estimate_all(ways)]
     assert len(needed) == 3
     found = advice(recipe, _CPU, 1)
     assert found is not None

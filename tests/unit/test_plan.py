@@ -23,12 +23,12 @@ from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as outcome
 from firstlight.planner.plan import search
-from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import (
     find_machine,
     parse_bytes,
     planned_run,
-    settle,
+    resolve_for,
     with_changes,
 )
 from firstlight.planner.plan.methods import methods, reasons_for
@@ -111,7 +111,7 @@ def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
     gpu = find_machine("RTX 4090")
-    settled = settle(recipe(), gpu)
+    settled = resolve_for(recipe(), gpu)
     assert settled.data.seq_len == 64
     assert settled.efficiency.precision == "bf16"
     assert settled.efficiency.compile is True
@@ -122,21 +122,21 @@ def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
         batch={"micro_batch_size": 3},
         efficiency={"precision": "fp32", "compile": False},
     )
-    settled = settle(fixed, gpu)
+    settled = resolve_for(fixed, gpu)
     assert settled.efficiency.precision == "fp32"
     assert settled.efficiency.compile is False
     assert settled.efficiency.attention == "flex"
     assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
     # fp16 is for who asks for it, as in a run.
     v100 = find_machine("V100 16GB")
-    assert settle(recipe(), v100).efficiency.precision == "fp32"
-    assert "precision fp16" in dict(methods(settle(recipe(), v100), v100))
+    assert resolve_for(recipe(), v100).efficiency.precision == "fp32"
+    assert "precision fp16" in dict(methods(resolve_for(recipe(), v100), v100))
     both = {"global_batch_tokens": 1024, "gradient_accumulation_steps": 4}
-    assert settle(recipe(batch=both), gpu).batch.rows == 4
+    assert resolve_for(recipe(batch=both), gpu).batch.rows == 4
     dropout = {**_MODEL, "model_type": "gpt2", "attn_pdrop": 0.1}
     del dropout["intermediate_size"]
     masked = recipe(model=dropout, data={"dir": "/nowhere", "document_masking": True})
-    assert settle(masked, gpu).efficiency.attention == "sdpa"
+    assert resolve_for(masked, gpu).efficiency.attention == "sdpa"
 
 
 def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
@@ -145,14 +145,14 @@ def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
     gpu = find_machine("RTX 4090")
     without = {**_MODEL, "vocab_size": 0}
     with pytest.raises(ConfigError, match=r"is not prepared here: .* --planning.vocab_size 50257"):
-        settle(recipe(model=without), gpu)
+        resolve_for(recipe(model=without), gpu)
     manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    found = settle(recipe(model=without, data={"dir": str(tmp_path)}), gpu)
+    found = resolve_for(recipe(model=without, data={"dir": str(tmp_path)}), gpu)
     assert found.model is not None
     assert found.model.vocab_size == 999
     with pytest.raises(ConfigError, match="the recipe has no model"):
-        settle(parse_recipe({"data": {"dir": "/nowhere"}}), gpu)
+        resolve_for(parse_recipe({"data": {"dir": "/nowhere"}}), gpu)
 
 
 def fake_outcomes(
@@ -161,21 +161,21 @@ def fake_outcomes(
     """Have a step take so much for each row, by what activations are kept; what was looked at."""
     asked: list[dict[str, Any]] = []
 
-    def answer(_: Oracle, question: Question) -> Outcome:
-        machine, changes = question.machine, question.changes
-        changed = with_changes(question.recipe, changes)
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        machine, changes = candidate.machine, candidate.changes
+        changed = with_changes(candidate.recipe, changes)
         asked.append({**changes, "rows": changed.batch.rows, "count": machine.count})
         kept = bytes_a_row[changed.efficiency.activation_checkpointing]
         state = fixed // (8 if changed.lora else machine.count)
         size = state + changed.batch.rows * kept
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
-        return Outcome(question.name, changes, changed, memory, usable_bytes=machine.usable_bytes)
+        return Estimate(candidate.name, changes, changed, memory, usable_bytes=machine.usable_bytes)
 
-    def answers(oracle: Oracle, questions: Sequence[Question]) -> Iterator[Outcome]:
-        return (answer(oracle, question) for question in questions)
+    def estimate_all(estimator: Estimator, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+        return (estimate(estimator, candidate) for candidate in candidates)
 
-    monkeypatch.setattr(Oracle, "answer", answer)
-    monkeypatch.setattr(Oracle, "answers", answers)
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    monkeypatch.setattr(Estimator, "estimate_all", estimate_all)
     return asked
 
 
@@ -187,18 +187,18 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
 ) -> None:
     fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
-    plain = settle(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
+    plain = resolve_for(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
     assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
     # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
-    best = search.best_way(plain, machine)
+    best = search.best_estimate(plain, machine)
     assert best is not None
     assert best.recipe is not None
     assert best.recipe.batch.rows == 12
     assert best.recipe.efficiency.activation_checkpointing == "full"
     assert best.fits
     # A global batch that fits as it stands needs nothing.
-    small = settle(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
-    best = search.best_way(small, machine)
+    small = resolve_for(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
+    best = search.best_estimate(small, machine)
     assert best is not None
     assert dict(best.changes) == {}
     assert small.batch.rows == 6
@@ -210,27 +210,29 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
 ) -> None:
     asked: list[bool] = []
 
-    def answer(_: Oracle, question: Question) -> Outcome:
-        asked.append(question.compiles)
-        changed = with_changes(question.recipe, question.changes)
-        size = compiled_bytes if question.compiles else 2 * _GIB
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        asked.append(candidate.compiles)
+        changed = with_changes(candidate.recipe, candidate.changes)
+        size = compiled_bytes if candidate.compiles else 2 * _GIB
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
-        return Outcome(
-            question.name,
-            question.changes,
+        return Estimate(
+            candidate.name,
+            candidate.changes,
             changed,
             memory,
-            usable_bytes=question.machine.usable_bytes,
-            is_bound=not question.compiles,
+            usable_bytes=candidate.machine.usable_bytes,
+            is_bound=not candidate.compiles,
         )
 
-    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(Estimator, "estimate", estimate)
     monkeypatch.setattr(
-        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine(memory_bytes=24 * _GIB)
-    compiled = settle(recipe(efficiency={"compile": True}), machine)
-    best = search.best_way(compiled, machine)
+    compiled = resolve_for(recipe(efficiency={"compile": True}), machine)
+    best = search.best_estimate(compiled, machine)
     first = asked.index(True)
     assert first > 0
     assert all(asked[first:])
@@ -245,29 +247,33 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
 def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def answer(_: Oracle, question: Question) -> Outcome:
-        changed = with_changes(question.recipe, question.changes)
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        changed = with_changes(candidate.recipe, candidate.changes)
         # Smaller micro-batches alone fit, and only compiled.
-        size = changed.batch.rows * _GIB + (0 if question.compiles else 99 * _GIB)
+        size = changed.batch.rows * _GIB + (0 if candidate.compiles else 99 * _GIB)
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
-        made = (question.name, question.changes, changed, memory)
+        made = (candidate.name, candidate.changes, changed, memory)
         usable = 3 * _GIB // 2
-        return Outcome(*made, usable_bytes=usable, is_bound=not question.compiles)
+        return Estimate(*made, usable_bytes=usable, is_bound=not candidate.compiles)
 
-    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(Estimator, "estimate", estimate)
     monkeypatch.setattr(
-        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine("RTX 4090")
     written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
-    best = search.best_way(search.cut_freely(settle(written, machine)), machine)
+    best = search.best_estimate(search.open_micro_batch(resolve_for(written, machine)), machine)
     assert best is not None
     assert (best.fits, best.is_bound) == (True, False)
     assert best.recipe is not None
     assert best.recipe.batch.rows == 1
     # So are ways out of what does not fit.
-    assert all(not one.is_bound for one in search.nearest_ways(settle(written, machine), machine))
-    assert search.nearest_ways(settle(written, machine), machine)
+    assert all(
+        not one.is_bound for one in search.nearest_estimates(resolve_for(written, machine), machine)
+    )
+    assert search.nearest_estimates(resolve_for(written, machine), machine)
 
 
 @pytest.mark.parametrize(
@@ -278,32 +284,34 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
 def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     monkeypatch: pytest.MonkeyPatch, state: int, evaluation: int, hopeless: bool
 ) -> None:
-    asked: list[Question] = []
+    asked: list[Candidate] = []
 
     def memory(phase: str, size: int, total: int) -> MemoryPrediction:
         peak = PhasePeak(size, {"weights": size // 2, "optimizer_states": size // 2})
         return MemoryPrediction(total, phase, {}, {phase: peak}, total, 0, 0, ())
 
-    def answer(_: Oracle, question: Question) -> Outcome:
-        asked.append(question)
-        changed = with_changes(question.recipe, question.changes)
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        asked.append(candidate)
+        changed = with_changes(candidate.recipe, candidate.changes)
         step = memory("optimizer", state * _GIB, 99 * _GIB)
         evaluating = memory("evaluation", _GIB, evaluation * _GIB)
-        bound = not question.compiles and changed.efficiency.compile is True
-        found = Outcome("", question.changes, changed, step, evaluating, is_bound=bound)
+        bound = not candidate.compiles and changed.efficiency.compile is True
+        found = Estimate("", candidate.changes, changed, step, evaluating, is_bound=bound)
         return dataclasses.replace(found, usable_bytes=24 * _GIB)
 
-    monkeypatch.setattr(Oracle, "answer", answer)
+    monkeypatch.setattr(Estimator, "estimate", estimate)
     monkeypatch.setattr(
-        Oracle, "answers", lambda oracle, questions: (answer(oracle, one) for one in questions)
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine("RTX 4090")
     # With chunks, the second way is the same as the first.
     efficiency = {"compile": True, "loss_chunk_tokens": 64}
     written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
-    compiled = search.cut_freely(settle(written, machine))
-    assert search.best_way(compiled, machine) is None
-    assert search.nearest_ways(compiled, machine) == []
+    compiled = search.open_micro_batch(resolve_for(written, machine))
+    assert search.best_estimate(compiled, machine) is None
+    assert search.nearest_estimates(compiled, machine) == []
     # As it stands, it was.
     rows = [
         with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
@@ -322,10 +330,10 @@ def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
     asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     sections = {"efficiency": {"compile": True}, "batch": {"micro_batch_size": 8}}
-    compiled = search.cut_freely(settle(recipe(**sections), machine))
+    compiled = search.open_micro_batch(resolve_for(recipe(**sections), machine))
     small = MemoryPrediction(_GIB, "backward", {}, {}, _GIB, 0, 0, ())
-    known = Outcome("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
-    assert search.best_way(compiled, machine, known=known) is known
+    known = Estimate("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
+    assert search.best_estimate(compiled, machine, known=known) is known
     assert any("efficiency.activation_checkpointing" in one for one in asked)
 
 
@@ -336,7 +344,7 @@ def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
 )
 def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
     machine = find_machine("RTX 4090")
-    compiled = settle(recipe(efficiency={"compile": True, **how}), machine)
+    compiled = resolve_for(recipe(efficiency={"compile": True, **how}), machine)
     changes = dict(methods(compiled, machine))["no torch.compile"]
     assert changes == {
         "efficiency.compile": False,
@@ -344,11 +352,11 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
             f"efficiency.{key}": False if value is True else "default" for key, value in how.items()
         },
     }
-    for question in (
-        Question(compiled, machine, compiles=False),
-        Question(compiled, machine, changes=changes, evaluates=False),
+    for candidate in (
+        Candidate(compiled, machine, compiles=False),
+        Candidate(compiled, machine, changes=changes, evaluates=False),
     ):
-        found = Oracle().answer(question)
+        found = Estimator().estimate(candidate)
         assert found.fits, found.problem
 
 
@@ -359,21 +367,21 @@ def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
     monkeypatch.setattr(outcome, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(pace, "measure_operators", lambda *given: seconds.append(given[2]))
     machine = find_machine(None)
-    question = Question(settle(recipe(), machine), machine, evaluates=False)
-    oracle = Oracle()
+    candidate = Candidate(resolve_for(recipe(), machine), machine, evaluates=False)
+    estimator = Estimator()
     for now[0] in (0.0, 3.0, 60.0):
-        assert oracle.answer(question).speed is not None
+        assert estimator.estimate(candidate).speed is not None
     assert seconds == [3.0, 2.0, 0.2]
-    assert Oracle(measures=False).answer(question).speed is not None
+    assert Estimator(measures=False).estimate(candidate).speed is not None
     assert len(seconds) == 3
 
 
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
-    resolved = settle(recipe(), find_machine("H100"))
+    resolved = resolve_for(recipe(), find_machine("H100"))
 
-    def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Outcome:
+    def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Estimate:
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
-        return Outcome(name, changes, resolved, memory, usable_bytes=9, is_bound=is_bound)
+        return Estimate(name, changes, resolved, memory, usable_bytes=9, is_bound=is_bound)
 
     methods_found = [
         outcome("no torch.compile", 4 * _GIB, {"efficiency.compile": False}, False),
@@ -381,7 +389,7 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     ]
     machine = find_machine("RTX 4090")
     first = outcome("as it stands", 2 * _GIB, {}, False)
-    plan = Plan(machine, settle(recipe(), machine), 1, first, methods=methods_found)
+    plan = Plan(machine, resolve_for(recipe(), machine), 1, first, methods=methods_found)
     rows = {row[0]: row[1:3] for row in method_rows(plan)}
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%")
     assert rows["chunked loss"] == ("< 3.00 GiB", "25%")
@@ -391,7 +399,7 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
 def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> None:
     # Of their bytes it is not known which are logits.
     machine = find_machine("H100")
-    chunked = settle(
+    chunked = resolve_for(
         recipe(
             data={"dir": "/nowhere", "seq_len": 64},
             batch={"micro_batch_size": 2**20},
@@ -399,8 +407,8 @@ def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> N
         ),
         machine,
     )
-    best = Outcome("", {"efficiency.loss_chunk_tokens": 1024}, chunked)
-    reasons = reasons_for(chunked, best, Outcome("", recipe=chunked), machine)
+    best = Estimate("", {"efficiency.loss_chunk_tokens": 1024}, chunked)
+    reasons = reasons_for(chunked, best, Estimate("", recipe=chunked), machine)
     assert "75.0 GiB in fp32" in reasons["efficiency.loss_chunk_tokens"]
 
 
@@ -409,9 +417,9 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
 ) -> None:
     asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
     machine = find_machine("RTX 4090")
-    plain = settle(recipe(), machine)
-    assert search.best_way(plain, machine) is None
-    names = [one.name for one in search.nearest_ways(plain, machine)]
+    plain = resolve_for(recipe(), machine)
+    assert search.best_estimate(plain, machine) is None
+    names = [one.name for one in search.nearest_estimates(plain, machine)]
     assert names[:2] == ["LoRA, rank 16", "LoRA, rank 16, base in 4 bits"]
     # 80 / 4 + 1 = 21 of 23.5 GiB.
     assert "4 devices with fsdp" in names
@@ -421,8 +429,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert [one["batch.gradient_accumulation_steps"] for one in asked[-5:]] == [2, 1, 1, 1, 1]
     asked.clear()
     tensor = {"tensor_parallel": 2}
-    cut = settle(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
-    search.nearest_ways(cut, dataclasses.replace(machine, count=2))
+    cut = resolve_for(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
+    search.nearest_estimates(cut, dataclasses.replace(machine, count=2))
     steps = {
         one["count"]: one["batch.gradient_accumulation_steps"]
         for one in asked
@@ -430,7 +438,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     }
     # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
     assert steps[2] == 4
-    ways = {name: (changes, where) for name, changes, where in search._ways_out(plain, machine)}
+    ways = {name: (changes, where) for name, changes, where in search._fallbacks(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
     assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}
     assert where.count == 2
@@ -442,12 +450,14 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
     asked = fake_outcomes(monkeypatch, rows, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
-    search.best_way(settle(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine)
+    search.best_estimate(
+        resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine
+    )
     assert not any("optimizer.name" in one for one in asked)
     asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
     for name, is_asked in (("adamw", True), ("muon", False)):
         asked.clear()
-        search.best_way(settle(recipe(optimizer={"name": name}), machine), machine)
+        search.best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
         assert any("optimizer.name" in one for one in asked) is is_asked
 
 
@@ -457,7 +467,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of what is cut and computed again already, two ways of saving are the same.
     efficiency = {"activation_checkpointing": "full", "compile": False}
     batch = {"global_batch_tokens": 64 * 64}
-    search.best_way(settle(recipe(efficiency=efficiency, batch=batch), machine), machine)
+    search.best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
     ways = [tuple(sorted(one.items())) for one in asked]
     assert len(ways) > 3
     assert len(set(ways)) == len(ways)
@@ -465,8 +475,8 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     machine = find_machine("V100 16GB")
-    plain = settle(recipe(efficiency={"precision": "fp16"}), machine)
-    ways = {name: changes for name, changes, _ in search._ways_out(plain, machine)}
+    plain = resolve_for(recipe(efficiency={"precision": "fp16"}), machine)
+    ways = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
     assert changed.efficiency.precision == "fp16"
@@ -485,15 +495,15 @@ def test_times_and_counts_are_said_in_units_of_their_size() -> None:
 
 def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:
     training = MemoryPrediction(_GIB, "forward", {"weights": _GIB}, {}, _GIB, 0, 2 * _GIB, ())
-    table = memory_table(Outcome("", training=training))
+    table = memory_table(Estimate("", training=training))
     assert list(table[-1]) == ["beside it, in the CPU's memory", "2.00 GiB"]
     training = dataclasses.replace(training, host_bytes=0)
-    assert table[-2] == memory_table(Outcome("", training=training))[-1]
+    assert table[-2] == memory_table(Estimate("", training=training))[-1]
 
 
 def test_methods_are_those_that_the_recipe_does_not_have() -> None:
     machine = find_machine("RTX 4090")
-    plain = settle(recipe(batch={"micro_batch_size": 8}), machine)
+    plain = resolve_for(recipe(batch={"micro_batch_size": 8}), machine)
     names = dict(methods(plain, machine))
     assert names["gradient accumulation, 1 x 8"] == {
         "batch.micro_batch_size": 1,
@@ -522,9 +532,13 @@ def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> 
     half, full = ({"precision": precision, "compile": False} for precision in ("bf16", "fp32"))
 
     def changes(efficiency: dict[str, Any], name: str) -> dict[str, Any]:
-        return dict(methods(settle(recipe(model=model, efficiency=efficiency), cpu), cpu))[name]
+        return dict(methods(resolve_for(recipe(model=model, efficiency=efficiency), cpu), cpu))[
+            name
+        ]
 
-    assert settle(recipe(model=model, efficiency=half), cpu).efficiency.attention == "blockwise"
+    assert (
+        resolve_for(recipe(model=model, efficiency=half), cpu).efficiency.attention == "blockwise"
+    )
     assert changes(half, "precision fp32")["efficiency.attention"] == "sdpa"
     assert changes(full, "precision bf16")["efficiency.attention"] == "blockwise"
     named = {**half, "attention": "math"}
@@ -646,12 +660,12 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
         ("four", 4, {"tensor_parallel": 2, "engine": "fsdp"}),
     ):
         machine = find_machine("H100", count=count)
-        settled = settle(
+        settled = resolve_for(
             recipe(batch=batch, efficiency=efficiency, distributed=distributed), machine
         )
         # 16 rows a step, of which each of two groups has half.
         assert settled.batch.rows == 8
-        found[name] = Oracle().answer(Question(settled, machine))
+        found[name] = Estimator().estimate(Candidate(settled, machine))
         assert found[name].fits, found[name].problem
     weights = {
         name: one.training.phases["optimizer"].parts["weights"]
@@ -668,7 +682,7 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
     assert speed is not None
     assert speed.kinds["communication"] > 0
     with pytest.raises(ConfigError, match="don't make whole groups"):
-        settle(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
+        resolve_for(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
 
 
 @pytest.mark.parametrize(
@@ -683,8 +697,8 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
 )
 def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -> None:
     machine = find_machine("H100", count=count)
-    settled = settle(recipe(**{"efficiency": {"compile": False}, **sections}), machine)
-    found = Oracle().answer(Question(settled, machine))
+    settled = resolve_for(recipe(**{"efficiency": {"compile": False}, **sections}), machine)
+    found = Estimator().estimate(Candidate(settled, machine))
     assert found.fits, found.problem
     assert found.evaluation is not None
 
@@ -698,17 +712,17 @@ def test_the_runs_length_is_that_of_training(data: Path) -> None:
     }
     given = recipe(**values, schedule={"epochs": 3, "warmup_ratio": 0.1})
     rows = TokenDataset(data, "train").num_rows(32)
-    run = planned_run(settle(given, machine), machine)
+    run = planned_run(resolve_for(given, machine), machine)
     assert run is not None
     steps = math.ceil(3 * rows / 8)
     assert run.schedule == Schedule(steps, math.ceil(steps / 10), steps, 0.1)
     assert (run.rows_a_step, run.tokens) == (8, steps * 8 * 32)
     assert run.epochs == steps * 8 / rows
-    elsewhere = planned_run(settle(recipe(schedule={"max_steps": 9}), machine), machine)
+    elsewhere = planned_run(resolve_for(recipe(schedule={"max_steps": 9}), machine), machine)
     assert elsewhere is not None
     assert (elsewhere.schedule.max_steps, elsewhere.epochs) == (9, None)
-    assert planned_run(settle(recipe(schedule={"epochs": 9}), machine), machine) is None
-    wrong = settle(recipe(**values, schedule={"decay_steps": 2, "warmup_steps": 2}), machine)
+    assert planned_run(resolve_for(recipe(schedule={"epochs": 9}), machine), machine) is None
+    wrong = resolve_for(recipe(**values, schedule={"decay_steps": 2, "warmup_steps": 2}), machine)
     with pytest.raises(ConfigError, match="decay_steps 2 is not after the warm-up"):
         planned_run(wrong, machine)
 
@@ -786,8 +800,8 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
 
 def test_the_next_command_has_what_the_best_way_changes() -> None:
     changes = {"efficiency.compile": True, "lora": {"rank": 16, "target_modules": ["q_proj"]}}
-    compiled = settle(recipe(efficiency={"compile": True}), find_machine("H100"))
-    way = Outcome("w", changes, compiled)
+    compiled = resolve_for(recipe(efficiency={"compile": True}), find_machine("H100"))
+    way = Estimate("w", changes, compiled)
     assert changed_options(way) == {
         "efficiency.compile": "true",
         "lora.rank": "16",

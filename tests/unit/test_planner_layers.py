@@ -28,7 +28,7 @@ from firstlight.planner.memory.prediction import (
 )
 from firstlight.planner.memory.program import Equivalent
 from firstlight.planner.memory.recipe import (
-    Job,
+    TraceJob,
     predict_evaluation,
     predict_generation,
     run_jobs,
@@ -192,8 +192,8 @@ def test_part_of_a_trace_begins_with_what_was_alive() -> None:
 
 
 def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
-    def job(*layers: int) -> Job:
-        return Job(
+    def job(*layers: int) -> TraceJob:
+        return TraceJob(
             tuple((_made_up, count) for count in layers),
             lambda found: replace(_made_up(0), peak_bytes=sum(one.peak_bytes for one in found)),
         )

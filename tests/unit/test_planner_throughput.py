@@ -34,7 +34,7 @@ from firstlight.planner.speed.gpu import (
 )
 from firstlight.planner.speed.operators import (
     KINDS,
-    Product,
+    MatrixProduct,
     at_depth,
     kind_of,
     product_of,
@@ -115,14 +115,14 @@ def test_a_product_with_a_vector_is_bound_by_memory() -> None:
 
 def test_tiles_at_the_edge_and_the_last_turn_are_lost() -> None:
     k = 2**40  # so that the ends of a tile don't count
-    assert tile_share(Product(1, 1280, 1280, k, BF16), 100) == pytest.approx(1.0)
+    assert tile_share(MatrixProduct(1, 1280, 1280, k, BF16), 100) == pytest.approx(1.0)
     # A row more is a row of tiles more: 110 tiles in two turns of 100.
-    lost = tile_share(Product(1, 1281, 1280, k, BF16), 100)
+    lost = tile_share(MatrixProduct(1, 1281, 1280, k, BF16), 100)
     assert lost == pytest.approx(1281 / 1408 * 110 / 200)
 
 
 def test_the_inner_dimension_pays_for_the_ends_of_a_tile() -> None:
-    assert tile_share(Product(1, 1280, 1280, 64, BF16), 100) == pytest.approx(0.5)
+    assert tile_share(MatrixProduct(1, 1280, 1280, 64, BF16), 100) == pytest.approx(0.5)
 
 
 def test_causal_attention_is_half_of_the_whole() -> None:
@@ -477,4 +477,4 @@ def test_a_better_gpu_is_never_slower(
 @given(st.tuples(_SIZES, _SIZES, _SIZES), st.integers(1, 400))
 def test_no_product_is_done_faster_than_the_peak(sizes: tuple[int, int, int], units: int) -> None:
     m, n, k = sizes
-    assert 0 < tile_share(Product(1, m, n, k, BF16), units) <= 1
+    assert 0 < tile_share(MatrixProduct(1, m, n, k, BF16), units) <= 1

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from firstlight.data.conversations import to_conversation, to_pair
-from firstlight.planner.plan.machine import find_machine, settle
+from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settled = settle(load_recipe(path), find_machine("RTX 4090"))
+    settled = resolve_for(load_recipe(path), find_machine("RTX 4090"))
     assert settled.model is not None
     sizes = {"gpt2-124m": 50257, "demo": 4096, "llama-1b-fsdp": 128256}
     assert settled.model.vocab_size == sizes.get(path.stem, settled.model.vocab_size) > 0
@@ -40,7 +40,7 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
 
 def test_the_prepared_data_decide_over_the_recipes_vocabulary(data: Path) -> None:
     recipe = load_recipe(_ROOT / "recipes" / "demo.yaml", [("data.dir", str(data))])
-    settled = settle(recipe, find_machine("RTX 4090"))
+    settled = resolve_for(recipe, find_machine("RTX 4090"))
     assert settled.model is not None
     assert settled.model.vocab_size == 320
     # A run takes the tokenizer's as well: the recipe's model names none.
@@ -76,9 +76,9 @@ def test_the_tours_recipes_write_where_the_next_one_begins(tour: ModuleType) -> 
 
 
 def test_what_the_tour_asks_is_fit_to_be_learned(tour: ModuleType) -> None:
-    asked = tour.questions()
+    asked = tour.candidates()
     assert len(asked) > 500
     assert (tour.QUESTION, "json") in asked
-    for question, answer in asked:
-        to_conversation({"instruction": question, "output": answer})
-        to_pair({"prompt": question, "chosen": answer, "rejected": tour.winded(answer)})
+    for candidate, answer in asked:
+        to_conversation({"instruction": candidate, "output": answer})
+        to_pair({"prompt": candidate, "chosen": answer, "rejected": tour.winded(answer)})

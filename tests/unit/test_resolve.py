@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.planner.plan import machine as machines
-from firstlight.planner.plan.machine import settle
+from firstlight.planner.plan.machine import resolve_for
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import Facts, facts_here, resolve
 
@@ -324,7 +324,7 @@ def test_train_and_plan_resolve_alike(
             patched.setattr(f"firstlight.{module}.bf16_is_faster", lambda _: True)
         patched.setattr("firstlight.recipe.resolve.peak_flops", lambda *_: rate)
         patched.setattr("firstlight.recipe.resolve.can_compile", lambda _: compiler)
-        planned = settle(recipe, machines.find_machine())
+        planned = resolve_for(recipe, machines.find_machine())
         trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
     assert planned == trained
 
@@ -335,7 +335,7 @@ def test_a_plan_sees_that_a_prepared_folder_holds_conversations_or_pairs(
 ) -> None:
     manifest = {"version": 2, "pairs": pairs, "vocab_size": 30, "splits": {"train": {"tokens": 9}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    planned = settle(recipe_of(data={"dir": str(tmp_path)}), machines.find_machine("H100"))
+    planned = resolve_for(recipe_of(data={"dir": str(tmp_path)}), machines.find_machine("H100"))
     assert planned.data.document_masking
     assert planned.efficiency.attention == "flex"
     assert (planned.preference is not None) is pairs

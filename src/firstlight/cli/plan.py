@@ -16,7 +16,7 @@ from firstlight.console import say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from firstlight.planner.plan.estimate import Outcome
+    from firstlight.planner.plan.estimate import Estimate
     from firstlight.planner.plan.plan import Plan
     from firstlight.recipe import Recipe
 
@@ -93,7 +93,7 @@ def plan_command(
     # Before what takes seconds to import: the processes import it at the same time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
-        from firstlight.planner.plan.estimate import Oracle
+        from firstlight.planner.plan.estimate import Estimator
         from firstlight.planner.plan.machine import find_machine, parse_bytes
         from firstlight.planner.plan.plan import Budget, make_plan
         from firstlight.planner.plan.text import blocks
@@ -114,7 +114,7 @@ def plan_command(
                 init_from=init_from,
                 budget=given,
                 searches=search,
-                oracle=Oracle(processes),
+                estimator=Estimator(processes),
                 tell=lambda what: bar.update(task, description=f"plan: {what}"),
             )
         for block in blocks(plan):
@@ -190,7 +190,7 @@ def _options(values: Mapping[str, str]) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", value)]
 
 
-def _needs_more_devices(one: Outcome) -> bool:
+def _needs_more_devices(one: Estimate) -> bool:
     return one.changes.get("distributed.engine") not in (None, "auto")
 
 

@@ -63,7 +63,7 @@ _FULLY_TRACED = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """A prediction that is to be made.
 
     Attributes:
@@ -75,7 +75,7 @@ class Job:
     join: Callable[[Sequence[Any]], MemoryPrediction]
 
 
-def run_jobs(jobs: Sequence[Job], workers: Workers | None = None) -> list[MemoryPrediction]:
+def run_jobs(jobs: Sequence[TraceJob], workers: Workers | None = None) -> list[MemoryPrediction]:
     """The predictions of jobs.
 
     Args:
@@ -92,7 +92,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> Job:
+def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
     """What the training step of a recipe takes.
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
@@ -115,16 +115,16 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> Job:
     if config.compile is True and not config.compile_regional:
         return _compiled_job(planned, target)
     recipes, join = _in_parts(planned.recipe, 0 if config.compile is True else _FULLY_TRACED)
-    return Job(tuple((_train, planned.with_(one), target) for one in recipes), join)
+    return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
 
-def _compiled_job(planned: Equivalent, target: Target) -> Job:
+def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
     shallow = few_compiled_layers(planned.recipe)
     if shallow is None:
-        return Job(((_train, planned, target),), lambda found: merged(found[0]))
+        return TraceJob(((_train, planned, target),), lambda found: merged(found[0]))
     few, more, steps = shallow
     accumulates = few.batch.accumulation(few.data.seq_len) > 1
-    return Job(
+    return TraceJob(
         ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
         lambda found: from_graphs(
             found[0][0], found[0][1], found[1], steps, accumulates=accumulates
@@ -138,7 +138,7 @@ def evaluation_job(
     *,
     in_run: bool = True,
     samples: bool = False,
-) -> Job:
+) -> TraceJob:
     """What evaluating one batch takes, of the recipe's micro-batch size and row length.
 
     Args:
@@ -155,7 +155,7 @@ def evaluation_job(
     recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
     samples = samples and bool(recipe.evaluation.sample_prompts)
     calls = tuple((_evaluate, planned.with_(one), target, in_run, samples) for one in recipes)
-    return Job(calls, join)
+    return TraceJob(calls, join)
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:

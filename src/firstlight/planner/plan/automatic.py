@@ -13,15 +13,15 @@ from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
-from firstlight.planner.plan.estimate import Oracle, Outcome, Question
-from firstlight.planner.plan.machine import Machine, find_machine, settle
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.plan.methods import methods
 from firstlight.planner.plan.search import (
     BUSY_TOKENS,
-    best_way,
-    cut_freely,
+    best_estimate,
     micro_batches,
-    nearest_ways,
+    nearest_estimates,
+    open_micro_batch,
     rows_a_step,
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
@@ -39,7 +39,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    found = Oracle(measures=False).answer(Question(recipe, machine))
+    found = Estimator(measures=False).estimate(Candidate(recipe, machine))
     if found.training is None or found.evaluation is None:
         return None
     peaks = run_phases(found.training, found.evaluation, recipe, machine)
@@ -139,8 +139,8 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    oracle = Oracle(measures=False)
-    first = oracle.answer(Question(recipe, machine, evaluates=False))
+    estimator = Estimator(measures=False)
+    first = estimator.estimate(Candidate(recipe, machine, evaluates=False))
     if first.training is None:
         return None
     peak, own = first.training, first.tokens_per_second
@@ -148,9 +148,9 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
     text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
     known = dict(methods(recipe, machine))
-    tried = oracle.answers(
+    tried = estimator.estimate_all(
         [
-            Question(recipe, machine, name, known[name], evaluates=False)
+            Candidate(recipe, machine, name, known[name], evaluates=False)
             for name in _ADVICE
             if name in known
         ]
@@ -169,7 +169,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     return f"{text}; {change}"
 
 
-def _rate(one: Outcome) -> float:
+def _rate(one: Estimate) -> float:
     return 0.0 if one.tokens_per_second is None else one.tokens_per_second.expected
 
 
@@ -243,16 +243,16 @@ def planned_recipe(
     machine = _this_machine(hardware, 1)
     if machine is None:
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
-    resolved = settle(recipe, machine, init_from)
+    resolved = resolve_for(recipe, machine, init_from)
     if resolved.preference is not None:
         raise ConfigError("--plan auto does not know preferences: leave it out")
-    settled = cut_freely(resolved)
-    first = Oracle(measures=False).answer(Question(settled, machine, evaluates=False))
+    settled = open_micro_batch(resolved)
+    first = Estimator(measures=False).estimate(Candidate(settled, machine, evaluates=False))
     if first.problem:
         raise ConfigError(first.problem)
-    best = best_way(settled, machine)
+    best = best_estimate(settled, machine)
     if best is None:
-        names = [one.name for one in nearest_ways(settled, machine)]
+        names = [one.name for one in nearest_estimates(settled, machine)]
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
     assert best.recipe is not None
@@ -262,7 +262,7 @@ def planned_recipe(
 
 
 def _corrected(
-    best: Outcome, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
+    best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
     """With the micro-batch that two steps of it say is right."""
     assert best.recipe is not None

@@ -16,7 +16,7 @@ from firstlight.planner.memory.recipe import evaluation_job, run_jobs, training_
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.planner.plan.processes import Workers
 from firstlight.planner.speed.gpu import Range
-from firstlight.planner.speed.recipe import speed_of
+from firstlight.planner.speed.recipe import estimate_speed
 from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
@@ -28,7 +28,7 @@ _PLANNING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Estimate:
     """One way to train.
 
     Attributes:
@@ -97,13 +97,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What an `Outcome` is an answer to.
+class Candidate:
+    """What an `Estimate` is an answer to.
 
     Attributes:
         recipe: the resolved recipe.
         machine: to run on.
-        name, changes: see `Outcome`.
+        name, changes: see `Estimate`.
         evaluates: whether evaluation's memory is looked at too.
         compiles: whether what torch.compile makes of a step is looked at, for ten seconds and more;
             else the step without it stands for it.
@@ -117,8 +117,8 @@ class Question:
     compiles: bool = True
 
 
-class Oracle:
-    """Answers questions.
+class Estimator:
+    """Answers candidates.
 
     Args:
         workers: that trace; None does it here.
@@ -130,25 +130,25 @@ class Oracle:
         self._workers, self._measures = workers or Workers(), measures
         self._until = time.monotonic() + _PLANNING_SECONDS
 
-    def answer(self, question: Question) -> Outcome:
+    def estimate(self, candidate: Candidate) -> Estimate:
         """What one way to train comes to."""
-        return self._timed(memory_of(question, self._workers), question)
+        return self._timed(_memory_of(candidate, self._workers), candidate)
 
-    def answers(self, questions: Sequence[Question]) -> Iterator[Outcome]:
-        """Those of several questions, as they come, in their order."""
-        found = self._workers.map(memory_of, [(question,) for question in questions])
+    def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+        """Those of several candidates, as they come, in their order."""
+        found = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
         # Speed is worked out here: on this machine's CPU it is measured, one at a time.
-        for outcome, question in zip(found, questions, strict=True):
-            yield self._timed(outcome, question)
+        for outcome, candidate in zip(found, candidates, strict=True):
+            yield self._timed(outcome, candidate)
 
-    def _timed(self, outcome: Outcome, question: Question) -> Outcome:
+    def _timed(self, outcome: Estimate, candidate: Candidate) -> Estimate:
         if outcome.traced is None or outcome.recipe is None:
             return outcome
         try:
-            speed = speed_of(
+            speed = estimate_speed(
                 outcome.traced,
                 outcome.recipe,
-                question.machine,
+                candidate.machine,
                 measuring_seconds=self._measuring_seconds() if self._measures else 0.0,
             )
         except FirstlightError as error:
@@ -160,16 +160,16 @@ class Oracle:
         return min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
 
 
-def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
-    """An `Outcome` without its speed.
+def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate:
+    """An `Estimate` without its speed.
 
     Args:
-        question: what is asked.
+        candidate: what is asked.
         workers: that trace parts of it; None does all here.
     """
-    machine, name, changes = question.machine, question.name, question.changes
+    machine, name, changes = candidate.machine, candidate.name, candidate.changes
     try:
-        recipe = with_changes(question.recipe, changes)
+        recipe = with_changes(candidate.recipe, changes)
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
@@ -178,28 +178,28 @@ def memory_of(question: Question, workers: Workers | None = None) -> Outcome:
         # Speed is worked out from what is compiled.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
-        if compiles and question.compiles:
+        if compiles and candidate.compiles:
             jobs.insert(0, training_job(part, machine.target))
-        if question.evaluates:
+        if candidate.evaluates:
             jobs.append(evaluation_job(part, machine.target, samples=True))
         found = run_jobs(jobs, workers)
-        traced = found[1] if compiles and question.compiles else found[0]
+        traced = found[1] if compiles and candidate.compiles else found[0]
         training = of_one_rank(found[0], recipe, machine.count)
         evaluation: MemoryPrediction | None = None
-        if question.evaluates:
+        if candidate.evaluates:
             evaluation = of_one_rank(found[-1], recipe, machine.count)
     except TrainingError:
         # Not about this way to train.
         raise
     except FirstlightError as error:
-        return Outcome(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))
-    return Outcome(
+        return Estimate(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))
+    return Estimate(
         name,
         changes,
         recipe,
         training,
         evaluation,
         usable_bytes=machine.usable_bytes,
-        is_bound=compiles and not question.compiles,
+        is_bound=compiles and not candidate.compiles,
         traced=traced,
     )

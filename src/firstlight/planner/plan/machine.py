@@ -200,7 +200,7 @@ def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> Resolved
     return parse_resolved_recipe(values)
 
 
-def settle(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
+def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
     """The recipe as a run on the machine would resolve it; see `resolve`.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from firstlight.planner.memory.program import without_compile
-from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, facts_of
 from firstlight.planner.plan.search import rows_a_step
 from firstlight.recipe import Recipe, ResolvedRecipe
@@ -18,20 +18,20 @@ _GIB = 2**30
 def method_table(
     recipe: ResolvedRecipe,
     machine: Machine,
-    oracle: Oracle | None = None,
+    estimator: Estimator | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[Outcome]:
+) -> list[Estimate]:
     """Each method that the recipe does not have, alone beside it. Of those that compile, memory is
     that without torch.compile, unless it is the method.
 
     Args:
         recipe: the resolved recipe.
         machine: to run on.
-        oracle: who is asked.
+        estimator: who is asked.
         tell: called with what has been tried.
     """
-    questions = [
-        Question(
+    candidates = [
+        Candidate(
             recipe,
             machine,
             name,
@@ -42,7 +42,7 @@ def method_table(
         for name, changes in methods(recipe, machine)
     ]
     found = []
-    for one in (oracle or Oracle()).answers(questions):
+    for one in (estimator or Estimator()).estimate_all(candidates):
         tell(one.name)
         found.append(one)
     return found
@@ -100,7 +100,9 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
     return changes
 
 
-def reasons_for(recipe: Recipe, best: Outcome, first: Outcome, machine: Machine) -> dict[str, str]:
+def reasons_for(
+    recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
+) -> dict[str, str]:
     """For each key that the recipe left open, or that the best way sets otherwise, why.
 
     Args:

@@ -19,17 +19,17 @@ from firstlight.planner.plan.compute_optimal import (
     useful_tokens,
     with_steps,
 )
-from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import (
     Machine,
     PlannedRun,
     planned_run,
     prepared_vocabulary,
-    settle,
+    resolve_for,
     with_changes,
 )
 from firstlight.planner.plan.methods import method_table, reasons_for
-from firstlight.planner.plan.search import best_way, cut_freely, nearest_ways
+from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.recipe import Recipe, ResolvedRecipe
 
 Tell = Callable[[str], None]
@@ -84,15 +84,15 @@ class Plan:
     machine: Machine
     recipe: ResolvedRecipe
     parameters: int
-    as_it_stands: Outcome
+    as_it_stands: Estimate
     run: PlannedRun | None = None
-    best: Outcome | None = None
+    best: Estimate | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    methods: list[Outcome] = field(default_factory=list)
-    nearest: list[Outcome] = field(default_factory=list)
+    methods: list[Estimate] = field(default_factory=list)
+    nearest: list[Estimate] = field(default_factory=list)
     budget: Budget = Budget()
     suggestion: Suggestion | None = None
-    suggested: Outcome | None = None
+    suggested: Estimate | None = None
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
@@ -149,7 +149,7 @@ def make_plan(
     init_from: str | None = None,
     budget: Budget | None = None,
     searches: bool = True,
-    oracle: Oracle | None = None,
+    estimator: Estimator | None = None,
     tell: Tell = lambda _: None,
 ) -> Plan:
     """Plan a run.
@@ -158,34 +158,36 @@ def make_plan(
         recipe: as it was written.
         machine: to run on.
         init_from: the folder of a model to start from.
-        budget: to say what to train with; None is no question.
+        budget: to say what to train with; None is no candidate.
         searches: for the best settings and for what each method would change; else the recipe as it
             stands is all.
-        oracle: who is asked.
+        estimator: who is asked.
         tell: called with what is being tried.
 
     Raises:
         ConfigError: the recipe can't be trained anywhere: says why.
         ModelError: `init_from` is no model's folder.
     """
-    settled = settle(recipe, machine, init_from)
+    settled = resolve_for(recipe, machine, init_from)
     run = planned_run(settled, machine)
     tell("as it stands")
-    oracle = oracle or Oracle()
-    first = oracle.answer(Question(settled, machine, "as it stands"))
+    estimator = estimator or Estimator()
+    first = estimator.estimate(Candidate(settled, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
     plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first, run)
     if searches:
-        best = best_way(cut_freely(settled), machine, oracle, tell, first)
+        best = best_estimate(open_micro_batch(settled), machine, estimator, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
-        nearest = [] if best is not None else nearest_ways(settled, machine, oracle, tell)
-        methods = method_table(settled, machine, oracle, tell)
+        nearest = [] if best is not None else nearest_estimates(settled, machine, estimator, tell)
+        methods = method_table(settled, machine, estimator, tell)
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods
         )
     if budget is not None and budget.is_given:
-        plan = dataclasses.replace(plan, budget=budget, **_for_budget(plan, budget, oracle, tell))
+        plan = dataclasses.replace(
+            plan, budget=budget, **_for_budget(plan, budget, estimator, tell)
+        )
     return plan
 
 
@@ -200,7 +202,7 @@ _SAME_RATE = 0.1
 _STATE_BYTES = 16
 
 
-def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[str, Any]:
+def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) -> dict[str, Any]:
     """The suggestion and what it takes.
 
     Models are compared at one rate of FLOPs: first at that which the recipe's own model was
@@ -238,7 +240,7 @@ def _for_budget(plan: Plan, budget: Budget, oracle: Oracle, tell: Tell) -> dict[
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
         found = _for_all_devices(found, seq_len * machine.count)
-        way = best_way(_suggested_recipe(recipe, found), machine, oracle, tell)
+        way = best_estimate(_suggested_recipe(recipe, found), machine, estimator, tell)
         if way is None:
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
@@ -325,7 +327,7 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
 
 
 def _in_time(
-    found: Suggestion, way: Outcome, budget: Budget, unique_tokens: float | None
+    found: Suggestion, way: Estimate, budget: Budget, unique_tokens: float | None
 ) -> dict[str, Any]:
     """The suggestion and its way, with as many steps as its own predicted speed leaves time for."""
     assert way.tokens_per_second is not None

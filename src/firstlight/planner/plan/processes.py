@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: More gain little: the search needs one answer to ask the next question.
+#: More gain little: the search needs one answer to ask the next candidate.
 _COUNT = 2
 
 #: Python takes some tenths of a second to end.
@@ -200,7 +200,7 @@ class RunForecaster:
         self._end()
 
     def start(self) -> None:
-        """Start the process ahead of the first question."""
+        """Start the process ahead of the first candidate."""
         self._process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from firstlight.planner.memory.ranks import copies_of
-from firstlight.planner.plan.estimate import Oracle, Outcome, Question
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.recipe import ResolvedRecipe
 
@@ -47,13 +47,13 @@ _LEAST: dict[str, Any] = {
 }
 
 
-def best_way(
+def best_estimate(
     recipe: ResolvedRecipe,
     machine: Machine,
-    oracle: Oracle | None = None,
+    estimator: Estimator | None = None,
     tell: Callable[[str], None] = lambda _: None,
-    known: Outcome | None = None,
-) -> Outcome | None:
+    known: Estimate | None = None,
+) -> Estimate | None:
     """The settings with the most tokens a second among those that fit; None if none does.
 
     What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
@@ -65,45 +65,45 @@ def best_way(
     Args:
         recipe: the resolved recipe.
         machine: to run on.
-        oracle: who is asked.
+        estimator: who is asked.
         tell: called with what is being tried.
         known: what the recipe as it stands comes to, if that is known.
     """
-    oracle = oracle or Oracle()
-    without: dict[str, Outcome] = {}
-    found = _best_way(recipe, machine, oracle, tell, without)
+    estimator = estimator or Estimator()
+    without: dict[str, Estimate] = {}
+    found = _fastest(recipe, machine, estimator, tell, without)
     if recipe.efficiency.compile is not True:
         return found
-    ways: list[Outcome] = []
+    ways: list[Estimate] = []
     # First, so that of equal ones it is the one that changes nothing.
     if found is None or found.changes:
-        ways.append(known or oracle.answer(Question(recipe, machine, "as it stands")))
+        ways.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
         tell(f"{found.name}, compiled")
-        ways.append(oracle.answer(Question(recipe, machine, found.name, found.changes)))
+        ways.append(estimator.estimate(Candidate(recipe, machine, found.name, found.changes)))
     fitting = [one for one in ways if one.fits]
     if not fitting:
         hopeless = {name for name, one in without.items() if not one.may_fit_compiled}
-        return _best_way(recipe, machine, oracle, tell, {}, compiles=True, hopeless=hopeless)
+        return _fastest(recipe, machine, estimator, tell, {}, compiles=True, hopeless=hopeless)
     return max(fitting, key=_rate)
 
 
-def _best_way(
+def _fastest(
     recipe: ResolvedRecipe,
     machine: Machine,
-    oracle: Oracle,
+    estimator: Estimator,
     tell: Callable[[str], None],
-    looked_at: dict[str, Outcome],
+    looked_at: dict[str, Estimate],
     *,
     compiles: bool = False,
     hopeless: Container[str] = (),
-) -> Outcome | None:
+) -> Estimate | None:
     """
     Args:
         looked_at: gets each way, as large as it fits.
         hopeless: ways that are not to be tried.
     """
-    found: list[Outcome] = []
+    found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
@@ -117,7 +117,7 @@ def _best_way(
             # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
             continue
         tell(name)
-        one = largest_that_fits(recipe, machine, name, wanted, oracle, compiles=compiles)
+        one = largest_that_fits(recipe, machine, name, wanted, estimator, compiles=compiles)
         looked_at[name] = one
         if not one.fits:
             continue
@@ -132,10 +132,10 @@ def largest_that_fits(
     machine: Machine,
     name: str,
     changes: dict[str, Any],
-    oracle: Oracle,
+    estimator: Estimator,
     *,
     compiles: bool,
-) -> Outcome:
+) -> Estimate:
     """With the largest micro-batch that fits and cuts the step evenly; the smallest if none does.
 
     Memory grows with the rows: that of one and of two tells about where to look, and what is found
@@ -143,16 +143,16 @@ def largest_that_fits(
     """
     cuts = list(micro_batches(recipe, machine))
 
-    def asked(rows: int) -> Question:
-        question = _with_rows(recipe, machine, name, changes, rows)
-        return dataclasses.replace(question, compiles=compiles)
+    def asked(rows: int) -> Candidate:
+        candidate = _with_rows(recipe, machine, name, changes, rows)
+        return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
         # Each keeps all workers busy.
-        first = oracle.answer(asked(cuts[-1]))
-        more = [oracle.answer(asked(rows)) for rows in cuts[-2:-1] if first.fits]
+        first = estimator.estimate(asked(cuts[-1]))
+        more = [estimator.estimate(asked(rows)) for rows in cuts[-2:-1] if first.fits]
     else:
-        first, *more = oracle.answers([asked(rows) for rows in cuts[:-3:-1]])
+        first, *more = estimator.estimate_all([asked(rows) for rows in cuts[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
     (second,) = more
@@ -164,13 +164,13 @@ def largest_that_fits(
         # Twice what keeps the device busy gains nothing.
         if expected > machine.usable_bytes or rows * seq_len > 2 * busy:
             continue
-        one = oracle.answer(asked(rows))
+        one = estimator.estimate(asked(rows))
         if one.fits:
             return one
     return second
 
 
-def cut_freely(settled: ResolvedRecipe) -> ResolvedRecipe:
+def open_micro_batch(settled: ResolvedRecipe) -> ResolvedRecipe:
     """With the batch of a step kept, and its cut into micro-batches open.
 
     A step of which nothing is said is the micro-batch of the recipe.
@@ -202,14 +202,14 @@ def rows_a_step(recipe: ResolvedRecipe, machine: Machine) -> int:
 
 def _with_rows(
     recipe: ResolvedRecipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
-) -> Question:
+) -> Candidate:
     total = rows_a_step(recipe, machine)
     more: dict[str, Any] = dict(changes)
     if rows != recipe.batch.rows:
         more["batch.micro_batch_size"] = rows
         if recipe.batch.global_batch_tokens is None:
             more["batch.gradient_accumulation_steps"] = total // rows
-    return Question(recipe, machine, name, more)
+    return Candidate(recipe, machine, name, more)
 
 
 def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
@@ -219,14 +219,14 @@ def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
     return bool(found == value or (name == "loss_chunk_tokens" and found))
 
 
-def _is_busy(one: Outcome, machine: Machine) -> bool:
+def _is_busy(one: Estimate, machine: Machine) -> bool:
     assert one.recipe is not None
     whole = one.recipe.batch.rows == rows_a_step(one.recipe, machine)
     tokens = one.recipe.batch.rows * (one.recipe.data.seq_len or 1)
     return whole or tokens >= BUSY_TOKENS[machine.target.kind]
 
 
-def _rate(one: Outcome) -> float:
+def _rate(one: Estimate) -> float:
     """Without rates, the larger micro-batch, and of equal ones the earlier."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
@@ -234,12 +234,12 @@ def _rate(one: Outcome) -> float:
     return float(one.recipe.batch.rows)
 
 
-def nearest_ways(
+def nearest_estimates(
     recipe: ResolvedRecipe,
     machine: Machine,
-    oracle: Oracle | None = None,
+    estimator: Estimator | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[Outcome]:
+) -> list[Estimate]:
     """Where nothing fits as it is meant: what would, each with the largest saving of its kind.
 
     LoRA, the same in four bits, offloading to the CPU, more devices.
@@ -247,32 +247,32 @@ def nearest_ways(
     Args:
         recipe: the resolved recipe.
         machine: to run on.
-        oracle: who is asked.
+        estimator: who is asked.
         tell: called with what has been tried.
     """
-    oracle, questions = oracle or Oracle(), []
+    estimator, candidates = estimator or Estimator(), []
     rows = rows_a_step(recipe, machine) * copies_of(recipe, machine.count)
-    for name, changes, where in _ways_out(recipe, machine):
+    for name, changes, where in _fallbacks(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
             # More devices share the same step.
             cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(rows // copies, 1)
-        questions.append(Question(recipe, where, name, {**least, **changes}, compiles=False))
-    found = _told(oracle.answers(questions), tell)
+        candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
+    found = _told(estimator.estimate_all(candidates), tell)
     fitting = [one for one in found if one.fits]
     if fitting or recipe.efficiency.compile is not True:
         return fitting
     compiled = [
-        dataclasses.replace(question, compiles=True)
-        for question, one in zip(questions, found, strict=True)
+        dataclasses.replace(candidate, compiles=True)
+        for candidate, one in zip(candidates, found, strict=True)
         if one.may_fit_compiled
     ]
-    return [one for one in _told(oracle.answers(compiled), tell) if one.fits]
+    return [one for one in _told(estimator.estimate_all(compiled), tell) if one.fits]
 
 
-def _told(outcomes: Iterator[Outcome], tell: Callable[[str], None]) -> list[Outcome]:
+def _told(outcomes: Iterator[Estimate], tell: Callable[[str], None]) -> list[Estimate]:
     found = []
     for one in outcomes:
         tell(one.name)
@@ -280,7 +280,7 @@ def _told(outcomes: Iterator[Outcome], tell: Callable[[str], None]) -> list[Outc
     return found
 
 
-def _ways_out(
+def _fallbacks(
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any], Machine]]:
     if recipe.lora is None:

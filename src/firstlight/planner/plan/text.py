@@ -8,7 +8,7 @@ from typing import Any
 
 from firstlight.planner.memory.prediction import PARTS
 from firstlight.planner.plan.compute_optimal import MOST_EPOCHS
-from firstlight.planner.plan.estimate import Outcome
+from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import PlannedRun
 from firstlight.planner.plan.plan import Plan, cost
 from firstlight.planner.speed.gpu import Range
@@ -86,7 +86,7 @@ def precision_text(recipe: ResolvedRecipe) -> str:
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
 
-def in_words(one: Outcome) -> str:
+def in_words(one: Estimate) -> str:
     """Memory, and for what fits the speed where it is known."""
     if one.problem:
         return one.problem
@@ -103,7 +103,7 @@ def in_words(one: Outcome) -> str:
     return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
 
 
-def memory_table(one: Outcome) -> Table:
+def memory_table(one: Estimate) -> Table:
     """By part, for training and evaluation."""
     columns = [
         (name, p)
@@ -150,7 +150,7 @@ def method_rows(plan: Plan) -> Table:
     return rows
 
 
-def changed_options(one: Outcome) -> dict[str, str]:
+def changed_options(one: Estimate) -> dict[str, str]:
     """What `one` changes in the recipe, as options of `train`: `section.key` -> value."""
     found: dict[str, str] = {}
     for key in one.changes:
@@ -165,7 +165,7 @@ def changed_options(one: Outcome) -> dict[str, str]:
     return found
 
 
-def _settings(one: Outcome, reasons: dict[str, str]) -> Iterator[str]:
+def _settings(one: Estimate, reasons: dict[str, str]) -> Iterator[str]:
     assert one.recipe is not None
     keys = list(dict.fromkeys((*reasons, *one.changes)))
     options = [(key, _option(key, _value(one, key))) for key in keys]
@@ -174,7 +174,7 @@ def _settings(one: Outcome, reasons: dict[str, str]) -> Iterator[str]:
         yield f"    {text:<{width}}  {reasons.get(key, '')}".rstrip()
 
 
-def _value(one: Outcome, key: str) -> Any:
+def _value(one: Estimate, key: str) -> Any:
     section, _, name = key.partition(".")
     assert one.recipe is not None
     found = getattr(one.recipe, section)
@@ -236,7 +236,7 @@ def speed(rate: Range) -> str:
     return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
 
 
-def _rate(one: Outcome) -> str:
+def _rate(one: Estimate) -> str:
     if not one.fits:
         return "does not fit"
     rate = one.tokens_per_second

@@ -175,7 +175,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class OperatorTime:
     """An operator's time.
 
     Attributes:
@@ -228,14 +228,14 @@ class Calibration:
 
     def seconds(
         self, operator: Operator, transposed: tuple[bool, bool] = (False, False)
-    ) -> Estimate:
+    ) -> OperatorTime:
         """Of one call of an operator.
 
         Args:
             transposed: whether a product's factors lie so.
         """
         if is_free(operator):
-            return Estimate(0.0, "measured")
+            return OperatorTime(0.0, "measured")
         features = features_of(operator, transposed)
         # What is too large to be timed is timed in part.
         part: Operator | None = operator
@@ -243,15 +243,15 @@ class Calibration:
             of_part = features_of(part, transposed)
             if of_part.key in self.entries and of_part.work:
                 found = self.estimate(of_part)
-                return Estimate(found.seconds * features.work / of_part.work, found.source)
+                return OperatorTime(found.seconds * features.work / of_part.work, found.source)
             part = smaller(part)
         return self.estimate(features)
 
-    def estimate(self, features: Features) -> Estimate:
+    def estimate(self, features: Features) -> OperatorTime:
         """Of an operator of these features."""
         known = self.entries.get(features.key)
         if known is not None and known.ratios:
-            return Estimate(known.ratio * self._now(known.reference), "measured")
+            return OperatorTime(known.ratio * self._now(known.reference), "measured")
         near = self._groups.get(features.group, [])
         if near:
             return self._interpolated(features, near)
@@ -259,8 +259,8 @@ class Calibration:
         if alike:
             found = self._interpolated(features, alike)
             is_product = features.group.startswith("product")
-            return found if is_product else Estimate(found.seconds, "guessed")
-        return Estimate(self._guess(features), "guessed")
+            return found if is_product else OperatorTime(found.seconds, "guessed")
+        return OperatorTime(self._guess(features), "guessed")
 
     def _guess(self, features: Features) -> float:
         """Seconds by the rate of the reference operator, which fused kernels don't come near."""
@@ -276,7 +276,7 @@ class Calibration:
             return []
         return [e for e in self.entries.values() if e.reference == "stream" and e.work]
 
-    def _interpolated(self, features: Features, near: list[Entry]) -> Estimate:
+    def _interpolated(self, features: Features, near: list[Entry]) -> OperatorTime:
         """From the rates of others: exact at known points, between the lowest and the highest.
 
         Of one size, along the straight line between the logarithms of the two around it; beyond
@@ -285,7 +285,7 @@ class Calibration:
         """
         timed = [entry for entry in near if entry.ratios]
         if not timed:
-            return Estimate(self._guess(features), "guessed")
+            return OperatorTime(self._guess(features), "guessed")
         ranked = sorted(timed, key=lambda entry: math.dist(entry.sizes, features.sizes))
         if len(features.sizes) == 1:
             weights = _line(ranked, features.sizes[0])
@@ -299,7 +299,7 @@ class Calibration:
         pace = math.exp(total / sum(weight for _, weight in weights))
         nearest = math.dist(ranked[0].sizes, features.sizes)
         source: Source = "interpolated" if nearest <= _NEAR else "guessed"
-        return Estimate(features.work * pace, source)
+        return OperatorTime(features.work * pace, source)
 
     def _log_pace(self, entry: Entry) -> float:
         """The logarithm of its seconds for each unit of work."""

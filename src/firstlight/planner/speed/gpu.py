@@ -40,7 +40,7 @@ from firstlight.hardware.gpus import GPU
 from firstlight.models.blockwise import blocks_of
 from firstlight.planner.memory.trace import Operator
 from firstlight.planner.speed.operators import (
-    Product,
+    MatrixProduct,
     is_attention,
     is_free,
     is_masked,
@@ -149,7 +149,7 @@ def multiprocessors(gpu: GPU) -> int:
     return max(1, round(gpu.fp32 / _FLOPS_A_MULTIPROCESSOR))
 
 
-def tile_share(product: Product, units: int) -> float:
+def tile_share(product: MatrixProduct, units: int) -> float:
     """Of the work that a GPU does for a matrix product, the share that is not lost to tiles.
 
     Args:

@@ -110,7 +110,7 @@ def is_masked(operator: Operator) -> bool:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product: `batch` times [m, k] x [k, n].
 
     Attributes:
@@ -137,7 +137,7 @@ class Product:
         return "".join("t" if it else "n" for it in self.transposed)
 
 
-def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Product:
+def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> MatrixProduct:
     """The product that an operator of the kind "matrix_products" is; experts' as that of all rows
     by one weight, backward as two.
 
@@ -148,7 +148,7 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
         ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
-        return Product(count, rows, n, k, dtype, transposed=transposed)
+        return MatrixProduct(count, rows, n, k, dtype, transposed=transposed)
     factors = [layout for layout in operator.inputs if len(layout[0]) >= 2]
     added = name in ("addmm", "baddbmm", "addbmm")
     if added:
@@ -156,8 +156,8 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
     (first, dtype), (second, _) = factors[:2]
     n, k = (second[-2], second[-1]) if name == "linear" else (second[-1], second[-2])
     if len(second) > 2:
-        return Product(math.prod(first[:-2]), first[-2], n, k, dtype, added, transposed)
-    return Product(1, math.prod(first[:-1]), n, k, dtype, added, transposed)
+        return MatrixProduct(math.prod(first[:-2]), first[-2], n, k, dtype, added, transposed)
+    return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype, added, transposed)
 
 
 def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[bool, bool]]:

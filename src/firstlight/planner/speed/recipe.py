@@ -104,7 +104,7 @@ def predict_recipe_speed(
     return predict_speed(counted, workload_of(recipe, exchange), machine)
 
 
-def speed_of(
+def estimate_speed(
     prediction: MemoryPrediction,
     recipe: ResolvedRecipe,
     machine: Machine,
