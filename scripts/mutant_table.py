@@ -589,15 +589,8 @@ MUTANTS = [
         (_TEXT + "a_character_of_several_tokens_is_streamed_in_halves",),
     ),
     Mutant(
-        "padded id sampled from GPT-2",
-        "firstlight/models/gpt2.py",
-        "return self.lm_head(x_BTC)[..., :vocab_size]",
-        "return self.lm_head(x_BTC)",
-        (_TEXT + "an_id_that_pads_the_vocabulary_is_sampled",),
-    ),
-    Mutant(
-        "padded id sampled from Llama",
-        "firstlight/models/llama.py",
+        "padded id is sampled",
+        "firstlight/models/language_model.py",
         "return self.lm_head(x_BTC)[..., :vocab_size]",
         "return self.lm_head(x_BTC)",
         (_TEXT + "an_id_that_pads_the_vocabulary_is_sampled",),

@@ -17,7 +17,7 @@ from torch import Tensor
 from firstlight.errors import ConfigError
 from firstlight.models import Llama, MoEConfig, empty_model, moe
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.models.llama import Block
+from firstlight.models.llama import LlamaBlock
 from firstlight.models.moe import (
     RouterStatistics,
     SparseMLP,
@@ -161,7 +161,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts() -> None:
     """Against a plain loop over tokens."""
     model = some_model(config())
     layer = model.model.layers[0]
-    assert isinstance(layer, Block)
+    assert isinstance(layer, LlamaBlock)
     mlp = layer.mlp
     assert isinstance(mlp, SparseMLP)
     x_BTC = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(2))

@@ -3,11 +3,12 @@
 Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
 `GPT2LMHeadModel`, so import and export are the identity. In recipes the config keys carry
 the names that all families share (`hidden_size`); `config.json` has GPT-2's own (`n_embd`).
+
+Shape letters as in `models/ops.py`, and F, the width inside the MLP.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -17,18 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
-from firstlight.models.cache import Cache, KVCache
+from firstlight.models.cache import Cache
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GGUFSpec
-from firstlight.models.ops import (
-    Embedding,
-    HeadLoss,
-    MaskFunction,
-    SelfAttention,
-    attention,
-    dense_mask,
-    document_positions,
-    head_loss,
-)
+from firstlight.models.language_model import LanguageModel, token_positions
+from firstlight.models.ops import Embedding, SelfAttention, attention
 
 #: Hugging Face's names of the activations -> ours
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu"}
@@ -188,8 +181,8 @@ class Conv1D(nn.Module):
         return flat.view(*x.shape[:-1], -1)
 
 
-class Attention(SelfAttention):
-    """Multi-head causal self-attention."""
+class GPT2Attention(SelfAttention):
+    """Multi-head causal self-attention (Vaswani et al. 2017)."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -203,172 +196,90 @@ class Attention(SelfAttention):
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         B, T, C = x_BTC.shape
-        qkv = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
-        q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv.unbind(2))
+        # Queries, keys and values lie side by side in one projection, as in OpenAI's weights.
+        qkv_BT3HD = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
+        q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv_BT3HD.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
+        # A function and not a module: it does not know of `eval()`.
         dropout = self.dropout if self.training else 0.0
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=dropout, mask=mask)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
         return self.resid_dropout(y_BTC)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """Two layers with GELU between."""
+class GPT2MLP(nn.Module):
+    """Two layers with GELU between (Hendrycks and Gimpel 2016)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+        # OpenAI's model was trained with the tanh approximation: exact GELU gives other logits.
         self.approximate = "none" if config.activation_function == "gelu" else "tanh"
         self.dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.c_fc(x), approximate=self.approximate)
-        return self.dropout(self.c_proj(hidden))  # type: ignore[no-any-return]
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        hidden_BTF = F.gelu(self.c_fc(x_BTC), approximate=self.approximate)
+        return self.dropout(self.c_proj(hidden_BTF))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """One layer: attention and MLP, each behind a norm and added to the stream."""
+class GPT2Block(nn.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.attn = Attention(config, layer)
+        self.attn = GPT2Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
         return x_BTC + self.mlp(self.ln_2(x_BTC))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
-    """Embeddings, layers and final norm: what Hugging Face calls `transformer`."""
+class GPT2Decoder(nn.Module):
+    """Embeddings, layers and final norm: Hugging Face's `transformer`."""
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()
         self.wte = Embedding(padded_vocab_size, config.hidden_size)
         self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.h = nn.ModuleList(GPT2Block(config, i) for i in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
 
 
-class GPT2(nn.Module):
-    """A GPT-2 language model.
+class GPT2(LanguageModel):
+    """A GPT-2 language model (Radford et al. 2019); see `LanguageModel`."""
 
-    Its parameters are not initialised: call `init_weights()` or load some.
+    config: GPT2Config
 
-    Args:
-        config: its shape.
-        padded_vocab_size: rows of the embedding and the head, for sizes that matrix units like;
-            None is as many as there are tokens. Rows beyond the vocabulary are zero, and have
-            no logits.
-
-    Attributes:
-        head_loss: how the loss is computed from the last hidden states; replaced from outside.
-        make_mask: what makes the mask for the layers' `attend`; replaced with it.
-        router_statistics: None, as there are no experts.
-    """
-
-    head_loss: HeadLoss
-    make_mask: MaskFunction
-    router_statistics: None = None
-
-    #: Names of the module with the token embedding, and of the modules behind the layers.
     embedding_name = "transformer.wte"
+    layers_name = "transformer.h"
     final_modules = ("transformer.ln_f", "lm_head")
-    #: No plan: see `Llama`.
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+    residual_projections = ("c_proj.",)
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int | None = None) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         rows = padded_vocab_size or config.vocab_size
-        self.transformer = Decoder(config, rows)
+        self.transformer = GPT2Decoder(config, rows)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.head_loss, self.make_mask = head_loss, dense_mask
         self.finish_loading()
 
-    @property
-    def embedding(self) -> Embedding:
-        """The token embedding."""
-        return self.transformer.wte
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """The layers, first to last."""
-        return self.transformer.h
-
-    def finish_loading(self) -> None:
-        """Tie the head to the embedding where the config says so."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.wte.weight
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """As OpenAI's: Normal(0, initializer_range), the projections that write into the
-        residual stream scaled by 1/sqrt(2 layers), biases zero, norms one."""
-        std = self.config.initializer_range
-        residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        vocabulary = (self.transformer.wte.weight, self.lm_head.weight)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            is_residual = name.endswith("c_proj.weight")
-            rows = self.config.vocab_size if any(parameter is p for p in vocabulary) else None
-            parameter[:rows].normal_(0.0, residual_std if is_residual else std, generator=generator)
-            if rows is not None:
-                parameter[rows:].zero_()
-
-    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty key-value cache on the model's device."""
-        return KVCache(
-            self.config.num_hidden_layers,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            device=self.transformer.wte.weight.device,
-        )
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        *,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Tensor:
-        """Logits [B, T, V] of the next token; with `labels` [B, T], the summed loss instead.
-
-        Args:
-            input_ids: int64 [B, T].
-            labels: the token after each input token, or -100 to leave it out of the loss.
-            document_ids: int [B, T], equal for tokens next to each other of one document: tokens
-                see their own document only, and positions start anew in each. Not with a cache.
-            cache: keys and values of the tokens before these; the new ones are added.
-            logits_to_keep: only the last so many positions' logits; 0 for all.
-        """
-        T = total = input_ids.shape[1]
-        if cache is None:
-            places = torch.arange(T, device=input_ids.device)
-        else:
-            places, total = cache.positions(T), cache.total(T)
-        mask = self.make_mask(places, total, None, document_ids)
-        positions = places if document_ids is None else document_positions(document_ids)
+    def decode(
+        self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `LanguageModel.decode`; there are no routers."""
+        positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
+        mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
         x_BTC = self.transformer.drop(x_BTC)
         for layer in self.transformer.h:
             x_BTC = layer(x_BTC, mask, cache)
-        if cache is not None:
-            cache.advance(T)
-        x_BTC = self.transformer.ln_f(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
-        vocab_size = self.config.vocab_size
-        if labels is not None:
-            return self.head_loss(x_BTC, self.lm_head, vocab_size, labels)
-        return self.lm_head(x_BTC)[..., :vocab_size]  # type: ignore[no-any-return]
+        return x_BTC, []
+
+    def finish(self, x_BTC: Tensor) -> Tensor:
+        """See `LanguageModel.finish`."""
+        return self.transformer.ln_f(x_BTC)  # type: ignore[no-any-return]
