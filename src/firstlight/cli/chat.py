@@ -8,28 +8,34 @@ from typing import Any
 import click
 
 from firstlight.cli.chat_terminal import Terminal, shown
-from firstlight.cli.generate import sampling_options
-from firstlight.cli.output import best_option
+from firstlight.cli.options import (
+    SAMPLING,
+    best_option,
+    compile_option,
+    config_options,
+    device_option,
+    dtype_option,
+)
 from firstlight.console import say
 from firstlight.errors import ConfigError
+from firstlight.generation.config import SamplingConfig
 
 
 @click.command("chat")
 @click.argument("checkpoint")
 @best_option
 @click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
-@click.option("--max-new-tokens", type=int, default=512, show_default=True, help="Of an answer.")
-@sampling_options
-@click.option("--seed", type=int, help="The same seed gives the same answers.")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--dtype", default="auto", show_default=True, help="Of the weights; see generate.")
 @click.option(
-    "--compile/--no-compile",
-    "compiled",
-    default=False,
+    "--max-new-tokens",
+    type=int,
+    default=512,
     show_default=True,
-    help="Decode through torch.compile: a minute or so of compiling, then faster.",
+    help="Greatest number of tokens of an answer.",
 )
+@config_options(SamplingConfig, *SAMPLING, "seed")
+@device_option
+@dtype_option
+@compile_option
 @click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
 @click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")
 @click.option("--port", type=int, help="With --web; default 8000, 0 is any that is free.")
@@ -53,7 +59,6 @@ def chat_command(
     if not web and (host is not None or port is not None):
         raise ConfigError("--host and --port are of the web page: add --web")
     from firstlight.generation.chat import ChatSession, ConversationDecoder
-    from firstlight.generation.config import SamplingConfig
     from firstlight.generation.engine import load
     from firstlight.hardware.device import find_hardware
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from firstlight.cli.options import SAMPLING, config_fields
 from firstlight.cli.output import counted, show_rows, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, InputError, nearest
+from firstlight.generation.config import SamplingConfig
 
 if TYPE_CHECKING:
     from firstlight.generation.chat import ChatSession
-    from firstlight.generation.config import SamplingConfig
 
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
@@ -27,18 +28,13 @@ _QUOTES = '"""'
 #: What moves the cursor, rings, colours, or turns the direction of what follows.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-#: The settings that have a command: its name, that in SamplingConfig, the type, what it does.
-_SETTINGS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (
-    ("temperature", "temperature", float, "0 takes the likeliest token, higher spreads the choice"),
-    ("top-k", "top_k", int, "only the k likeliest tokens; 0 is off"),
-    ("top-p", "top_p", float, "only the likeliest tokens that sum to p; 1 is off"),
-    ("min-p", "min_p", float, "only tokens p times as likely as the likeliest; 0 is off"),
-    ("repetition-penalty", "repetition_penalty", float, "against what was said; 1 is off"),
-    ("frequency-penalty", "frequency_penalty", float, "for each time a token was chosen; 0 is off"),
-    ("presence-penalty", "presence_penalty", float, "for a token that was chosen; 0 is off"),
-    ("max-tokens", "max_new_tokens", int, "of an answer, at most"),
-    ("seed", "seed", int, "the same seed gives the same answers; none is chance"),
-)
+#: The field of SamplingConfig that a command sets, by the command's name.
+_SETTINGS = {
+    **{name.replace("_", "-"): name for name in SAMPLING},
+    "max-tokens": "max_new_tokens",
+    "seed": "seed",
+}
+_FIELDS = config_fields(SamplingConfig)
 
 _INPUT_HELP = """\
 A line that ends in \\ goes on in the next one; so does a message between two lines of \"\"\".
@@ -139,8 +135,12 @@ class Terminal:
         self._dropped = 0
         self._leaving = False
         settings = {
-            name: _Command("[X]", meaning, functools.partial(self._set, name))
-            for name, _, _, meaning in _SETTINGS
+            name: _Command(
+                "[X]",
+                re.split(r" \(|\. ", _FIELDS[field].text)[0],
+                functools.partial(self._set, name),
+            )
+            for name, field in _SETTINGS.items()
         }
         self._commands = {
             "help": _Command("", "this list", lambda _: self._help()),
@@ -251,7 +251,7 @@ class Terminal:
         say(_INPUT_HELP)
         if not self._session.has_template:
             say("This model continues your text as it is: begin with a space for a new word.")
-            say("An empty line has it go on.")
+            say("Press Enter to let the model continue.")
 
     def _reset(self) -> None:
         self._session.reset()
@@ -273,14 +273,13 @@ class Terminal:
         say(f"system  {shown(self._session.system or 'none')}")
 
     def _set(self, name: str, text: str) -> None:
-        field, kind = next((field, kind) for n, field, kind, _ in _SETTINGS if n == name)
         if text:
-            self._session.settings = _changed(self._session.settings, name, field, kind, text)
-        say(f"{name}  {_value(self._session.settings, field)}")
+            self._session.settings = _changed(self._session.settings, name, text)
+        say(f"{name}  {_value(self._session.settings, _SETTINGS[name])}")
 
     def _show_settings(self) -> None:
         settings = self._session.settings
-        rows = [(name, _value(settings, field)) for name, field, _, _ in _SETTINGS]
+        rows = [(name, _value(settings, field)) for name, field in _SETTINGS.items()]
         show_rows([*rows, ("system", shown(self._session.system or "none"))], say)
 
     def _show_stats(self) -> None:
@@ -316,16 +315,16 @@ class Terminal:
         self._leaving = True
 
 
-def _changed(
-    settings: SamplingConfig, name: str, field: str, kind: type[int] | type[float], text: str
-) -> SamplingConfig:
-    """Settings with one of them as it was typed.
+def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
+    """Settings with the value that was typed for the command `name`.
 
     Raises:
-        ConfigError: it is no number, or out of range.
+        ConfigError: the value is no number, or out of range.
     """
-    if field == "seed" and text == "none":
+    if name == "seed" and text == "none":
         return replace(settings, seed=None)
+    field = _SETTINGS[name]
+    kind = _FIELDS[field].kind
     try:
         value = kind(text)
     except ValueError:

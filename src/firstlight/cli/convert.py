@@ -8,14 +8,15 @@ from typing import Any
 
 import click
 
-from firstlight.cli.output import best_option, show_rows, with_json
+from firstlight.cli.options import best_option, out_option
+from firstlight.cli.output import show_rows, with_json
 from firstlight.console import say
 
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
 @click.option("--to", type=click.Choice(["hf", "gguf"]), default="hf", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@out_option
 @click.option(
     "--dtype",
     default="auto",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import best_option, show_rows, with_json
+from firstlight.cli.options import best_option, device_option
+from firstlight.cli.output import show_rows, with_json
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ _ROWS, _TEXTS = 8, 32
     type=click.IntRange(min=1),
     help=f"Rows, or a task's texts, at a time.  [default: {_ROWS} rows, {_TEXTS} texts]",
 )
-@click.option("--device", default="auto", show_default=True)
+@device_option
 @with_json
 def eval_command(
     checkpoint: str,

@@ -4,56 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from firstlight.cli.output import best_option, with_json, write_out
+from firstlight.cli.options import (
+    SAMPLING,
+    best_option,
+    compile_option,
+    config_options,
+    device_option,
+    dtype_option,
+    loading_option,
+)
+from firstlight.cli.output import with_json, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: How tokens are chosen: of generate and chat.
-_SAMPLING = (
-    click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=int, default=0, show_default=True, help="0 is off."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off."),
-    click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off."),
-    click.option(
-        "--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="-2 to 2, for each time that a token was chosen; 0 is off.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="-2 to 2, for a token that was chosen before; 0 is off.",
-    ),
-)
-
-
-def sampling_options(verb: F) -> F:
-    """Add the options that say how tokens are chosen to a verb."""
-    for option in reversed(_SAMPLING):
-        verb = option(verb)
-    return verb
+from firstlight.generation.config import SamplingConfig
 
 
 @click.command("generate")
 @click.argument("checkpoint")
 @best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
-@click.option("--max-new-tokens", type=int, default=128, show_default=True)
-@sampling_options
+@config_options(SamplingConfig, "max_new_tokens", *SAMPLING, "seed")
 @click.option(
     "--logit-bias",
     multiple=True,
@@ -67,27 +41,10 @@ def sampling_options(verb: F) -> F:
     metavar="N",
     help="With --json: each token's log-probability, and those of the N likeliest.",
 )
-@click.option("--seed", type=int, help="The same seed gives the same text.")
-@click.option("--device", default="auto", show_default=True)
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    help="Of the weights: auto is the file's; float32, bfloat16, float16, int8.",
-)
-@click.option(
-    "--compile/--no-compile",
-    "compiled",
-    default=False,
-    show_default=True,
-    help="Decode through torch.compile: a minute or so of compiling, then faster.",
-)
-@click.option(
-    "--loading",
-    default="auto",
-    show_default=True,
-    help="mmap: the file itself, which must not change meanwhile; sequential; straight.",
-)
+@device_option
+@dtype_option
+@compile_option
+@loading_option
 @with_json
 def generate_command(
     checkpoint: str,
@@ -105,7 +62,6 @@ def generate_command(
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
-    from firstlight.generation.config import SamplingConfig
     from firstlight.generation.engine import GenerationStream, load
     from firstlight.hardware.device import find_hardware
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import best_option, human_bytes, show_rows, with_json
+from firstlight.cli.options import best_option
+from firstlight.cli.output import human_bytes, show_rows, with_json
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -35,14 +35,6 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     return command
 
 
-#: `--best` of the verbs that take a run folder for a model.
-best_option = click.option(
-    "--best",
-    is_flag=True,
-    help="Of a run folder: the checkpoint with the lowest validation loss, not the newest.",
-)
-
-
 def write_out(text: str) -> None:
     """Write text to stdout as it is, in UTF-8 whatever the terminal says of itself."""
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))

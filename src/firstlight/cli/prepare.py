@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
+from firstlight.cli.options import out_option, text_key_option
 from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
+
+#: Options of --kind text alone, by parameter, with their defaults.
+_OF_TEXT = {"workers": None, "engine": "local", "ray_address": None, "text_key": "text"}
 
 
 @click.command("prepare")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--tokenizer", required=True, help="Folder or file of a tokenizer, or a hub id.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@out_option
 @click.option(
     "--val-fraction",
     type=float,
@@ -29,47 +33,53 @@ from firstlight.errors import ConfigError
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
-    default="local",
+    default=_OF_TEXT["engine"],
     show_default=True,
-    help="Who encodes: processes of this machine, or a Ray cluster. The shards are the same.",
+    help="Place of the encoding: processes of this machine, or a Ray cluster. The shards are the "
+    "same.",
 )
 @click.option(
     "--ray-address",
     metavar="auto|local|HOST:PORT",
     help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
 )
-@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet.")
+@text_key_option
 @click.option(
     "--kind",
     type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="chat: conversations, as examples with what of them is learned; preference: pairs of "
+    help="chat: conversations, with a label for each token that is learned; preference: pairs of "
     "answers to a prompt.",
 )
 @click.option(
-    "--val-input", multiple=True, metavar="INPUT", help="Of chat: what to validate on, instead."
+    "--val-input",
+    "val_inputs",
+    multiple=True,
+    metavar="INPUT",
+    help="With --kind chat: conversations to validate on, instead of --val-fraction.",
 )
 @click.option(
     "--template",
     metavar="NAME",
-    help="Of chat: chatml, llama2, llama3, alpaca or a .jinja file; left out: the tokenizer's.",
+    help="With --kind chat: chatml, llama2, llama3, alpaca or a .jinja file; left out: the "
+    "tokenizer's.",
 )
 @click.option(
     "--format",
     "form",
     type=click.Choice(["auto", "alpaca", "messages", "sharegpt"]),
-    help="Of chat: of the records; auto tells each by its keys.  [default: auto]",
+    help="With --kind chat: form of the records; auto tells each by its keys.  [default: auto]",
 )
 @click.option(
     "--train-on",
     type=click.Choice(["assistant", "all"]),
-    help="Of chat: which tokens are learned.  [default: assistant]",
+    help="With --kind chat: tokens that are learned.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
     type=click.Choice(["refuse", "skip"]),
-    help="Of chat: what happens with records that are no conversations.  [default: refuse]",
+    help="With --kind chat: treatment of records that are no conversations.  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -78,18 +88,10 @@ def prepare_command(
     tokenizer: str,
     out: Path,
     val_fraction: float,
-    workers: int | None,
-    engine: Literal["local", "ray"],
-    ray_address: str | None,
-    text_key: str,
     kind: str,
-    val_input: tuple[str, ...],
-    template: str | None,
-    form: str | None,
-    train_on: str | None,
-    on_bad: str | None,
     overwrite: bool,
     as_json: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     """Turn a corpus into token shards in --out.
 
@@ -102,31 +104,13 @@ def prepare_command(
     record a conversation: {instruction, input, output}, {messages} or {conversations}. With --kind
     preference, each is {prompt, chosen, rejected}.
     """
-    of_chat = {"form": form, "train_on": train_on, "on_bad": on_bad}
-    given = {name: value for name, value in of_chat.items() if value is not None}
+    of_text = {name: options.pop(name) for name in _OF_TEXT}
+    of_chat = {name: value for name, value in options.items() if value not in (None, ())}
     from firstlight.checkpoint.checkpoint import resolve_tokenizer
 
     place = resolve_tokenizer(tokenizer)
-    if kind != "text":
-        _require_of_text(workers, engine, ray_address, text_key)
-        from firstlight.data.chat import ChatOptions, prepare_chat
-
-        manifest = prepare_chat(
-            inputs,
-            place,
-            out,
-            val_inputs=val_input,
-            template=template,
-            options=ChatOptions(
-                kind="chat" if kind == "chat" else "preference",
-                val_fraction=val_fraction,
-                **given,  # type: ignore[arg-type]
-            ),
-            overwrite=overwrite,
-            progress=True,
-        )
-    else:
-        if given or val_input or template is not None:
+    if kind == "text":
+        if of_chat:
             raise ConfigError(
                 "--val-input, --template, --format, --train-on and --on-bad are for conversations: "
                 "add --kind chat"
@@ -138,25 +122,48 @@ def prepare_command(
             place,
             out,
             val_fraction=val_fraction,
-            workers=workers,
-            engine=engine,
-            ray_address=ray_address,
-            text_key=text_key,
             overwrite=overwrite,
             progress=True,
+            **of_text,
+        )
+    else:
+        if of_text != _OF_TEXT:
+            raise ConfigError(
+                "--workers, --engine, --ray-address and --text-key are for text: leave them out "
+                "with --kind chat"
+            )
+        manifest = _prepare_chat(
+            inputs, place, out, kind, val_fraction, overwrite=overwrite, **of_chat
         )
     _show_summary(out, manifest)
     return {"out": str(out), **manifest}
 
 
-def _require_of_text(
-    workers: int | None, engine: str, ray_address: str | None, text_key: str
-) -> None:
-    if workers is not None or engine != "local" or ray_address is not None or text_key != "text":
-        raise ConfigError(
-            "--workers, --engine, --ray-address and --text-key are for text: leave them out with "
-            "--kind chat"
-        )
+def _prepare_chat(
+    inputs: tuple[str, ...],
+    tokenizer: Path,
+    out: Path,
+    kind: str,
+    val_fraction: float,
+    *,
+    overwrite: bool,
+    val_inputs: tuple[str, ...] = (),
+    template: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Prepare conversations or preference pairs; `options` are fields of ChatOptions."""
+    from firstlight.data.chat import ChatOptions, prepare_chat
+
+    return prepare_chat(
+        inputs,
+        tokenizer,
+        out,
+        val_inputs=val_inputs,
+        template=template,
+        options=ChatOptions(kind=kind, val_fraction=val_fraction, **options),  # type: ignore[arg-type]
+        overwrite=overwrite,
+        progress=True,
+    )
 
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:

@@ -11,25 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import best_option, human_bytes, write_out
+from firstlight.cli.options import (
+    best_option,
+    config_options,
+    device_option,
+    dtype_option,
+    loading_option,
+)
+from firstlight.cli.output import human_bytes, write_out
 from firstlight.console import say
 from firstlight.errors import MissingDependencyError
+from firstlight.serving.config import (
+    KEY_VARIABLE,
+    Limits,
+    ServerOptions,
+    checked_key,
+    key_from_file,
+)
 
 if TYPE_CHECKING:
-    from firstlight.serving.config import ServerOptions
     from firstlight.serving.service import Service
 
 
 @click.command("serve")
 @click.argument("checkpoint")
 @best_option
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Others than this machine's own need an API key.",
-)
-@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one.")
+@config_options(ServerOptions, "host", "port")
 @click.option("--model-name", help="For clients; the checkpoint's name, if not given.")
 @click.option(
     "--api-key-file",
@@ -49,77 +56,14 @@ if TYPE_CHECKING:
     metavar="URL",
     help="A page elsewhere that may ask (the header Origin); several are allowed.",
 )
-@click.option(
-    "--max-batch-size",
-    type=int,
-    default=8,
-    show_default=True,
-    help="Texts that are made at a time.",
+@config_options(
+    ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
 )
-@click.option(
-    "--max-queue",
-    type=int,
-    default=64,
-    show_default=True,
-    help="Texts that may wait; more are refused with 429.",
-)
-@click.option(
-    "--max-context-tokens",
-    type=int,
-    help="Of a text, prompt and answer together; the model's limit, if not given.",
-)
-@click.option(
-    "--request-timeout",
-    type=float,
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For one answer, waiting included.",
-)
-@click.option(
-    "--header-timeout",
-    type=float,
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For the head of a request to arrive.",
-)
-@click.option(
-    "--body-timeout",
-    type=float,
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For its body to arrive.",
-)
-@click.option(
-    "--write-timeout",
-    type=float,
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For a client to go on reading.",
-)
-@click.option("--max-body-bytes", type=int, default=2**20, show_default=True)
-@click.option("--max-header-bytes", type=int, default=2**14, show_default=True)
-@click.option("--max-connections", type=int, default=512, show_default=True)
-@click.option(
-    "--shutdown-timeout",
-    type=float,
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For answers to end, after a signal.",
-)
-@click.option("--device", default="auto", show_default=True)
-@click.option("--dtype", default="auto", show_default=True, help="As of `firstlight generate`.")
-@click.option("--loading", default="auto", show_default=True, help="As of `firstlight generate`.")
-@click.option(
-    "--compile/--no-compile",
-    default=False,
-    show_default=True,
-    help="Decode through torch.compile: one or two minutes of compiling before the first request.",
-)
+@config_options(Limits)
+@device_option
+@dtype_option
+@loading_option
+@config_options(ServerOptions, "compile")
 @click.option(
     "--json",
     "as_json",
@@ -146,7 +90,6 @@ def serve_command(
     require_packages()
     from firstlight.generation.engine import load
     from firstlight.hardware.device import find_hardware
-    from firstlight.serving.config import Limits, ServerOptions
     from firstlight.serving.server import serve
 
     limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
@@ -173,20 +116,20 @@ def serve_command(
 
 
 def _name_of(checkpoint: str) -> str:
-    """A hub id as it is; of a folder its name, since where it lies is nobody's business."""
+    """Name of a model for clients: a hub id, or a folder's name without the path to it."""
     path = Path(checkpoint)
     return path.resolve().name or "model" if path.exists() else checkpoint
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """From the file, or else from the environment; never from the command line, which other
-    users of the machine can read.
+    """The API key of the file, or else of the environment.
+
+    There is no option for the key itself: other users of the machine can read a command line.
 
     Raises:
-        ConfigError, InputError: it can't be a key, or can't be read.
+        ConfigError: the key is invalid.
+        InputError: the file can't be read.
     """
-    from firstlight.serving.config import KEY_VARIABLE, checked_key, key_from_file
-
     if file is not None:
         return key_from_file(file)
     key = os.environ.get(KEY_VARIABLE)
@@ -215,10 +158,10 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
 
 
 def require_packages() -> None:
-    """Refuse to go on without what the server is built on, before `serving` is imported.
+    """Check that the server's packages are installed, before `serving` is imported.
 
     Raises:
-        MissingDependencyError: one of them is missing.
+        MissingDependencyError: a package is missing.
     """
     for name in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(name) is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from firstlight.cli.options import out_option, text_key_option
 from firstlight.cli.output import counted, human_bytes, show, with_json
 from firstlight.console import say
 
@@ -24,8 +25,8 @@ def tokenizer_group() -> None:
 @tokenizer_group.command("train")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--vocab-size", type=int, required=True, help="Number of tokens, 257 at least.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet.")
+@out_option
+@text_key_option
 @with_json
 def train_command(
     inputs: tuple[str, ...], vocab_size: int, out: Path, text_key: str, as_json: bool
@@ -94,7 +95,7 @@ class _ManyTokens(click.Command):
 @click.argument("source", type=click.Path(path_type=Path), required=False, metavar="DIR")
 @click.option("--add", multiple=True, metavar="TOKEN...", help="New special tokens.")
 @click.option("--chat-template", metavar="NAME", help="chatml, llama2, llama3, alpaca or a file.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@out_option
 @with_json
 def extend_command(
     source: Path | None,

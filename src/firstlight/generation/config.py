@@ -20,7 +20,8 @@ class SamplingConfig:
             is off.
         top_p: probability that the likeliest tokens to choose from have together; 1 is off
             (Holtzman et al. 2020). Applied after temperature and top_k.
-        seed: seed of the random numbers: the same one gives the same text; None draws one.
+        seed: seed of the random numbers: the same seed gives the same text. Without it, a seed is
+            drawn.
         min_p: least probability of a token in relation to the likeliest one's; 0 is off (Nguyen et
             al. 2024). Applied after temperature, to the probabilities before top_k and top_p.
         repetition_penalty: divisor of the positive logits, factor of the negative ones, of tokens

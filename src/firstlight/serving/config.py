@@ -19,13 +19,13 @@ _MAX_KEY_BYTES = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections. All times are in seconds.
+    """Limits of requests and connections.
 
     Attributes:
-        request_timeout: time from a request's arrival in the queue to its end.
-        header_timeout: time for the head of a request to arrive.
-        body_timeout: time for the body of a request to arrive.
-        write_timeout: time that a client may leave sent bytes unread.
+        request_timeout: seconds from a request's arrival in the queue to its end.
+        header_timeout: seconds for the head of a request to arrive.
+        body_timeout: seconds for the body of a request to arrive.
+        write_timeout: seconds that a client may leave sent bytes unread.
         max_body_bytes: size of a request's body.
         max_header_bytes: size of a request's head.
         max_connections: simultaneous connections; beyond that, connections without a request are
@@ -56,7 +56,8 @@ class ServerOptions:
         max_queue: number of texts that may wait; more are refused with 429.
         compile: decode through torch.compile: one or two minutes of compiling before the first
             request.
-        max_context_tokens: tokens of a text, prompt and answer together; None is the model's limit.
+        max_context_tokens: tokens of a text, prompt and answer together; without it, the model's
+            limit.
         shutdown_timeout: seconds for answers to end, after a signal.
         limits: limits of single requests and connections.
 
