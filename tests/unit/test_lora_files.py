@@ -19,20 +19,18 @@ from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate
-from firstlight.lora import (
-    ADAPTER_CONFIG_NAME,
+from firstlight.lora.config import ADAPTER_CONFIG_NAME, LoraConfig
+from firstlight.lora.files import (
     ADAPTER_WEIGHTS_NAME,
-    LoraConfig,
     adapter_chain,
     adapter_files,
     adapter_tensors,
-    add_lora,
     base_name,
     fill_adapter,
     is_adapter,
-    lora_parameters,
     save_adapter,
 )
+from firstlight.lora.layers import add_lora, lora_parameters
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import base_identity, load_model, read_config, training_notes

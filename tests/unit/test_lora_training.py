@@ -15,7 +15,7 @@ from firstlight.checkpoint.checkpoint import MANIFEST_NAME, resolve_model_folder
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
-from firstlight.lora import ADAPTER_WEIGHTS_NAME, is_adapter
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, is_adapter
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train

@@ -63,8 +63,8 @@ from firstlight.errors import (
 from firstlight.files.atomic import forget_cached, read_json, sha256_of
 from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
-from firstlight.lora import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from firstlight.lora.files import adapter_chain, is_adapter
+from firstlight.lora.config import ADAPTER_CONFIG_NAME
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_chain, is_adapter
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
 from firstlight.weights.stored import WEIGHTS_NAME, read_header

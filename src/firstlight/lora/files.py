@@ -5,15 +5,14 @@
         adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
                                     [out, r], and for DoRA .lora_magnitude_vector [out]
 
-LAYER is the linear layer's name in the base model. Which layers are adapted, and with what rank,
-is read from the tensors; of the settings only those count that the tensors don't show.
+LAYER is the linear layer's name in the base model. The adapted layers and their ranks are read
+from the tensors; the settings only give what the tensors don't show.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError, nearest
 from firstlight.files.atomic import new_folder
-from firstlight.lora.config import LoraConfig
+from firstlight.lora.config import ADAPTER_CONFIG_NAME, LoraConfig, PeftConfig, read_peft_config
 from firstlight.lora.layers import (
     HEAD,
     LinearLayer,
@@ -31,7 +30,6 @@ from firstlight.lora.layers import (
     lora_parameters,
     wrap,
 )
-from firstlight.lora.peft_config import ADAPTER_CONFIG_NAME, PeftConfig, read_peft_config
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.weights.hub import find_model_folder
@@ -47,9 +45,9 @@ from firstlight.weights.stored import (
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-#: Adapters of adapters.
+#: Longest chain of adapters of adapters.
 _LONGEST_CHAIN = 16
-#: Our parameter -> how PEFT's tensor names end.
+#: Our parameter -> the end of PEFT's tensor name.
 _SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
@@ -64,14 +62,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """An adapter's folder, its base's, and so on while the base is itself an adapter; the last is
-    a model folder. [folder] for a model folder.
+    """An adapter's folder, its base's folder, and so on while the base is an adapter, too; the last
+    is a model folder. [folder] for a model folder.
 
     The base is `base_model_name_or_path`: a path relative to the adapter's folder, a path, or a
     hub id (downloaded).
 
     Raises:
-        ModelError: a base is not there, or an adapter is its own base.
+        ModelError: a base is missing, or an adapter is its own base.
     """
     chain = [folder]
     while is_adapter(chain[-1]):
@@ -111,32 +109,17 @@ def _base_of(folder: Path) -> Path:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of an adapter's file.
-
-    Attributes:
-        layer: the adapted layer's name.
-        kind: one of `_SUFFIXES`, or another tensor's name within the layer.
-    """
-
-    layer: str
-    kind: str
-
-    @classmethod
-    def of(cls, name: str) -> _Part:
-        """From the name in the file."""
-        inner = name.removeprefix(_PREFIX)
-        for kind, suffix in _SUFFIXES.items():
-            if name.startswith(_PREFIX) and inner.endswith(f".{suffix}"):
-                return cls(inner.removesuffix(f".{suffix}"), kind)
-        layer, _, kind = inner.rpartition(".")
-        return cls(layer, kind)
+def _adapted_layer(name: str) -> str | None:
+    """The layer that a tensor of an adapter's file belongs to; None for other tensors."""
+    for suffix in _SUFFIXES.values():
+        if name.startswith(_PREFIX) and name.endswith(f".{suffix}"):
+            return name.removeprefix(_PREFIX).removesuffix(f".{suffix}")
+    return None
 
 
 def adapter_settings(folder: Path) -> str:
-    """What an adapter's tensors are computed with, as text: two adapters of the same tensors and
-    settings are the same.
+    """The settings that an adapter's change depends on, as text: two adapters of the same tensors
+    and settings compute the same.
 
     Raises:
         ModelError: as `load_adapter`.
@@ -146,15 +129,15 @@ def adapter_settings(folder: Path) -> str:
 
 
 def load_adapter(model: Model, folder: Path) -> None:
-    """Put the adapter of a folder beside the layers of its base model, which are frozen.
+    """Add the adapter in a folder to its base model, whose layers are frozen.
 
     Args:
         model: the plain base model; changed in place.
-        folder: see the head of this module.
+        folder: the adapter's folder, as described at the head of this module.
 
     Raises:
-        ModelError: a file is missing or damaged, asks for something that isn't built, or doesn't
-            fit the model (named).
+        ModelError: a file is missing or damaged, needs an unsupported setting, or doesn't fit the
+            model (named).
     """
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
@@ -163,13 +146,12 @@ def load_adapter(model: Model, folder: Path) -> None:
             ".bin files can run code when they are opened)"
         )
     stored = read_header(path)
-    copies = {n: t for n, t in stored.items() if _Part.of(n).kind not in _SUFFIXES}
-    _require_base_copies(model, copies, path)
-    stored = {name: tensor for name, tensor in stored.items() if name not in copies}
-    if not stored:
+    others = {name: tensor for name, tensor in stored.items() if _adapted_layer(name) is None}
+    _require_base_copies(model, others, path)
+    adapted = dict.fromkeys(layer for name in stored if (layer := _adapted_layer(name)) is not None)
+    if not adapted:
         raise ModelError(f"{path} holds no adapter")
     layers = linear_layers(model)
-    adapted = dict.fromkeys(_Part.of(name).layer for name in stored)
     for layer in adapted:
         if layer not in layers:
             raise ModelError(
@@ -181,7 +163,7 @@ def load_adapter(model: Model, folder: Path) -> None:
     settings = LoraConfig(dropout=config.lora_dropout, dora=config.use_dora)
     for layer in adapted:
         wrap(model, layer, config.rank(layer), config.scaling(layer), settings)
-    tensors = {name: _read(tensor) for name, tensor in stored.items()}
+    tensors = {name: _read(tensor) for name, tensor in stored.items() if name not in others}
     fill_adapter(model, tensors, str(path))
 
 
@@ -192,7 +174,7 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Refuse a rank that is not that of the file's tensor, before memory is taken for it."""
+    """Refuse a rank other than the file's tensor has, before memory is taken for it."""
     name = f"{_PREFIX}{layer}.{_SUFFIXES['lora_A']}"
     if name not in stored:
         raise ModelError(f"{path} lacks tensor {name}")
@@ -214,10 +196,11 @@ def _read(stored: StoredTensor) -> Tensor:
 
 
 def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:
-    """Of an adapted head PEFT writes the base's embedding and head along: they must be just that.
+    """Refuse tensors that are not copies of the base's: PEFT writes the base's embedding and head
+    beside an adapted head.
 
     Raises:
-        ModelError: a tensor is none of them, or another one.
+        ModelError: a tensor is unknown, or differs from the base's.
     """
     base = model.state_dict()
     for name, stored in copies.items():
@@ -232,15 +215,15 @@ def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path:
 
 
 def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Put what `adapter_tensors` gave into a model that has the same adapters.
+    """Copy the tensors of `adapter_tensors` into a model that has the same adapters.
 
     Args:
-        model: changed in place.
-        tensors: by their names in PEFT's file.
-        where: what messages call them.
+        model: the model; changed in place.
+        tensors: A [r, in], B [out, r] and magnitudes [out], by their names in PEFT's file.
+        where: name of their source for messages.
 
     Raises:
-        ModelError: one is missing, extra or of another shape (named).
+        ModelError: a tensor is missing, extra or misshapen (named).
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
@@ -257,7 +240,8 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """The tensors of `adapter_model.safetensors`: on the CPU and contiguous."""
+    """The tensors of `adapter_model.safetensors`, on the CPU and contiguous: A [r, in], B [out, r]
+    and, for DoRA, magnitudes [out] of each adapted layer."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 
@@ -270,25 +254,27 @@ def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """The text file that belongs to `adapter_tensors`, by name.
+    """The text files that belong to `adapter_tensors`, by name.
 
     Args:
-        model: with adapters.
-        config: that they were made by.
-        base: of the plain model: its folder (absolute, or relative to the adapter's), or its hub
-            id, with @REVISION where that is not the newest.
+        model: a model with adapters.
+        config: the recipe's `lora` section.
+        base: the plain model: its folder (absolute, or relative to the adapter's), or its hub id,
+            with @REVISION unless that is the newest.
     """
-    base, revision = _name_and_revision(base)
+    revision = ""
+    if not Path(base).is_dir():
+        base, _, revision = base.partition("@")
     alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "revision": revision,
+        "revision": revision or None,
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
-        # Whole names: an end of a name may mean other layers in another program's model.
+        # Full names: a suffix may match other layers in another program's model.
         "target_modules": [name for name, _ in lora_layers(model)],
         "use_dora": config.dora,
         "use_rslora": False,
@@ -304,27 +290,20 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """What `adapter_files` is to call a base: a hub id as it is, all else by an absolute path.
+    """The base's name for `adapter_files`: a hub id as it is, else an absolute path.
 
     Args:
-        given: what a person called it.
-        folder: where it lies.
+        given: the name that a person gave.
+        folder: the base's folder.
     """
     return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
-
-
-def _name_and_revision(base: str) -> tuple[str, str | None]:
-    if Path(base).is_dir():
-        return base, None
-    name, _, revision = base.partition("@")
-    return name, revision or None
 
 
 def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
     """Write the folder of an adapter, which must be missing or empty.
 
     Args:
-        folder: see the head of this module.
+        folder: the adapter's folder, as described at the head of this module.
         model, config, base: see `adapter_files`.
 
     Raises:

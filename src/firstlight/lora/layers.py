@@ -1,4 +1,4 @@
-"""The adapted layer, and how a plain model gets such layers and loses them again."""
+"""The adapted linear layer; adding such layers to a plain model, and merging them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from firstlight.models.ops import Embedding
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: What a target may be instead of a linear layer.
+#: Kinds of modules that a target may name by mistake.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -35,21 +35,21 @@ class LoraLinear(nn.Module):
         LoRA  y = W x + b + s B A x
         DoRA  y = m / |W + s B A| * (W + s B A) x + b
 
-    |.| are the norms of the weight's rows, which the gradient takes for constants (Liu et al.
-    2024, section 4.3). Parameters are fp32 at least, and stay so when the model is moved to bf16;
-    products with A and B run in the input's dtype, or autocast's.
+    (Hu et al. 2021; Liu et al. 2024). |.| are the norms of the weight's rows, which the gradient
+    treats as constants (Liu et al. 2024, section 4.3). Parameters are fp32 at least, and stay so
+    when the model is moved to bf16; products with A and B run in the input's dtype, or autocast's.
 
     Args:
-        base_layer: W and b; frozen here.
+        base_layer: the layer of W [out, in] and b [out]; frozen here.
         rank: r.
         scaling: s.
-        dropout: of x on its way to A, in training.
-        dora: whether there is a magnitude m for each output; it starts at |W|.
+        dropout: dropout probability of A's input, in training.
+        dora: add a magnitude m for each output, which starts at |W|.
 
     Attributes:
-        lora_A: [r, in], zero until `reset` or a file fills it.
-        lora_B: [out, r], zero.
-        lora_magnitude_vector: m, [out]; None for LoRA.
+        lora_A: A [r, in], zero until `reset` or a file fills it.
+        lora_B: B [out, r], zero.
+        lora_magnitude_vector: m [out]; None for LoRA.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class LoraLinear(nn.Module):
         change.
 
         Args:
-            generator: on the CPU, so that a GPU starts from the same numbers.
+            generator: a generator on the CPU, so that a GPU starts from the same numbers.
         """
         drawn = torch.empty(self.lora_A.shape)
         bound = 1 / math.sqrt(drawn.shape[1])
         self.lora_A.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
         y: Tensor = self.base_layer(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(inner, self.lora_A.to(x.dtype))
@@ -97,8 +98,8 @@ class LoraLinear(nn.Module):
         return scaled.to(y.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.to(torch.bfloat16)` is for the frozen weights: an update is smaller than what
-        # bf16 can add.
+        # `model.to(torch.bfloat16)` is for the frozen weights: a step's update of A or B would be
+        # lost in bf16's rounding.
         def without_rounding(tensor: Tensor) -> Tensor:
             made = fn(tensor)
             return made if made.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(made.device)
@@ -108,7 +109,7 @@ class LoraLinear(nn.Module):
         return super()._apply(without_rounding, recurse=False)  # type: ignore[no-untyped-call, no-any-return]
 
     def merged_weight(self) -> Tensor:
-        """The weight [out, in] of the plain layer that computes the same, fp32 at least."""
+        """The weight [out, in] of the plain layer that computes the same; fp32 at least."""
         with torch.no_grad():
             weight = self._changed()
             if self.lora_magnitude_vector is not None:
@@ -141,19 +142,19 @@ def add_lora(
     *,
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """Freeze a plain model and put trainable low-rank changes beside its linear layers. At first
-    it computes what it did before (in 4 bits: about that).
+    """Freeze a plain model and add trainable low-rank changes to its linear layers. The model
+    computes the same as before until it is trained (with 4-bit weights: about the same).
 
     Args:
-        model: changed in place.
-        config: which layers, and how.
-        generator: on the CPU; draws the changes' first factors.
-        frozen_dtype: of the frozen linear layers' weights, the head excepted; None leaves them.
-            Under autocast to this dtype the numbers stay the same, in half the memory.
+        model: the model; changed in place.
+        config: layers to adapt, rank, scale, DoRA and quantisation.
+        generator: a generator on the CPU for the initial A.
+        frozen_dtype: dtype for the frozen linear layers' weights but the head's; None keeps
+            theirs. Under autocast to this dtype the results are the same, in half the memory.
 
     Raises:
-        ConfigError: a target is no linear layer of the model, or 4 bits don't work here.
-        MissingDependencyError: 4 bits need bitsandbytes.
+        ConfigError: a target is no linear layer of the model, or the device has no 4-bit kernels.
+        MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
     names = _target_names(model, config, layers)
@@ -172,10 +173,13 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig) -> LoraLinear:
-    """Replace the linear layer `name` by an adapted one that changes nothing yet.
+    """Replace a linear layer by an adapted one that changes nothing yet.
 
     Args:
-        config: says dropout and DoRA.
+        model: the model; changed in place.
+        name: name of the layer.
+        rank, scaling: rank and scale of its change.
+        config: the section that gives dropout and DoRA.
     """
     base = model.get_submodule(name)
     assert isinstance(base, nn.Linear | Conv1D | NF4Linear)
@@ -185,7 +189,7 @@ def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers by the names that they had in the plain model."""
+    """The adapted layers and their names in the plain model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield name, module
@@ -201,10 +205,10 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merge_lora(model: Model) -> None:
-    """Fold the changes into the weights: the plain model that computes the same, with parameters
-    of the dtypes that it had, all trainable. Layers in 4 bits become what they stand for.
+    """Merge the changes into the weights, in place: a plain model that computes the same, with
+    trainable parameters of the original dtypes. 4-bit weights are dequantised.
 
-    A tied head that was adapted is tied no more, and `model.config` says so.
+    An adapted head is untied from the embedding, also in `model.config`.
     """
     is_head_adapted = isinstance(model.lm_head, LoraLinear)
     for name, module in list(model.named_modules()):
@@ -218,7 +222,7 @@ def merge_lora(model: Model) -> None:
 
 
 def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
-    """The plain layer of base's kind, dtype and bias with a weight [out, in]."""
+    """A plain layer with the weight [out, in], and base's class, dtype and bias."""
     is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
@@ -234,8 +238,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """The linear layers by name. Not a router's: what it sends where is no small change, and
-    PEFT's files don't hold it as a layer."""
+    """The linear layers by name, without routers: another routing is no small change, and a router
+    is no layer in PEFT's files."""
     routers = {
         f"{name}.gate" for name, module in model.named_modules() if isinstance(module, SparseMLP)
     }
@@ -247,10 +251,10 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """The layers that a config's targets mean, in the model's order.
+    """The layers that a config's targets match, in the model's order.
 
     Raises:
-        ConfigError: a target means none.
+        ConfigError: a target matches none.
     """
     if config.targets == "all-linear":
         return [name for name in layers if name != HEAD]

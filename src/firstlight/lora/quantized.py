@@ -1,8 +1,8 @@
-"""Linear layers whose weights are stored in 4 bits: NF4 (Dettmers et al. 2023, section 3).
+"""Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, section 3).
 
-Of each 64 numbers the largest is kept, and each number becomes the nearest of 16 quantiles of a
-normal distribution, times that; the largest numbers are themselves stored in 8 bits. bitsandbytes
-does both directions, on CPUs and on CUDA GPUs: 0.516 bytes a weight.
+A block of 64 numbers is stored as its largest absolute value, and for each number the nearest of
+16 quantiles of a normal distribution; the blocks' scales are stored in 8 bits. bitsandbytes
+quantises and dequantises, on CPUs and CUDA GPUs: 0.516 bytes a weight.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.ops import product_dtype
 
-#: Numbers that share a largest one, and largest ones that share a second scale.
+#: Weights that share a scale, and scales that share a second scale.
 BLOCK_SIZE = 64
 _NESTED_BLOCK_SIZE = 256
 #: Entries of the table that the 8-bit scales point into.
 _TABLE_SIZE = 256
-#: What bitsandbytes turns the 4 bits into.
+#: Dtypes that bitsandbytes dequantises to.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_nf4(device: torch.device) -> None:
-    """Refuse 4-bit weights where they can't work.
+    """Refuse 4-bit weights on a device without kernels for them.
 
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
-        ConfigError: it doesn't know the device.
+        ConfigError: bitsandbytes does not support the device.
     """
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
@@ -47,15 +47,15 @@ class NF4Linear(nn.Module):
     """A frozen linear layer in 4 bits.
 
     Args:
-        layer: the layer to store; its bias is taken over.
+        layer: the layer to quantise; its bias is kept.
 
     Attributes:
-        packed: two numbers a byte, of the weight [out, in] row by row.
-        scales: each block's largest number, uint8.
-        statistics: what the scales stand for (their mean, their own scales, their table), fp32
-            seen as bytes, so that no `model.to(torch.bfloat16)` rounds it.
-        is_conv1d: whether the layer was GPT-2's, with weights [in, out].
-        dtype: that the weight had.
+        packed: two weights a byte, of the weight [out, in] row by row; uint8.
+        scales: each block's quantised largest absolute value, uint8 [blocks].
+        statistics: the scales' table, mean and second scales, fp32 viewed as bytes, so that no
+            `model.to(torch.bfloat16)` rounds them.
+        is_conv1d: True for GPT-2's layer, which stores weights as [in, out].
+        dtype: dtype of the original weight.
     """
 
     packed: Tensor
@@ -82,13 +82,14 @@ class NF4Linear(nn.Module):
         self.register_buffer("statistics", statistics.float().view(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
         x = x.to(product_dtype(x))
         shape = (self.out_features, self.in_features)
         y: Tensor = _nf4_linear(x, self.packed, self.scales, self.statistics, *shape)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """What the stored weight stands for, [out, in]."""
+        """The dequantised weight [out, in]."""
         shape = (self.out_features, self.in_features)
         return dequantized(self.packed, self.scales, self.statistics, shape, dtype)
 
@@ -96,13 +97,13 @@ class NF4Linear(nn.Module):
 def dequantized(
     packed: Tensor, scales: Tensor, statistics: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight of a shape [out, in] that the buffers of an `NF4Linear` stand for."""
+    """The weight [out, in] in `dtype`, dequantised from the buffers of an `NF4Linear`."""
     numbers = statistics.view(torch.float32)
     table, mean, nested = numbers[:_TABLE_SIZE], numbers[_TABLE_SIZE], numbers[_TABLE_SIZE + 1 :]
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # As one row: for rows that are not whole blocks, its kernel on CPUs mixes up the scales.
+    # As one row: the CPU kernel mixes up the scales of rows that are not whole blocks.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
@@ -111,9 +112,8 @@ def dequantized(
     return flat.view(shape).to(dtype)
 
 
-# An operator of its own: its backward pass makes the weight from its 4 bits once more, where
-# autograd would keep the weight and with it all the memory that the 4 bits save. torch.compile
-# takes it as it is.
+# A custom operator: its backward pass dequantises the weight again. Autograd would keep the
+# dequantised weight, and with it all the memory that 4 bits save. torch.compile takes it whole.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int

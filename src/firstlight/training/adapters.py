@@ -10,8 +10,9 @@ import torch
 from firstlight.checkpoint.checkpoint import load_checkpoint, resolve_model_folder
 from firstlight.errors import CheckpointError, ConfigError, ModelError
 from firstlight.hardware.device import Hardware
-from firstlight.lora import add_lora, require_nf4
 from firstlight.lora.files import base_name
+from firstlight.lora.layers import add_lora
+from firstlight.lora.quantized import require_nf4
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.weights.huggingface import base_identity, load_model

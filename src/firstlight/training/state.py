@@ -16,7 +16,7 @@ from torch import Tensor
 from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
-from firstlight.lora import adapter_files, adapter_tensors, fill_adapter
+from firstlight.lora.files import adapter_files, adapter_tensors, fill_adapter
 from firstlight.models import Model
 from firstlight.optim.dtensors import full_parameters
 from firstlight.parallel import gather_objects
