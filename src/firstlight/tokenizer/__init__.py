@@ -15,7 +15,8 @@ from firstlight.tokenizer.formats import (
     QWEN2_PATTERN,
     SPLIT_PATTERNS,
 )
-from firstlight.tokenizer.tokenizer import TextStream, Tokenizer, train_tokenizer
+from firstlight.tokenizer.tokenizer import TextStream, Tokenizer
+from firstlight.tokenizer.training import train_tokenizer
 
 __all__ = [
     "END_OF_TEXT",

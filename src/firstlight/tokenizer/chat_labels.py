@@ -24,7 +24,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -35,6 +35,7 @@ from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer.chat_sandbox import render
 from firstlight.tokenizer.chat_template import (
     find_template,
+    flagged_pieces,
     free_characters,
     plain_messages,
     protected,
@@ -236,7 +237,7 @@ class ChatEncoder:
         ids: list[int] = []
         loss_mask: list[bool] = []
         text_bytes = torn = 0
-        for piece, own, is_special in _pieces(text, flags, pattern):
+        for piece, own, is_special in flagged_pieces(text, flags, pattern):
             if is_special:
                 ids.append(self._special[piece])
                 loss_mask.append(bool(own[0]))
@@ -249,27 +250,6 @@ class ChatEncoder:
                 torn += not first and own.find(1, start, end) >= 0
             text_bytes += len("".join(compress(piece, own)).encode("utf-8"))
         return LabelledChat(ids, loss_mask, text_bytes, torn)
-
-
-def _pieces(
-    text: str, flags: bytearray, pattern: re.Pattern[str]
-) -> Iterator[tuple[str, bytearray, bool]]:
-    """(text, the flags of its characters, whether it is a special token): see `chat_pieces`."""
-    position, pending, own = 0, "", bytearray()
-    for match in pattern.finditer(text):
-        pending += text[position : match.start()] + (match["text"] or "")
-        own += flags[position : match.start()]
-        if match["text"]:
-            own += flags[match.start("text") : match.end("text")]
-        position = match.end()
-        if match["special"]:
-            if pending:
-                yield pending, own, False
-            yield match["special"], flags[match.start() : match.end()], True
-            pending, own = "", bytearray()
-    pending += text[position:]
-    if pending:
-        yield pending, own + flags[position:], False
 
 
 #: What is written like this is a control token in all templates known, but for models that were

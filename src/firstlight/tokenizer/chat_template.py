@@ -169,17 +169,30 @@ def chat_pieces(
     """
     marked, pattern = protected(plain_messages(messages), special_tokens, template)
     text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
-    position, pending = 0, ""
+    for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
+        yield piece, is_special
+
+
+def flagged_pieces(
+    text: str, flags: bytearray, pattern: re.Pattern[str]
+) -> Iterator[tuple[str, bytearray, bool]]:
+    """(text, the flags of its characters, whether it is a special token): the pieces of a rendered
+    text between two special tokens, and those tokens; `pattern` is that of `protected`."""
+    position, pending, own = 0, "", bytearray()
     for match in pattern.finditer(text):
         pending += text[position : match.start()] + (match["text"] or "")
+        own += flags[position : match.start()]
+        if match["text"]:
+            own += flags[match.start("text") : match.end("text")]
         position = match.end()
         if match["special"]:
             if pending:
-                yield pending, False
-            yield match["special"], True
-            pending = ""
-    if pending or position < len(text):
-        yield pending + text[position:], False
+                yield pending, own, False
+            yield match["special"], flags[match.start() : match.end()], True
+            pending, own = "", bytearray()
+    pending += text[position:]
+    if pending:
+        yield pending, own + flags[position:], False
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:

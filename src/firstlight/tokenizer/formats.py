@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
@@ -28,6 +28,8 @@ from firstlight.tokenizer.limits import (
 )
 from firstlight.tokenizer.parts import (
     TokenizerParts,
+    add_special_tokens,
+    byte_level_split,
     library_errors,
     prepend_bos,
     read_chat_template,
@@ -232,7 +234,7 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if END_OF_TEXT in vocabulary:
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        add_special_tokens(backend, [END_OF_TEXT])
     eos = END_OF_TEXT if END_OF_TEXT in vocabulary else None
     return TokenizerParts(backend, bos_token=eos, eos_token=eos)
 
@@ -297,17 +299,10 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        add_special_tokens(backend, [END_OF_TEXT])
         return TokenizerParts(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _LLAMA3_SPECIAL_TOKENS]
-    )
+    backend.pre_tokenizer = byte_level_split(LLAMA3_PATTERN)
+    add_special_tokens(backend, _LLAMA3_SPECIAL_TOKENS)
     bos, eos = _LLAMA3_SPECIAL_TOKENS[:2]
     prepend_bos(backend, bos)
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=True)
@@ -347,3 +342,33 @@ def _trial_texts() -> Iterator[str]:
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
             yield from (text, text + "\0!")
+
+
+def splits_at_newline_after_letter(state: dict[str, Any]) -> bool:
+    """True if `a + b` always encodes to `a`'s ids and then `b`'s, where `a` ends with a letter and
+    `b` begins with a newline.
+
+    So does byte-level BPE with the GPT-2 or Llama 3 split: no match of either joins a letter to a
+    following newline, and nothing in them looks back. It lets a long document be encoded in parts,
+    several times faster and with bounded memory.
+
+    Args:
+        state: the content of tokenizer.json.
+    """
+    stage = state.get("pre_tokenizer") or {}
+    *splits, last = stage.get("pretokenizers") or [stage]
+    patterns = {(step.get("pattern") or {}).get("Regex") for step in splits}
+    if last.get("use_regex", True):
+        patterns.add(GPT2_PATTERN)
+    return (
+        state.get("normalizer") is None
+        and state["model"].get("type") == "BPE"
+        # Added tokens that are not special are looked for in the text, across any newline.
+        and all(token["special"] for token in state["added_tokens"])
+        and last.get("type") == "ByteLevel"
+        and not last.get("add_prefix_space")
+        and all(step.get("type") == "Split" for step in splits)
+        and all(step["behavior"] == "Isolated" and not step["invert"] for step in splits)
+        and bool(patterns)
+        and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
+    )

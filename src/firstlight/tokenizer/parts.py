@@ -1,4 +1,9 @@
-"""What stands beside a tokenizer: `tokenizer_config.json`, and the chat template wherever it is."""
+"""The parts of a tokenizer: its configuration and chat template, its backend's steps and special
+tokens, and the errors of the library that runs it.
+
+The `tokenizers` library is written in Rust. Where its code meets what it does not expect it panics,
+which is no Exception in Python, and writes a page to stderr.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,12 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from firstlight.errors import FirstlightError, InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file, read_json
@@ -119,45 +124,6 @@ def token_text(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def trained_parts(
-    texts: Iterable[str], vocab_size: int, pattern: str, special_tokens: Sequence[str]
-) -> TokenizerParts:
-    """What `firstlight.tokenizer.train_tokenizer` makes; see there."""
-    smallest = 256 + len(special_tokens)
-    if vocab_size < smallest:
-        raise TokenizerError(
-            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
-            f"(256 bytes and {len(special_tokens)} special)"
-        )
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    seen = 0
-
-    def count(pieces: Iterable[str]) -> Iterator[str]:
-        nonlocal seen
-        for piece in pieces:
-            seen += len(piece)
-            require_unicode(piece)
-            yield piece
-
-    backend.train_from_iterator(count(texts), trainer)
-    if seen == 0:
-        raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    return TokenizerParts(backend, eos_token=special_tokens[0] if special_tokens else None)
-
-
 def extended_backend(
     backend: tokenizers.Tokenizer, tokens: Sequence[str], first_id: int
 ) -> tokenizers.Tokenizer:
@@ -177,7 +143,7 @@ def extended_backend(
         if token in tokens[:number]:
             raise TokenizerError(f"the new token '{token}' is given twice")
     extended = tokenizers.Tokenizer.from_str(backend.to_str())
-    extended.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    add_special_tokens(extended, tokens)
     if any(extended.token_to_id(t) != i for i, t in enumerate(tokens, start=first_id)):
         raise TokenizerError(
             f"no token can be added to this tokenizer: not every id below {first_id} has a token"
@@ -302,3 +268,18 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
     held.seek(0)
     with contextlib.suppress(OSError):
         os.write(stderr, held.read())
+
+
+def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer that cuts a text by a pattern, and writes the bytes of the parts."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
+    """Make `tokens` control tokens; those of the vocabulary keep their ids."""
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])

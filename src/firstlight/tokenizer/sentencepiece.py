@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import cast
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import decoders, models, normalizers
 
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer.limits import require_short
-from firstlight.tokenizer.parts import TokenizerParts, prepend_bos
+from firstlight.tokenizer.parts import TokenizerParts, add_special_tokens, prepend_bos
 
 
 def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
@@ -117,20 +117,10 @@ def from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
             "which can't be read exactly: convert it to tokenizer.json with transformers"
         )
     require_short(path, vocabulary)
-    scores = {piece: score for piece, score, _ in pieces}
-    merges: list[tuple[float, int, int, str, str]] = []
-    for piece, score, kind in pieces:
-        if kind != 1:
-            continue
-        for i in range(1, len(piece)):
-            left, right = piece[:i], piece[i:]
-            if left in scores and right in scores:
-                merges.append((-score, vocabulary[left], vocabulary[right], left, right))
-    merges.sort(key=lambda merge: merge[:3])
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=[(left, right) for _, _, _, left, right in merges],
+            merges=_merges(pieces, vocabulary),
             unk_token=names[2][0],
             fuse_unk=True,
             byte_fallback=True,
@@ -147,12 +137,24 @@ def from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    control = [*names[2], *names[3]]
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in control]
-    )
+    add_special_tokens(backend, [*names[2], *names[3]])
     bos = "<s>" if "<s>" in vocabulary else None
     eos = "</s>" if "</s>" in vocabulary else None
     if bos is not None:
         prepend_bos(backend, bos)
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
+
+
+def _merges(
+    pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """The BPE merges that give sentencepiece's ids: every cut of a normal piece into two pieces,
+    by the score of the whole, then by the ids of the halves."""
+    merges = [
+        (-score, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+        for piece, score, kind in pieces
+        if kind == 1
+        for i in range(1, len(piece))
+        if piece[:i] in vocabulary and piece[i:] in vocabulary
+    ]
+    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[:3])]

@@ -1,4 +1,4 @@
-"""The `Tokenizer`: text to ids and back, training, chat."""
+"""The `Tokenizer`: text to ids and back, and chat; `TextStream`: text token by token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +15,9 @@ import tokenizers
 from firstlight.errors import TokenizerError, nearest
 from firstlight.files.atomic import write_file
 from firstlight.tokenizer.formats import (
-    END_OF_TEXT,
-    GPT2_PATTERN,
-    LLAMA3_PATTERN,
     find_tokenizer_file,
     read_tokenizer_file,
+    splits_at_newline_after_letter,
 )
 from firstlight.tokenizer.limits import may_panic
 from firstlight.tokenizer.parts import (
@@ -29,7 +27,6 @@ from firstlight.tokenizer.parts import (
     named_tokens,
     natural_pad_token,
     require_unicode,
-    trained_parts,
 )
 
 #: What ids come from in tokenizer.json, besides the added tokens.
@@ -103,14 +100,10 @@ class Tokenizer:
             path = find_tokenizer_file(path)
         return cls(**vars(read_tokenizer_file(path)))
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest token id plus one: what a model's embedding must hold."""
-        return self._max_token_id + 1
-
     @functools.cached_property
-    def _max_token_id(self) -> int:
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    def vocab_size(self) -> int:
+        """The highest token id plus one: the rows that a model's embedding needs."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -251,32 +244,8 @@ class Tokenizer:
 
     @functools.cached_property
     def splits_at_newline_after_letter(self) -> bool:
-        """Whether `a + b` always encodes to `a`'s ids and then `b`'s, where `a` ends with a
-        letter and `b` begins with a newline.
-
-        True of byte-level BPE with the GPT-2 or Llama 3 split: no piece of either joins a
-        letter to a following newline, and nothing in them looks back. It lets a long document
-        be encoded in parts, several times faster and with bounded memory.
-        """
-        state = self._state()
-        if state.get("normalizer") is not None or state["model"].get("type") != "BPE":
-            return False
-        # Added tokens that are not special are looked for in the text, across any newline.
-        if any(not token["special"] for token in state["added_tokens"]):
-            return False
-        stage = state.get("pre_tokenizer") or {}
-        *splits, last = stage.get("pretokenizers") or [stage]
-        if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-            return False
-        if any(
-            step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"]
-            for step in splits
-        ):
-            return False
-        patterns = {step["pattern"].get("Regex") for step in splits}
-        if last.get("use_regex", True):
-            patterns.add(GPT2_PATTERN)
-        return bool(patterns) and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
+        """See `formats.splits_at_newline_after_letter`."""
+        return splits_at_newline_after_letter(self._state())
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
@@ -373,29 +342,6 @@ class Tokenizer:
         """Write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
         for name, content in self.files().items():
             write_file(Path(folder) / name, content)
-
-
-def train_tokenizer(
-    texts: Iterable[str],
-    vocab_size: int,
-    *,
-    pattern: str = GPT2_PATTERN,
-    special_tokens: Sequence[str] = (END_OF_TEXT,),
-) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, as GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
-
-    Args:
-        texts: the corpus, in pieces of any length.
-        vocab_size: number of tokens, special ones and the 256 bytes included. A small corpus
-            can run out of pairs to merge; the tokenizer is then smaller.
-        pattern: the regular expression whose matches are never merged across.
-        special_tokens: control tokens, ids 0, 1, ...; the first one, if any, ends documents.
-
-    Raises:
-        TokenizerError: `vocab_size` is too small, or the texts are empty.
-        InputError: a text holds half of a surrogate pair.
-    """
-    return Tokenizer(**vars(trained_parts(texts, vocab_size, pattern, special_tokens)))
 
 
 class TextStream:
