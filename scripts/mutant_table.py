@@ -52,22 +52,22 @@ MUTANTS = [
     Mutant(
         "mean of micro-batch means",
         "firstlight/training/step.py",
-        "scaled = loss * factor / (terms / scale)",
-        "scaled = loss * factor / (batch.num_valid * len(batches) / scale)",
+        "scaled = loss * engine.loss_factor / (terms / scale)",
+        "scaled = loss * engine.loss_factor / (batch.num_valid * len(batches) / scale)",
         (_STEPS + "accumulation_normalised_by_the_means_of_micro_batches",),
     ),
     Mutant(
         "gradient of the last micro-batch alone",
         "firstlight/training/step.py",
-        "            scaled = loss * factor / (terms / scale)",
-        "            optimizer.zero_grad()\n            scaled = loss * factor / (terms / scale)",
+        "                scaled = loss * engine.loss_factor",
+        "                optimizer.zero_grad()\n                scaled = loss * engine.loss_factor",
         (_STEPS + "only_the_last_micro_batch_has_a_gradient",),
     ),
     Mutant(
         "gradients of the last step kept",
         "firstlight/training/step.py",
-        "    optimizer.zero_grad()\n    total, norm",
-        "    total, norm",
+        "    optimizer.zero_grad()\n    try:",
+        "    try:",
         (_STEPS + "gradients_of_the_step_before_are_added_to_the_next",),
     ),
     Mutant(
@@ -80,15 +80,15 @@ MUTANTS = [
     Mutant(
         "a norm that is NaN passes",
         "firstlight/training/step.py",
-        "finite = abs(mean) + abs(grad_norm) < math.inf",
-        "finite = abs(mean) < math.inf",
+        "finite = abs(result.loss) + abs(result.grad_norm) < math.inf",
+        "finite = abs(result.loss) < math.inf",
         (_STEPS + "nan_passes_clipping",),
     ),
     Mutant(
         "NaN passes a comparison",
         "firstlight/training/step.py",
-        "finite = abs(mean) + abs(grad_norm) < math.inf",
-        "finite = abs(mean) + abs(grad_norm) != math.inf",
+        "finite = abs(result.loss) + abs(result.grad_norm) < math.inf",
+        "finite = abs(result.loss) + abs(result.grad_norm) != math.inf",
         (_STEPS + "nan_passes_clipping",),
     ),
     Mutant(
@@ -150,11 +150,13 @@ MUTANTS = [
     ),
     Mutant(
         "horizon rescaled on resume",
-        "firstlight/training/job.py",
-        "share = self.schedule.lr_scale(state.step)",
+        "firstlight/training/run.py",
+        "lr_scale = self.schedule.lr_scale(self.state.step)",
         "done = max(self.saved_step, 0)\n"
-        "        shorter = replace(self.schedule, decay_steps=self.schedule.decay_steps - done)\n"
-        "        share = shorter.lr_scale(state.step)",
+        "        import dataclasses\n"
+        "        left = self.schedule.decay_steps - done\n"
+        "        shorter = dataclasses.replace(self.schedule, decay_steps=left)\n"
+        "        lr_scale = shorter.lr_scale(self.state.step)",
         (_STEPS + "the_horizon_is_rescaled_on_resume",),
     ),
     Mutant(
@@ -181,9 +183,9 @@ MUTANTS = [
     ),
     Mutant(
         "tokens a second by a moment",
-        "firstlight/training/job.py",
-        "seconds = time.perf_counter() - self._step_began",
-        "seconds = time.perf_counter()",
+        "firstlight/training/run.py",
+        " seconds = time.perf_counter() - self._step_began",
+        " seconds = time.perf_counter()",
         (_STEPS + "tokens_a_second_are_divided_by_a_moment_and_not_a_time",),
     ),
     # Data that change under a run
@@ -196,9 +198,9 @@ MUTANTS = [
     ),
     Mutant(
         "batches that were read and not used are skipped on resume",
-        "firstlight/training/job.py",
-        "rows_seen = self.state.rows_seen\n",
-        'rows_seen = self._loader.state_dict()["rows_seen"]\n',
+        "firstlight/training/saving.py",
+        "rows_seen = run.state.rows_seen\n",
+        'rows_seen = run.loader.state_dict()["rows_seen"]\n',
         (
             "tests/faults/test_every_step.py::test_a_run_stopped_at_any_step_ends_as_one_that_was_not",
         ),
@@ -227,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run at the end of an epoch is over",
-        "firstlight/training/job.py",
+        "firstlight/training/run.py",
         "or self.state.step < self.max_steps",
         "or self.state.step < self.max_steps and self.state.rows_seen "
         "!= num_rows(self.dataset.num_tokens, self.seq_len)",
@@ -760,8 +762,8 @@ MUTANTS = [
     ),
     Mutant(
         "full memory kept when it ran out",
-        "firstlight/training/job.py",
-        '        gc.collect()\n        if self.hardware.device.type == "cuda":\n'
+        "firstlight/training/run.py",
+        '        gc.collect()\n        if self.program.hardware.device.type == "cuda":\n'
         "            torch.cuda.empty_cache()\n",
         "        gc.collect()\n",
         (_FAKE_RUNS + "memory_that_ran_out_is_given_back_before_the_next_try",),

@@ -25,7 +25,8 @@ from firstlight.hardware.device import find_hardware
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.job import Job
+from firstlight.training.run import Run
+from firstlight.training.saving import captured
 from firstlight.weights.huggingface import load_model
 
 _DRIVER = Path(__file__).with_name("trains_driver.py")
@@ -130,13 +131,13 @@ def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, torch.Tensor]]:
     """What one process has loaded, as its checkpoint would have it."""
     found = {}
-    opened = Job.open
+    opened = Run.open
 
-    def open_and_look(job: Job) -> Any:
-        state = job._capture()
+    def open_and_look(run: Run, *, shown: bool) -> Any:
+        state = captured(run)
         for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
             found[f"{name}.safetensors"] = {n: t.clone() for n, t in tensors.items()}
-        return opened(job)
+        return opened(run, shown=shown)
 
     # Its loader stands at the beginning only once it is open.
     class Loader:
@@ -146,8 +147,8 @@ def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
             return {"rows_seen": 0}
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "open", open_and_look)
-        patch.setattr(Job, "_loader", Loader(), raising=False)
+        patch.setattr(Run, "open", open_and_look)
+        patch.setattr(Run, "loader", Loader(), raising=False)
         firstlight.train(recipe, resume=True)
     return found
 

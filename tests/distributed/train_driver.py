@@ -16,7 +16,8 @@ import torch
 
 import firstlight
 import firstlight.training.loop
-from firstlight.training.job import Job
+from firstlight.training.run import Run
+from firstlight.training.saving import captured
 
 
 def main(request: dict[str, Any]) -> None:
@@ -44,27 +45,27 @@ def main(request: dict[str, Any]) -> None:
 
 def _die_at(rank: int, step: int, how: str) -> None:
     """Have one rank end, or stand still, when it is about to make a step."""
-    plain = Job.step
+    plain = Run.begin_step
 
-    def stepped(job: Job) -> None:
-        if job.engine.world.rank == rank and job.state.step == step - 1:
+    def stepped(run: Run) -> float:
+        if run.engine.world.rank == rank and run.state.step == step - 1:
             if how == "error":
                 raise RuntimeError("the ceiling fell down")
             os.kill(os.getpid(), signal.Signals[how])
-        plain(job)
+        return plain(run)
 
-    Job.step = stepped  # type: ignore[assignment]
+    Run.begin_step = stepped  # type: ignore[assignment]
 
 
 def _capture_first(folder: Path) -> None:
     """Have what was loaded written down, as a checkpoint would be, before the first step."""
-    plain = Job.open
+    plain = Run.open
 
     @contextlib.contextmanager
-    def opened(job: Job) -> Iterator[None]:
-        with plain(job):
-            state = job._capture()
-            if job.engine.is_main:
+    def opened(run: Run, *, shown: bool) -> Iterator[None]:
+        with plain(run, shown=shown):
+            state = captured(run)
+            if run.engine.is_main:
                 folder.mkdir()
                 for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
                     own = {key: tensor.clone() for key, tensor in tensors.items()}
@@ -73,7 +74,7 @@ def _capture_first(folder: Path) -> None:
                 (folder / "loader.json").write_text(loader, encoding="utf-8")
             yield
 
-    Job.open = opened  # type: ignore[assignment]
+    Run.open = opened  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

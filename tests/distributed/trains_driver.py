@@ -8,13 +8,13 @@ import sys
 
 import train_driver
 
-from firstlight.training.job import Job
+from firstlight.training.run import Run
 
 if __name__ == "__main__":
-    plain = {name: getattr(Job, name) for name in ("open", "step")}
+    plain = {name: getattr(Run, name) for name in ("open", "begin_step")}
     for request in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(request["port"])
         train_driver.main(request)
         # It puts its own in their place.
         for name, method in plain.items():
-            setattr(Job, name, method)
+            setattr(Run, name, method)

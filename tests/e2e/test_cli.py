@@ -22,7 +22,7 @@ from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.training.job import Job
+from firstlight.training.run import Run as TrainingRun
 
 
 def firstlight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[bytes]:
@@ -571,15 +571,15 @@ def test_an_option_may_be_written_with_an_equals_sign_or_as_a_switch(place: Path
 def test_ctrl_c_saves_and_says_how_to_go_on(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Job.step
+    begin_step = TrainingRun.begin_step
 
-    def interrupted(job: Job) -> None:
-        if job.state.step == 3:
+    def interrupted(run: TrainingRun) -> float:
+        if run.state.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        step(job)
+        return begin_step(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "step", interrupted)
+        patch.setattr(TrainingRun, "begin_step", interrupted)
         answer = run("train", "r.yaml", "--json")
     assert answer.exit_code == 75
     assert one_object(answer.out)["stopped_by"] == "SIGINT"
@@ -595,15 +595,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 def test_an_interruption_is_one_line_and_the_run_can_go_on(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Job.step
+    begin_step = TrainingRun.begin_step
 
-    def interrupted(job: Job) -> None:
-        if job.state.step == 4:
+    def interrupted(run: TrainingRun) -> float:
+        if run.state.step == 4:
             raise KeyboardInterrupt
-        step(job)
+        return begin_step(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "step", interrupted)
+        patch.setattr(TrainingRun, "begin_step", interrupted)
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
     assert answer.err.endswith("\nfirstlight: error: interrupted\n")

@@ -24,8 +24,8 @@ from typing import Any
 
 from disks import KillingDisk, WatchedDisk, installed
 
-import firstlight.training.job
 import firstlight.training.loop
+import firstlight.training.run
 from firstlight.files.atomic import write_file
 from firstlight.training.loop import train
 
@@ -94,6 +94,6 @@ def draw_nothing(run: Path) -> None:
 if __name__ == "__main__":
     setattr(firstlight.training.loop, "draw_report", draw_nothing)  # noqa: B010 - mypy
     # Measuring it takes longer than these runs, too.
-    setattr(firstlight.training.job, "peak_flops", lambda *_: 1e12)  # noqa: B010
+    setattr(firstlight.training.run, "peak_flops", lambda *_: 1e12)  # noqa: B010
     importlib.import_module("torch._dynamo")  # else each child's first optimizer does it
     json.dump([child(*entry) for entry in json.load(sys.stdin)], sys.stdout)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import yaml
 
-import firstlight.training.job
 import firstlight.training.loop
+import firstlight.training.run
 from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
@@ -95,7 +95,7 @@ def _left_behind(run: Path) -> tuple[int, int]:
 
 if __name__ == "__main__":
     setattr(firstlight.training.loop, "draw_report", lambda _: None)  # noqa: B010 - mypy
-    setattr(firstlight.training.job, "peak_flops", lambda *_: 1e12)  # noqa: B010
+    setattr(firstlight.training.run, "peak_flops", lambda *_: 1e12)  # noqa: B010
     importlib.import_module("torch._dynamo")  # else each child's first optimizer does it
     torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])

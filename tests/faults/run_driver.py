@@ -40,16 +40,18 @@ from typing import Any
 import numpy as np
 import torch
 
-import firstlight.training.job
 import firstlight.training.loop
+import firstlight.training.run
 import firstlight.training.scaling
 from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.plan.processes import RunForecaster
-from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
+from firstlight.training.run import Run
+from firstlight.training.saving import RunCheckpoints
 from firstlight.training.stopping import SAVE_NOW_NAME
+from firstlight.training.validation import evaluate
 
 _AT_ONCE = 2
 
@@ -111,36 +113,37 @@ class Child:
             self._send(signal.SIGTERM)
 
     def _watch_places(self) -> None:
-        step, update, evaluate, save = Job.step, Job._update, Job.evaluate, Job.save
+        begin_step, end_step, save = Run.begin_step, Run.end_step, RunCheckpoints.save
 
-        def watched_step(job: Job) -> None:
-            step(job)
+        def watched_begin(run: Run) -> float:
+            lr_scale = begin_step(run)
+            self._come_by("update", run.state.step)
+            if self.faults.get("save_now") == run.state.step:
+                (run.folder / SAVE_NOW_NAME).touch()
+            return lr_scale
+
+        def watched_end(run: Run, *arguments: Any) -> None:
+            end_step(run, *arguments)
             self.done += 1
 
-        def watched_update(job: Job, *arguments: Any) -> Any:
-            self._come_by("update", job.state.step)
-            if self.faults.get("save_now") == job.state.step:
-                (job.run_folder / SAVE_NOW_NAME).touch()
-            return update(job, *arguments)
-
-        def watched_evaluate(job: Job, bar: Any, check: Callable[[], None]) -> None:
+        def watched_evaluate(run: Run, check: Callable[[], None]) -> None:
             def watched_check() -> None:
-                self._come_by("check", job.state.step)
+                self._come_by("check", run.state.step)
                 check()
 
-            evaluate(job, bar, watched_check)
+            evaluate(run, watched_check)
 
-        def watched_save(job: Job) -> None:
-            self._come_by("save", job.state.step)
-            save(job)
+        def watched_save(checkpoints: RunCheckpoints) -> None:
+            self._come_by("save", checkpoints.run.state.step)
+            save(checkpoints)
 
-        for name, watched in (
-            ("step", watched_step),
-            ("_update", watched_update),
-            ("evaluate", watched_evaluate),
-            ("save", watched_save),
+        for place, name, watched in (
+            (Run, "begin_step", watched_begin),
+            (Run, "end_step", watched_end),
+            (firstlight.training.loop, "evaluate", watched_evaluate),
+            (RunCheckpoints, "save", watched_save),
         ):
-            setattr(Job, name, watched)
+            setattr(place, name, watched)
 
 
 def child(recipe: str, faults: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def draw_nothing(run: Path) -> None:
 
 if __name__ == "__main__":
     setattr(firstlight.training.loop, "draw_report", draw_nothing)  # noqa: B010 - mypy
-    setattr(firstlight.training.job, "peak_flops", lambda *_: 1e12)  # noqa: B010
+    setattr(firstlight.training.run, "peak_flops", lambda *_: 1e12)  # noqa: B010
     for name in ("start", "forecast"):  # a process that takes longer than these runs
         setattr(RunForecaster, name, lambda *_: None)
     importlib.import_module("torch._dynamo")  # else each child's first optimizer does it

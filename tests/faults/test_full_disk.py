@@ -195,18 +195,18 @@ _FILLING = """
 import shutil, sys
 from pathlib import Path
 from firstlight.cli.main import main
-from firstlight.training.job import Job
+from firstlight.training.saving import RunCheckpoints
 
 disk, room = Path(sys.argv[1]), int(sys.argv[2])
-save = Job.save
+save = RunCheckpoints.save
 
-def fill_and_save(job):
-    if job.state.step == 8:
-        job._saver.wait()
+def fill_and_save(checkpoints):
+    if checkpoints.run.state.step == 8:
+        checkpoints.saver.wait()
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - room))
-    save(job)
+    save(checkpoints)
 
-Job.save = fill_and_save
+RunCheckpoints.save = fill_and_save
 sys.exit(main(sys.argv[3:]))
 """
 

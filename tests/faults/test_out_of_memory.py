@@ -87,7 +87,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.training.job.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("firstlight.training.run.peak_flops", lambda *_: 1e12)
 
 
 class StoppedError(Exception):

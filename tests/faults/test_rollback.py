@@ -14,9 +14,10 @@ from torch import Tensor
 from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
-from firstlight.training.job import Job
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
+from firstlight.training.run import Run
+from firstlight.training.validation import evaluate
 from firstlight.weights.stored import WEIGHTS_NAME
 
 _STEPS, _ROWS = 20, 4
@@ -38,14 +39,14 @@ class BadData:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.last, self.factor = 0, -1, float("nan")
         self._is_bad = False
-        update = Job._update
+        begin_step = Run.begin_step
 
-        def watched(job: Job, *arguments: Any) -> Any:
+        def watched(run: Run) -> float:
             # The rows of the step's batch, counted from 1.
-            self._is_bad = self.first <= job._loader.rows_seen <= self.last
-            return update(job, *arguments)
+            self._is_bad = self.first <= run.loader.rows_seen <= self.last
+            return begin_step(run)
 
-        monkeypatch.setattr(Job, "_update", watched)
+        monkeypatch.setattr(Run, "begin_step", watched)
         monkeypatch.setattr("firstlight.training.program.loss_function", self._spoilt)
 
     def _spoilt(self, *arguments: Any) -> Callable[..., Tensor]:
@@ -64,7 +65,7 @@ class BadData:
 
 @pytest.fixture
 def bad_data(monkeypatch: pytest.MonkeyPatch) -> BadData:
-    monkeypatch.setattr("firstlight.training.job.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("firstlight.training.run.peak_flops", lambda *_: 1e12)
     return BadData(monkeypatch)
 
 
@@ -162,13 +163,13 @@ def test_the_weights_after_a_rollback_are_the_checkpoints(
         train(other, on_step=stop)
     rows: list[Any] = []
 
-    def moved(job: Job, read: Callable[[Job], None] = Job.read_batches) -> None:
-        if job.state.step == 8 and not rows:
-            rows.extend(job._loader.next_batch() for _ in range(3))
-        read(job)
+    def moved(run: Run, read: Callable[[Run], Any] = Run.read_batches) -> Any:
+        if run.state.step == 8 and not rows:
+            rows.extend(run.loader.next_batch() for _ in range(3))
+        return read(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "read_batches", moved)
+        patch.setattr(Run, "read_batches", moved)
         with pytest.raises(StoppedError):
             train(other, resume=True, on_step=stop)
     assert len(rows) == 3
@@ -312,13 +313,13 @@ def test_weights_that_an_update_ruined_are_gone_back_on(
     """The loss before the update was fine: the evaluation is the first to notice."""
     ruined: list[Any] = []
 
-    def evaluate(job: Job, *arguments: Any, real: Any = Job.evaluate) -> None:
-        if job.state.step == 12 and not ruined:
-            ruined.append(next(job.model.parameters()).data.fill_(float("nan")))
-        real(job, *arguments)
+    def ruin(run: Run, check: Callable[[], None]) -> None:
+        if run.state.step == 12 and not ruined:
+            ruined.append(next(run.program.model.parameters()).data.fill_(float("nan")))
+        evaluate(run, check)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "evaluate", evaluate)
+        patch.setattr("firstlight.training.loop.evaluate", ruin)
         train(guarded(recipe, tmp_path / "run"))
     (event,) = read_json_lines(tmp_path / "run" / "events.jsonl")
     assert (event["step"], event["to_step"]) == (12, 8)

@@ -16,9 +16,9 @@ from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.optim.optimizer import Optimizer
 from firstlight.optim.table import OptimizerConfig
 from firstlight.training.fit import try_step
-from firstlight.training.job import Job
+from firstlight.training.run import Run
 from firstlight.training.state import TrainState
-from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step
+from firstlight.training.step import MicroBatchTooLargeError, train_step
 
 from .fake_cuda import fake_cuda
 from .no_gpu import hardware, needs_no_gpu
@@ -97,41 +97,41 @@ def test_a_loss_in_memory_that_a_cuda_graph_writes_again_is_added_up() -> None:
     assert train_step(loss_sum, optimizer, batches).loss == 2.0 * (1 + 2 + 3 + 5) / 4
 
 
-def job_stub(update: Any) -> Any:
-    """What `Job._update` and `Job._halve` need of a job."""
+def run_stub() -> Any:
+    """The attributes of a run that its attempts at a step need."""
     recipe = recipe_of()
     events: list[Any] = []
     stub: Any = SimpleNamespace(
         state=TrainState(step=3),
         recipe=recipe,
-        hardware=hardware(),
-        program=SimpleNamespace(step=update, forget_statistics=lambda: None),
-        guard=SimpleNamespace(accepts=None),
+        micro_batch_size=recipe.batch.rows,
+        program=SimpleNamespace(hardware=hardware(), forget_statistics=lambda: None),
         advise=lambda: None,
         tell=lambda _: None,
         add_event=lambda *args, **details: events.append((args, details)),
         events=events,
     )
-    stub._halve = lambda rows, problem: Job._halve(stub, rows, problem)
+    stub._halve_micro_batch = lambda problem: Run._halve_micro_batch(stub, problem)
     return stub
 
 
 def test_memory_that_ran_out_is_given_back_before_the_next_try() -> None:
     tried: list[Any] = []
-    done = StepResult(1.0, 1.0, 256)
 
-    def update(batches: Any, share: float, accepts: Any) -> StepResult:
+    def update(batches: Any) -> None:
         batches = list(batches)
         tried.append([(len(b.input_ids), b.labels.device, asked.names()[:]) for b in batches])
         if len(tried) == 1:
             torch.cuda.set_rng_state(torch.full((16,), 9, dtype=torch.uint8), 0)
             raise MicroBatchTooLargeError("CUDA out of memory")
-        return done
 
     with fake_cuda() as (_, asked):
-        stub = job_stub(update)
+        stub = run_stub()
         before = asked.states[0].clone()
-        assert Job._update(stub, [batch_of(stub.recipe)], 1.0) is done
+        while len(tried) < 2:
+            with Run.smaller_micro_batches(stub):
+                update(Run.micro_batches(stub, [batch_of(stub.recipe)]))
+            stub.micro_batch_size = stub.state.micro_batch_rows
         gpu = torch.device("cuda", 0)
         assert [[(rows, device) for rows, device, _ in one] for one in tried] == [
             [(2, gpu)],

@@ -15,8 +15,8 @@ from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
 from firstlight.recipe import ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, resolve
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 from .fake_cuda import FakeCuda, fake_cuda
 from .no_gpu import hardware, needs_no_gpu

@@ -18,8 +18,8 @@ from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.schedule import warmup_cosine
 from firstlight.recipe import Recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 STEPS, SEED = 20, 7
 

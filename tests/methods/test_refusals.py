@@ -16,7 +16,7 @@ from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import ineffective, require_combination
-from firstlight.training.adapters import attach
+from firstlight.training.starting_model import attach
 
 #: Never computed on: only its kind is looked at.
 GPU = Hardware(torch.device("cuda"), "a GPU of a test", 2**34, bf16=True)

@@ -11,8 +11,8 @@ from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 GPT2 = {
     "model_type": "gpt2",

@@ -34,8 +34,8 @@ from firstlight.parallel.engine import Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.parallel.sharding import TensorParallelEngine
 from firstlight.recipe import parse_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 CPU = find_hardware("cpu")
 

@@ -27,9 +27,11 @@ from firstlight.report.compare import compare, comparison_page, warnings_of
 from firstlight.report.html import run_page
 from firstlight.report.run import read_run
 from firstlight.tokenizer import Tokenizer
-from firstlight.training import datasets, job
 from firstlight.training.findings import findings_of
 from firstlight.training.loop import train
+from firstlight.training.run import Run
+from firstlight.training.step import StepResult
+from firstlight.training.validation import evaluate_dataset
 
 _UNIFORM = math.log(1000)
 
@@ -197,7 +199,7 @@ def test_reports_say_it(tmp_path: Path) -> None:
 @pytest.fixture
 def scripted(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A recipe whose validation loss is 5, 4, 4.5, 4.6 after steps 3, 6, 9 and 12."""
-    real = datasets.evaluate_dataset
+    real = evaluate_dataset
 
     def evaluated(*arguments: Any, **more: Any) -> Any:
         found, _ = real(*arguments, **more)
@@ -205,14 +207,15 @@ def scripted(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[st
         return dataclasses.replace(found, loss={3: 5.0, 6: 4.0, 9: 4.5, 12: 4.6}[step]), {}
 
     monkeyed = {"step": 0}
-    whole = job.Job.step
+    whole = Run.begin_step
 
-    def counted(self: job.Job) -> None:
-        whole(self)
-        monkeyed["step"] = self.state.step
+    def counted(run: Run) -> float:
+        lr_scale = whole(run)
+        monkeyed["step"] = run.state.step
+        return lr_scale
 
-    monkeypatch.setattr(job.Job, "step", counted)
-    monkeypatch.setattr(job, "evaluate_dataset", evaluated)
+    monkeypatch.setattr(Run, "begin_step", counted)
+    monkeypatch.setattr("firstlight.training.validation.evaluate_dataset", evaluated)
     recipe["evaluation"] = {"every_steps": 3, "max_rows": 1, "sample_prompts": []}
     recipe["checkpoint"] = {"every_steps": 5, "keep_last": 1}
     return recipe
@@ -310,13 +313,13 @@ def test_a_run_that_diverged_has_its_own_exit_code(
     capfdbinary: pytest.CaptureFixture[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = job.Job._update
+    real = Run.end_step
 
-    def lost(self: job.Job, *arguments: Any) -> Any:
-        result = real(self, *arguments)
-        return dataclasses.replace(result, loss=result.loss if self.state.step < 3 else 5000.0)
+    def lost(run: Run, result: StepResult, lr_scale: float) -> None:
+        loss = result.loss if run.state.step < 3 else 5000.0
+        real(run, dataclasses.replace(result, loss=loss), lr_scale)
 
-    monkeypatch.setattr(job.Job, "_update", lost)
+    monkeypatch.setattr(Run, "end_step", lost)
     assert run_main(recipe) == 76
     out, err = capfdbinary.readouterr()
     assert json.loads(out)["diverged"] is True
@@ -331,15 +334,14 @@ def test_a_run_that_the_guard_ended_has_it_too(
     capfdbinary: pytest.CaptureFixture[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = job.Job._update
+    real = Run.end_step
 
-    def broken(self: job.Job, *arguments: Any) -> Any:
-        result = real(self, *arguments)
-        for _ in range(self.guard.config.max_skipped_steps):
-            self.guard.accepts(math.nan, math.nan)
-        return dataclasses.replace(result, loss=math.nan, skipped=True)
+    def broken(run: Run, result: StepResult, lr_scale: float) -> None:
+        for _ in range(run.guard.config.max_skipped_steps):
+            run.guard.accepts(math.nan, math.nan)
+        real(run, dataclasses.replace(result, loss=math.nan, skipped=True), lr_scale)
 
-    monkeypatch.setattr(job.Job, "_update", broken)
+    monkeypatch.setattr(Run, "end_step", broken)
     assert run_main(recipe) == 76
     out, _ = capfdbinary.readouterr()
     assert json.loads(out)["error"]["type"] == "DivergedError"

@@ -35,6 +35,7 @@ from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.metrics import read_json_lines
+from firstlight.training.run import Run
 from firstlight.training.starts import last_start
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name
@@ -885,13 +886,12 @@ def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
     recipe = changed(
         recipe, schedule={"max_steps": 4}, checkpoint={"every_steps": 2, "keep_last": 1}
     )
-    from firstlight.training.job import Job
 
-    def ruin(job: Job, *_: Any) -> None:
-        if job.state.step == 4:
-            next(job.model.parameters()).data[0, 0] = float("nan")
+    def ruin(run: Run, *_: Any) -> None:
+        if run.state.step == 4:
+            next(run.program.model.parameters()).data[0, 0] = float("nan")
 
-    monkeypatch.setattr(Job, "evaluate", ruin)
+    monkeypatch.setattr("firstlight.training.loop.evaluate", ruin)
     with pytest.raises(CheckpointError, match=r"step 4: tensor .* is not finite"):
         train(recipe)
     newest, problems = newest_checkpoint(run_folder(recipe))

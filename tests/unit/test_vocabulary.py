@@ -14,8 +14,8 @@ from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.generation.engine import load
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.job import Job
 from firstlight.training.loop import train
+from firstlight.training.run import Run
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import (
     embedding_name,
@@ -156,13 +156,13 @@ def test_a_grown_vocabulary_is_padded_and_goes_on_after_a_stop(
     recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
     recipe["efficiency"] = {"vocab_multiple": 64}
     seen: list[int] = []
-    real = Job.step
+    real = Run.begin_step
 
-    def step(job: Job) -> None:
-        seen.append(job.model.lm_head.weight.shape[0])
-        real(job)
+    def begin_step(run: Run) -> float:
+        seen.append(run.program.model.lm_head.weight.shape[0])
+        return real(run)
 
-    monkeypatch.setattr(Job, "step", step)
+    monkeypatch.setattr(Run, "begin_step", begin_step)
     train(recipe, init_from=base)
     recipe["schedule"] = {"max_steps": 4}
     result = train(recipe, resume=True)

@@ -53,8 +53,8 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: What may be left of the recipe before: cuBLAS's handles, tables of libraries.
 _MOST_LEFT = 16 * 2**20

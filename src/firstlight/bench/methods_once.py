@@ -52,8 +52,8 @@ from firstlight.errors import FirstlightError
 from firstlight.hardware.device import Hardware, find_hardware, synchronize
 from firstlight.models import empty_model
 from firstlight.recipe import Recipe, parse_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: Steps over which the learning rate rises.
 _RISE_STEPS = 4

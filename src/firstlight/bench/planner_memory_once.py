@@ -18,8 +18,8 @@ from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
 from firstlight.planner.memory.recipe import predict_evaluation, predict_generation, trace_memory
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: Of a row of preference pairs.
 _ANSWERS = 6

@@ -210,6 +210,11 @@ class Engine:
         return StateTensors(weights, moments)
 
 
+def one_process(device: torch.device = torch.device("cpu")) -> Engine:  # noqa: B008 - a constant
+    """The engine of a process that trains alone."""
+    return Engine(DistributedConfig(engine="none"), World(0, 1, 0, 1), device)
+
+
 class DDPEngine(Engine):
     """torch's DistributedDataParallel: each process has the whole model, gradients are added up."""
 

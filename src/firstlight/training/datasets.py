@@ -3,7 +3,6 @@ conversations."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from firstlight.data.examples import open_split
 from firstlight.data.mixing import MixedDataset, whole_weights
 from firstlight.data.remote import is_url, local_folder
 from firstlight.errors import ConfigError, DataError
-from firstlight.evaluation.perplexity import Evaluation
 from firstlight.recipe import DataConfig
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.program import TrainingProgram
-from firstlight.training.validation import split_loss
 
 
 def open_splits(
@@ -147,69 +143,3 @@ def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
         return {"dir": None, "corpora": corpora, **dataset.identity()}
     url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
     return url | dataset.identity()
-
-
-def evaluate_dataset(
-    program: TrainingProgram,
-    dataset: Corpus,
-    seq_len: int,
-    check: Callable[[], None],
-    *,
-    key: str,
-    max_rows: int,
-) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """(the loss on a split, that on each corpus of a mix by its name).
-
-    Of a mix, `max_rows` is for each corpus, and the loss is their mean by weight: see
-    `mixed_evaluation`.
-
-    Args:
-        program, seq_len, check, key, max_rows: see `split_loss`.
-
-    Raises:
-        DivergedError: a loss is not finite.
-    """
-    found = {
-        one.name: split_loss(program, one.dataset, seq_len, check, key=key, max_rows=max_rows)
-        for one in dataset.parts
-    }
-    if dataset.kind != "mix":
-        return found[""], {}
-    masking = program.recipe.data.document_masking
-    together = mixed_evaluation(
-        [one.weight for one in dataset.parts],
-        list(found.values()),
-        [one.dataset.bits_a_nat(document_masking=masking) for one in dataset.parts],
-    )
-    return together, found
-
-
-def mixed_evaluation(
-    parts: Sequence[int], found: Sequence[Evaluation], bits_a_nat: Sequence[float]
-) -> Evaluation:
-    """What evaluations of the corpora of a mix come to together.
-
-    The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
-    splits: what a token of the mix costs, as training draws it. Bits per byte are those of
-    such a token over the bytes of text that it stands for.
-
-    Args:
-        parts: the weight of each corpus.
-        found: its evaluation: all with the same split, seq_len and document_masking.
-        bits_a_nat: its `TokenDataset.bits_a_nat`.
-    """
-    total = sum(parts)
-    loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
-    bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
-    return Evaluation(
-        loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=loss / bytes_a_bit,
-        gzip_bits_per_byte=None,
-        tokens=sum(one.tokens for one in found),
-        rows=sum(one.rows for one in found),
-        total_rows=sum(one.total_rows for one in found),
-        split=found[0].split,
-        seq_len=found[0].seq_len,
-        document_masking=found[0].document_masking,
-    )

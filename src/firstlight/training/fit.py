@@ -34,8 +34,8 @@ from firstlight.hardware.device import (
 from firstlight.models import empty_model
 from firstlight.parallel.config import DistributedConfig
 from firstlight.recipe import Recipe, parse_recipe
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: The share of the free memory that a micro-batch may take on a CPU: its programs share it.
 _SHARE = 0.9

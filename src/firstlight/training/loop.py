@@ -1,5 +1,7 @@
-"""The training loop: pretraining, continued training and fine-tuning differ in data and
-initial weights only."""
+"""`train` and the training loop.
+
+Pretraining, continued training and fine-tuning differ in data and initial weights only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firstlight.checkpoint.checkpoint import checkpoint_folder
-from firstlight.console import say
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.table import compiles_update
@@ -23,30 +24,32 @@ from firstlight.report.run import read_run
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError
-from firstlight.training.job import Job
 from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
-from firstlight.training.progress import TrainingProgress
+from firstlight.training.run import Run
+from firstlight.training.saving import RunCheckpoints
 from firstlight.training.setup import set_up
 from firstlight.training.starts import record_start
+from firstlight.training.step import train_step
 from firstlight.training.stopping import Stopping, StopRequestedError
+from firstlight.training.validation import evaluate
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        run_folder: metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
+        run_folder: folder of metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
         checkpoint: the last one: a Hugging Face model folder.
-        step, tokens_seen: since the first step, resumed parts included.
-        train_loss: of the last step; None when there was no step left to do, or it was skipped
-            for having none.
+        step, tokens_seen: counts since the first step, resumed parts included.
+        train_loss: loss of the last step; None when there was no step left to do, or it was
+            skipped for having none.
         evaluation: the last one of this call; None without a validation split.
-        stopped_by: what ended the run before its last step: a signal's name, such as "SIGTERM",
-            or "max_minutes"; None for a run that is complete.
-        findings: what went wrong, such as overfitting; of kind "diverged" for a run whose loss
+        stopped_by: reason why the run ended before its last step: a signal's name, such as
+            "SIGTERM", or "max_minutes"; None for a run that is complete.
+        findings: faults of the run, such as overfitting; of kind "diverged" for a run whose loss
             ended above that of guessing, or never fell.
         best_checkpoint: the kept one with the lowest validation loss; None where no checkpoint has
             one.
@@ -81,135 +84,145 @@ def train(
     """Train a model as a recipe says.
 
     Started as one of several processes (`firstlight train --nproc`, torchrun, srun, ...), it trains
-    together with the others, as the recipe's `distributed` section says; all get the same result.
-
-    From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run when the
-    step at hand is done, with a checkpoint to go on from; a second signal ends it at once.
+    together with the others as the recipe's `distributed` section says; all get the same result.
+    From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run when the step
+    at hand is done, with a checkpoint to go on from; a second signal ends it at once.
 
     Args:
         recipe: a recipe, its values, or its file.
         resume: go on from the run folder's newest complete checkpoint, exactly as if the run
             had not stopped; from the start if there is none yet.
-        init_from: start from the weights of this model folder, run or hub id; its config
+        init_from: model folder, run or hub id whose weights the run starts from; its config
             replaces the recipe's `model`.
-        new_rows: what the tokens that the data's tokenizer has beyond that of `init_from` start
-            from: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
+        new_rows: rows for the tokens that the data's tokenizer has beyond that of `init_from`:
+            "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
-        forecaster: predicts what the run takes, which is set beside what it takes; such as
-            `planner.forecasting.RunForecaster`.
+        forecaster: predicts memory and speed, such as `planner.forecasting.RunForecaster`.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: something does not fit; said
-            before the first step, and nothing is written.
+        ConfigError, DataError, ModelError, CheckpointError: something does not fit; raised
+            before the first step, with nothing written.
         DataError: a shard was changed or cut short while the run read it; a checkpoint is saved.
         CheckpointError: the run folder was moved or removed; nothing is written in its place.
         RankError: another process of the run failed, or is gone.
         DivergedError: loss or gradients are not finite, and the `guard` section knows no way back.
-            The last checkpoint is untouched.
-        TrainingError: not even one row fits into memory. The last checkpoint is untouched.
-        StorageError: the disk refused. The last checkpoint is untouched.
+        TrainingError, StorageError: not even one row fits into memory; the disk refused. As after
+            a DivergedError, the last checkpoint is untouched.
     """
+    recipe = _read_recipe(recipe)
+    with (
+        Stopping(recipe.run.max_minutes, shown=progress) as stopping,
+        run_processes(recipe) as (hardware, engine),
+    ):
+        comparison = Comparison(hardware)  # before the run takes any memory
+        shown = progress and engine.is_main
+        with (
+            set_up(recipe, resume, init_from, new_rows, hardware, engine, shown=shown) as run,
+            run.open(shown=shown),
+            RunCheckpoints(run) as checkpoints,
+            _reported_if_diverged(run),
+        ):
+            _begin(run, forecaster, comparison)
+            watch = _watched(run, comparison, on_step)
+            training_loop(run, checkpoints, stopping, watch)
+            checkpoints.finish()
+            return _result(run, stopping, comparison)
+
+
+def training_loop(
+    run: Run,
+    checkpoints: RunCheckpoints,
+    stopping: Stopping,
+    show: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Train until the last step, or until there is a reason to stop (`run.stopped_by`).
+
+    Args:
+        run: the run, open.
+        checkpoints: saves the run, and takes it back to a checkpoint after a divergence.
+        stopping: reasons to end early.
+        show: called with each step's metrics once they are written down.
+
+    Raises:
+        DivergedError: see `RunCheckpoints.go_back`.
+        TrainingError: not even one row fits into memory.
+        CheckpointError, StorageError: a checkpoint or the metrics could not be written.
+    """
+    program, engine = run.program, run.engine
+    # A process that stopped in the middle of an evaluation would leave the others waiting.
+    check = stopping.check if engine.world.size == 1 else lambda: None
+    while run.goes_on:
+        batches = run.read_batches()
+        run.stopped_by = first_reason(engine, stopping.reason or run.unreadable)
+        if run.stopped_by is not None:
+            break
+        try:
+            if run.state.pending is None:  # else the run was stopped before its evaluation
+                checkpoints.require_written()
+                lr_scale = run.begin_step()  # the learning-rate schedule
+                result = None
+                while result is None:
+                    with run.smaller_micro_batches(), program.stepping(lr_scale):
+                        result = train_step(
+                            program.loss_sum,
+                            program.optimizer,
+                            run.micro_batches(batches),
+                            program.scaler,
+                            run.guard.accepts,
+                            engine,
+                        )
+                run.end_step(result, lr_scale)
+                stopping.watch()
+            evaluate(run, check)
+        except DivergedError as error:
+            checkpoints.go_back(error)
+            continue
+        except StopRequestedError:
+            break
+        except DataError as error:
+            # One process alone has read the validation split to its damaged place: see `check`.
+            if engine.world.size > 1:
+                raise
+            run.unreadable = run.stopped_by = str(error)
+            break
+        show(run.write_record())
+        if checkpoints.are_due:
+            checkpoints.save()
+
+
+def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if recipe.distributed.deepspeed_config is not None:
         recipe = with_deepspeed_file(recipe, find_world().size)
-    last: dict[str, Any] = {}
-    stopped: str | None = None
-    with (
-        Stopping(recipe.run.max_minutes, shown=progress) as stopping,
-        run_processes(recipe) as (hardware, engine),
-        contextlib.nullcontext(Comparison(hardware)) as comparison,
-        set_up(
-            recipe,
-            resume,
-            init_from,
-            new_rows,
-            tell := say if progress and engine.is_main else _ignore,
-            hardware,
-            engine,
-        ) as job,
-        job.open(),
-        TrainingProgress(job.max_steps, job.state.step, shown=progress and engine.is_main) as bar,
-    ):
-        # One that stopped in the middle of an evaluation would leave the others waiting.
-        check = stopping.check if engine.world.size == 1 else _go_on
-        if job.goes_on:
-            wait_for_main(engine, lambda: record_start(job))
-            if forecaster is not None:
-                wait_for_main(engine, lambda: _predict(job, forecaster, comparison, tell))
-        while job.goes_on:
-            job.read_batches()
-            stopped = first_reason(engine, stopping.reason or job.unreadable)
-            if stopped is not None:
-                break
-            try:
-                if job.state.pending is None:  # else a run was stopped before its evaluation
-                    job.step()
-                    stopping.watch()
-                if job.evaluation_is_due or job.tasks_are_due:
-                    job.evaluate(bar, check)
-            except DivergedError as error:
-                with _concluded_if_it_ends(job, str(error)):
-                    job.go_back(error, bar)
-                continue
-            except StopRequestedError:
-                break
-            except DataError as error:
-                # Of one process alone, as the validation split is read: see `check`.
-                if engine.world.size > 1:
-                    raise
-                job.unreadable = stopped = str(error)
-                break
-            last = job.write_record()
-            bar.step(last)
-            comparison.add(last)
-            if on_step is not None and engine.is_main:
-                on_step(last)
-            if job.must_save:
-                job.save()
-        job.finish_saving()
-        if stopped is not None and (problem := first_reason(engine, job.unreadable)) is not None:
-            raise DataError(f"{problem} (saved at step {job.state.step})")
-        # Before the report is drawn, which loads libraries of its own.
-        if engine.is_main and (text := comparison.write(job.run_folder)) is not None:
-            tell(text)
-        ended = on_main(engine, lambda: _concluded(job.run_folder))
-        return TrainResult(
-            job.run_folder,
-            checkpoint_folder(job.run_folder, job.saved_step),
-            job.state.step,
-            job.state.tokens_seen,
-            last.get("train/loss"),
-            job.evaluation,
-            stopped or stopping.reason if job.goes_on else None,
-            tuple(Finding(**one) for one in ended["findings"]),
-            None if ended["best_checkpoint"] is None else Path(ended["best_checkpoint"]),
-        )
+    return recipe
 
 
-def _predict(
-    job: Job, forecaster: Forecaster, comparison: Comparison, tell: Callable[[str], None]
-) -> None:
-    """Ask what the run is expected to take, and who to ask when memory runs out."""
-    recipe, hardware, size = job.recipe, job.hardware, job.engine.world.size
-    comparison.learned_share = job.dataset.label_share(job.seq_len)
-    comparison.seq_len = job.seq_len
-    comparison.forecast = _asked(lambda: forecaster.forecast(recipe, hardware, size), tell)
-    comparison.predict_process(job.held_bytes, compiles=_loads_compiler(recipe))
+def _begin(run: Run, forecaster: Forecaster | None, comparison: Comparison) -> None:
+    """Record the start of a run that has steps left, and predict what they take."""
+    if not run.goes_on:
+        return
+    wait_for_main(run.engine, lambda: record_start(run))
+    if forecaster is not None:
+        wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
+
+
+def _predict(run: Run, forecaster: Forecaster, comparison: Comparison) -> None:
+    hardware, size = run.program.hardware, run.engine.world.size
+    comparison.learned_share = run.dataset.label_share(run.seq_len)
+    comparison.seq_len = run.seq_len
+    comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
+    compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
+    comparison.predict_process(run.held_bytes, compiles=compiles)
     if comparison.forecast is not None:
-        tell(f"predicted: {comparison.forecast.in_words}")
-    job.advise = lambda: _asked(lambda: forecaster.advise(job.recipe_now, hardware, size), tell)
-    job.tell = tell
-
-
-def _loads_compiler(recipe: Recipe) -> bool:
-    return recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
+        run.tell(f"predicted: {comparison.forecast.in_words}")
+    run.advise = lambda: _asked(lambda: forecaster.advise(run.recipe_now, hardware, size), run.tell)
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """An answer; None where there is an error in its place, since no run is to end for what was
+    """The forecaster's answer; None in place of an error, since no run is to end for what was
     only asked beside it."""
     try:
         return question()
@@ -219,30 +232,62 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
         return None
 
 
-def _ignore(_: str) -> None:
-    """Says nothing."""
+def _watched(
+    run: Run, comparison: Comparison, on_step: Callable[[Mapping[str, Any]], None] | None
+) -> Callable[[Mapping[str, Any]], None]:
+    """The function that shows each step's metrics to all who watch the run."""
+
+    def watch(record: Mapping[str, Any]) -> None:
+        run.bar.step(record)
+        comparison.add(record)
+        if on_step is not None and run.engine.is_main:
+            on_step(record)
+
+    return watch
+
+
+def _result(run: Run, stopping: Stopping, comparison: Comparison) -> TrainResult:
+    """The result of a run that is saved.
+
+    Raises:
+        DataError: the run was stopped by data that could not be read.
+    """
+    if run.stopped_by is not None:
+        problem = first_reason(run.engine, run.unreadable)
+        if problem is not None:
+            raise DataError(f"{problem} (saved at step {run.state.step})")
+    # Before the report is drawn, which loads libraries of its own.
+    if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
+        run.tell(text)
+    ended = on_main(run.engine, lambda: _reported(run.folder))
+    return TrainResult(
+        run.folder,
+        checkpoint_folder(run.folder, run.saved_step),
+        run.state.step,
+        run.state.tokens_seen,
+        run.last_record.get("train/loss"),
+        run.evaluation,
+        run.stopped_by or stopping.reason if run.goes_on else None,
+        tuple(Finding(**one) for one in ended["findings"]),
+        None if ended["best_checkpoint"] is None else Path(ended["best_checkpoint"]),
+    )
 
 
 @contextlib.contextmanager
-def _concluded_if_it_ends(job: Job, reason: str) -> Iterator[None]:
-    """Draw the report of a run that has no way back, too, with the reason."""
+def _reported_if_diverged(run: Run) -> Iterator[None]:
+    """A context that draws the report of a run that has no way back, too."""
     try:
         yield
     except DivergedError:
-        job.add_event("diverged", job.state.step, reason=reason)
-        on_main(job.engine, lambda: _concluded(job.run_folder))
+        on_main(run.engine, lambda: _reported(run.folder))
         raise
 
 
-def _concluded(run_folder: Path) -> dict[str, Any]:
-    """Draw the report; return what it says went wrong, and the best checkpoint, as JSON values."""
+def _reported(run_folder: Path) -> dict[str, Any]:
+    """Draw the report; return the run's findings and best checkpoint as JSON values."""
     draw_report(run_folder)
     best = best_checkpoint(run_folder)
     return {
         "findings": [dataclasses.asdict(one) for one in findings_of(read_run(run_folder))],
         "best_checkpoint": None if best is None else str(best.folder),
     }
-
-
-def _go_on() -> None:
-    """Has no reason to stop."""

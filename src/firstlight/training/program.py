@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,10 +23,8 @@ from firstlight.efficiency import (
 from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
-from firstlight.parallel import World, all_reduce_sum
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel import all_reduce_sum
+from firstlight.parallel.engine import Engine, one_process
 from firstlight.recipe import Recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.training.preference import PreferenceObjective
@@ -37,17 +36,18 @@ class TrainingProgram:
     """Model, optimizer and loss function of a recipe, set up for steps.
 
     Args:
-        recipe: with model, row length and micro-batch size decided.
-        model: with its weights, in fp32 (a frozen base may be in less); it is moved to the device
-            and changed as the methods need it.
-        hardware: to run on.
-        engine: what the run's processes share the model by; None is one process.
+        recipe: the recipe that the run carries out.
+        model: the model with its weights, in fp32 (a frozen base may be in less); it is moved to
+            the device and changed as the methods need it.
+        hardware: the hardware of this process.
+        engine: the engine by which the run's processes share the model; None is one process.
 
     Attributes:
-        dtype: of the matrix products.
-        scaler: of the loss, with fp16.
+        dtype: dtype of the matrix products.
+        loss_sum: the loss function of a batch, summed over its valid tokens or pairs.
+        evaluation_loss: `loss_sum` not compiled.
+        scaler: the loss scale of fp16; None in other precisions.
         preference: the loss over preference pairs, of runs on these.
-        evaluation_loss: as `loss_sum`, but not compiled.
 
     Raises:
         ConfigError: methods that can't work together or not here; each with what does.
@@ -56,8 +56,7 @@ class TrainingProgram:
     def __init__(
         self, recipe: Recipe, model: Model, hardware: Hardware, engine: Engine | None = None
     ) -> None:
-        alone = DistributedConfig(engine="none")
-        self.engine = engine or make_engine(alone, World(0, 1, 0, 1), hardware.device)
+        self.engine = engine or one_process(hardware.device)
         cut = self.engine.config
         require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
         keep_memory(hardware, sharded=self.engine.keeps_shards)
@@ -90,21 +89,12 @@ class TrainingProgram:
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
 
-    def step(
-        self,
-        batches: Iterable[Batch],
-        lr_scale: float,
-        accepts: Callable[[float, float], bool] | None = None,
-    ) -> StepResult:
-        """One optimizer step over the micro-batches of a global batch, on the device.
+    @contextlib.contextmanager
+    def stepping(self, lr_scale: float) -> Iterator[None]:
+        """A context for one optimizer step (`train_step`): learning rate, training mode, precision.
 
         Args:
-            batches: on the device.
-            lr_scale: the learning rate as a share of its peak.
-            accepts: see `train_step`.
-
-        Raises:
-            DivergedError, MicroBatchTooLargeError: see `train_step`.
+            lr_scale: the learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
         self.model.train()
@@ -112,16 +102,35 @@ class TrainingProgram:
         config = self.recipe.efficiency
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
-            result = train_step(
-                self.loss_sum, self.optimizer, batches, self.scaler, accepts, self.engine
-            )
+            yield
         self._steps += 1
         if self._steps == 1:
+            # What compiling and the optimizer's first step took for themselves.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
-        return result
+
+    def step(
+        self,
+        batches: Iterable[Batch],
+        lr_scale: float,
+        accepts: Callable[[float, float], bool] | None = None,
+    ) -> StepResult:
+        """One optimizer step over the micro-batches of a global batch, outside of a run.
+
+        Args:
+            batches: micro-batches on the device.
+            lr_scale: the learning rate as a fraction of its peak.
+            accepts: see `train_step`.
+
+        Raises:
+            DivergedError, MicroBatchTooLargeError: see `train_step`.
+        """
+        with self.stepping(lr_scale):
+            return train_step(
+                self.loss_sum, self.optimizer, batches, self.scaler, accepts, self.engine
+            )
 
     def router_metrics(self, tokens: int) -> dict[str, float]:
         """What the routers of a Mixture of Experts did in the last step, of so many valid tokens;

@@ -9,11 +9,19 @@ from typing import Any
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
     is_in_shards,
+    list_checkpoints,
     load_checkpoint,
+    load_trainer_state,
+    newest_checkpoint,
     resolve_model_folder,
 )
+from firstlight.checkpoint.history import MANIFEST_NAME, step_folders
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.training.job import Job
+from firstlight.parallel.engine import Engine
+from firstlight.recipe import Recipe, load_recipe
+from firstlight.training.processes import on_main
+from firstlight.training.run import RECIPE_NAME, Run
+from firstlight.training.starting_model import changed_keys
 from firstlight.training.state import TrainState, restore
 
 #: Keys of the optimizer with whose values the tensors of its state change.
@@ -23,14 +31,14 @@ _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bit
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
 
-def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
-    """Put a checkpoint's state into the job.
+def take_up(run: Run, folder: Path) -> None:
+    """Put a checkpoint's state into the run.
 
     Raises:
         CheckpointError: the data, its order or the optimizer is another than the checkpoint's.
     """
     checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
-    saved, identity = checkpoint.trainer_state, job.data_identity
+    saved, identity = checkpoint.trainer_state, run.data_identity
     for key in ("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256"):
         before, is_now = saved.get("data", {}).get(key), identity.get(key)
         if before != is_now:
@@ -38,14 +46,14 @@ def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
                 f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "
                 "now (--init-from starts a new run from its weights)"
             )
-    before, now = saved.get("recipe", {}), job.recipe.model_dump()
-    _require_same_optimizer(folder, before, job)
-    _require_same_seed(folder, before, job)
-    job.take_up(checkpoint)
-    job.init_from = saved.get("init_from")
-    if before.get("batch", {}).get("micro_batch_size") != job.recipe.batch.micro_batch_size:
-        job.state.micro_batch_rows = 0
-    tell(f"resuming from {folder} (step {job.state.step})")
+    before, now = saved.get("recipe", {}), run.recipe.model_dump()
+    _require_same_optimizer(folder, before, run)
+    _require_same_seed(folder, before, run)
+    run.take_up(checkpoint)
+    run.init_from = saved.get("init_from")
+    if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
+        run.state.micro_batch_rows = 0
+    run.tell(f"resuming from {folder} (step {run.state.step})")
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
@@ -55,12 +63,12 @@ def take_up(job: Job, folder: Path, tell: Callable[[str], None]) -> None:
         if key != "dir" and key in before[section]
     ]
     if changed:
-        tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
-    if not job.goes_on:
-        tell(f"the run is complete: step {job.state.step} of {job.max_steps}")
+        run.tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
+    if not run.goes_on:
+        run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
 
 
-def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[str], None]) -> None:
+def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     """Put into a new run what another had come to at its checkpoint, for `schedule.resume`:
     weights, moments, random numbers, and its place in the schedule; the data begin at their first
     row.
@@ -74,7 +82,7 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
     """
     if init_from is None:
         raise ConfigError("schedule.resume goes on in another run's: name that (--init-from)")
-    if job.recipe.lora is not None:
+    if run.recipe.lora is not None:
         raise ConfigError("schedule.resume goes on with all of a model: leave it out, or lora")
     folder = resolve_model_folder(init_from)
     if not (folder / OPTIMIZER_NAME).is_file() and not is_in_shards(folder):
@@ -84,28 +92,28 @@ def continue_schedule(job: Job, init_from: str | Path | None, tell: Callable[[st
         )
     checkpoint = load_checkpoint(folder, verify=False)  # finding it did
     keys = _STATE_KEYS
-    if job.recipe.optimizer.name == "adafactor":
+    if run.recipe.optimizer.name == "adafactor":
         keys = (*keys, "adafactor_variant")
     saved = checkpoint.trainer_state.get("recipe", {})
-    for key, before, now in _changed_of_optimizer(saved, job, keys):
+    for key, before, now in _changed_of_optimizer(saved, run, keys):
         raise CheckpointError(
             f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on with "
             f"it: set that instead of {now}, or leave schedule.resume out"
         )
-    found = restore(checkpoint, job.program)
-    if found.step >= job.max_steps:
+    found = restore(checkpoint, run.program)
+    if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume goes on at step {found.step} of {init_from}, and schedule.max_steps "
-            f"is {job.max_steps}, counted from that run's beginning: set it higher"
+            f"is {run.max_steps}, counted from that run's beginning: set it higher"
         )
-    job.state = TrainState(
+    run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
-    tell(f"going on in the schedule of {folder} (step {found.step} of {job.max_steps})")
+    run.tell(f"going on in the schedule of {folder} (step {found.step} of {run.max_steps})")
 
 
-def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
-    for key, before, now in _changed_of_optimizer(saved, job, _STATE_KEYS):
+def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
+    for key, before, now in _changed_of_optimizer(saved, run, _STATE_KEYS):
         raise CheckpointError(
             f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
             f"{before}, not {now}: set it back, or start a new run in another "
@@ -114,15 +122,15 @@ def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], job: Job) ->
 
 
 def _changed_of_optimizer(
-    saved: Mapping[str, Any], job: Job, keys: Sequence[str]
+    saved: Mapping[str, Any], run: Run, keys: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
-    before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), job.recipe.optimizer.model_dump()
+    before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
     return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
 
 
-def _require_same_seed(folder: Path, saved: Mapping[str, Any], job: Job) -> None:
-    before, now = saved.get("run", {}).get("seed"), job.recipe.run.seed
+def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
+    before, now = saved.get("run", {}).get("seed"), run.recipe.run.seed
     if before not in (None, now):
         raise CheckpointError(
             f"{folder} can't be resumed with another seed: run.seed was {before} and is {now} now, "
@@ -131,6 +139,61 @@ def _require_same_seed(folder: Path, saved: Mapping[str, Any], job: Job) -> None
         )
 
 
-def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that only one has."""
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+def shared_newest(
+    engine: Engine, run_folder: Path, resume: bool, tell: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint that all processes go on from."""
+
+    def find() -> str | None:
+        newest = _newest_checkpoint(run_folder, resume, tell)
+        return None if newest is None else str(newest)
+
+    found = on_main(engine, find)
+    if found is not None and not Path(found).is_dir():
+        raise CheckpointError(
+            f"rank {engine.world.rank} does not see {found}: run.dir has to be in a file system "
+            "that all machines of the run share"
+        )
+    return None if found is None else Path(found)
+
+
+def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
+    """The resolved recipe of a run that is gone on with: what "auto" came to there stands.
+
+    A run that was killed before its first checkpoint has left it as a file.
+    """
+    if newest is not None:
+        found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
+        return found
+    try:
+        before = load_recipe(run_folder / RECIPE_NAME)
+    except ConfigError:
+        return {}
+    same = (before.data.seq_len, before.batch.global_batch_tokens) == (
+        recipe.data.seq_len or before.data.seq_len,
+        recipe.batch.global_batch_tokens,
+    )
+    # Another batch is cut anew.
+    return before.model_dump(exclude=None if same else {"batch"})
+
+
+def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, if that is asked for and there is one."""
+    if not resume:
+        if list_checkpoints(run_folder):
+            raise CheckpointError(
+                f"run folder {run_folder} has checkpoints already: continue it with --resume, "
+                "or choose another run.dir"
+            )
+        return None
+    newest, problems = newest_checkpoint(run_folder)
+    for folder in step_folders(run_folder):
+        if not (folder / MANIFEST_NAME).is_file():
+            tell(
+                f"warning: {folder} has no {MANIFEST_NAME}: it is no checkpoint, and not looked at"
+            )
+    for problem in problems:
+        tell(f"warning: {problem}: an older checkpoint is taken")
+    if newest is None:
+        tell(f"{run_folder} has no checkpoint yet: starting at the beginning")
+    return newest

@@ -19,36 +19,36 @@ from firstlight.hardware.device import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.table import decay_counts
 from firstlight.report.text import own_version
-from firstlight.training.job import Job
 from firstlight.training.logs import STARTS_NAME
 from firstlight.training.metrics import read_json_lines
+from firstlight.training.run import Run
 
 
-def record_start(job: Job) -> None:
+def record_start(run: Run) -> None:
     """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew.
 
     Raises:
         CheckpointError: a line in the middle of it is damaged.
         StorageError: the disk refuses.
     """
-    path = Path(job.run_folder) / STARTS_NAME
-    lines = read_json_lines(path) if job.saved_step > 0 else []
-    held_out = job.validation
-    splits = [split for split in (job.dataset, held_out) if split is not None]
-    conversations = [record for split in splits for record in split.records(job.seq_len)]
+    path = Path(run.folder) / STARTS_NAME
+    lines = read_json_lines(path) if run.saved_step > 0 else []
+    held_out = run.validation
+    splits = [split for split in (run.dataset, held_out) if split is not None]
+    conversations = [record for split in splits for record in split.records(run.seq_len)]
     lines.append(
         {
-            "step": job.state.step,
+            "step": run.state.step,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "max_steps": job.max_steps,
-            "warmup_steps": job.schedule.warmup_steps,
-            "init_from": job.init_from,
-            "parameters": count_parameters(meta_model(job.model.config)).total,
-            "weight_decay": decay_counts(_trained(job)),
-            "tokenizer_sha256": job.tokenizer.fingerprint,
+            "max_steps": run.max_steps,
+            "warmup_steps": run.schedule.warmup_steps,
+            "init_from": run.init_from,
+            "parameters": count_parameters(meta_model(run.program.model.config)).total,
+            "weight_decay": decay_counts(_trained(run)),
+            "tokenizer_sha256": run.tokenizer.fingerprint,
             "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
             **({"conversations": conversations} if conversations else {}),
-            "machine": _machine(job.hardware),
+            "machine": _machine(run.program.hardware),
         }
     )
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -64,17 +64,17 @@ def last_start(run_folder: Path) -> dict[str, Any]:
     return lines[-1] if lines else {}
 
 
-def _trained(job: Job) -> list[Tensor]:
+def _trained(run: Run) -> list[Tensor]:
     """The parameters that are trained, whole; without memory where engines hold parts of them."""
-    if job.recipe.lora is None:
-        return list(meta_model(job.model.config).parameters())
-    return [p for p in job.model.parameters() if p.requires_grad]
+    if run.recipe.lora is None:
+        return list(meta_model(run.program.model.config).parameters())
+    return [p for p in run.program.model.parameters() if p.requires_grad]
 
 
-def describe_start(job: Job) -> Iterator[str]:
+def describe_start(run: Run) -> Iterator[str]:
     """How long a run is, its learning rates, and what weight decay is for."""
-    schedule, optimizer, rows = job.schedule, job.recipe.optimizer, job.rows_a_step
-    epochs = schedule.max_steps * rows / job.dataset.num_rows(job.seq_len)
+    schedule, optimizer, rows = run.schedule, run.recipe.optimizer, run.global_batch_size
+    epochs = schedule.max_steps * rows / run.dataset.num_rows(run.seq_len)
     peak = optimizer.learning_rate
     then = (
         "so long that the learning rate never falls: set schedule.warmup_steps lower"
@@ -82,10 +82,10 @@ def describe_start(job: Job) -> Iterator[str]:
         else f"then down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
     )
     yield (
-        f"schedule: {schedule.max_steps:,} steps of {rows} x {job.seq_len} tokens "
+        f"schedule: {schedule.max_steps:,} steps of {rows} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, {then}"
     )
-    counts = decay_counts(_trained(job))
+    counts = decay_counts(_trained(run))
     yield (
         f"weight decay {optimizer.weight_decay:g}: {counts['decayed_parameters']:,} parameters in "
         f"{counts['decayed_tensors']} matrices; none for {counts['undecayed_parameters']:,} in "

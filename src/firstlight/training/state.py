@@ -22,9 +22,9 @@ from firstlight.optim.dtensors import full_parameters
 from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.adapters import AdapterBase
 from firstlight.training.program import TrainingProgram
 from firstlight.training.sharded_state import restore_pieces
+from firstlight.training.starting_model import AdapterBase
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_tensors
 

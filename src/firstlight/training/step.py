@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import LossFunction
 from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import Engine, one_process
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.scaling import LossScaler
 
@@ -25,15 +22,16 @@ class MicroBatchTooLargeError(MemoryError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured.
+    """Measurements of one step.
 
     Attributes:
-        loss: what `loss_sum` gave, over the step's valid tokens or pairs, before the update: the
-            mean cross-entropy (nats), and with experts the balancing loss times its coefficient.
+        loss: the sum that `loss_sum` gave over the step's valid tokens or pairs, divided by their
+            number, before the update: the mean cross-entropy (nats), and with experts the
+            balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: valid tokens.
-        skipped: whether parameters and moments are as before, because the step was refused or
-            scaled gradients overflowed.
+        skipped: True if the step was refused or scaled gradients overflowed, so that parameters
+            and moments are as before.
     """
 
     loss: float
@@ -50,18 +48,17 @@ def train_step(
     accepts: Callable[[float, float], bool] | None = None,
     engine: Engine | None = None,
 ) -> StepResult:
-    """Forward, backward and update over the micro-batches of one global batch.
+    """Forward, backward, clip and update over the micro-batches of one global batch.
 
     The loss is the sum over the whole global batch divided by its valid tokens, or pairs, so that
     any cut into micro-batches, and over processes, gives the gradient of one large batch.
 
     Args:
-        batches: of this process.
-        scaler: for fp16; None leaves the loss as it is.
+        batches: this process' micro-batches, each `[micro_batch, seq_len]`, on the device.
+        scaler: the loss scale of fp16; None leaves the loss as it is.
         accepts: called with the loss and the gradient's norm before the update; False skips it.
             Not called for a step that the scaler skips.
-        engine: what several processes share the global batch by: all of them call this, and get
-            the same result.
+        engine: the engine of several processes, all of which call this and get the same result.
 
     Raises:
         DivergedError: the loss or gradient is not finite and nothing was given to skip the step;
@@ -71,94 +68,75 @@ def train_step(
             repeated with smaller micro-batches. An optimizer that updates in the backward pass
             raises the error itself.
     """
-    batches = list(batches)
-    tokens = sum(batch.num_valid for batch in batches)
-    terms = sum(batch.num_terms for batch in batches)
-    if engine is not None:
-        tokens, terms = int(engine.sum(tokens)), int(engine.sum(terms))
+    batches, engine = list(batches), engine or one_process()
+    tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
+    terms = int(engine.sum(sum(batch.num_terms for batch in batches)))
     if tokens == 0:
         raise TrainingError("a global batch has no token to learn from")
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
-    total, norm = _gradients(loss_sum, optimizer, batches, terms, scale, engine)
-    mean, grad_norm = _mean(total, terms, engine), float(norm)
+    try:
+        # A pipeline orders the passes of its stages itself.
+        total = engine.run_schedule(loss_sum, batches, terms / scale)
+        for number, batch in enumerate(batches if total is None else [], start=1):
+            # Processes send their gradients in the last backward pass only.
+            with engine.backward_pass(last=number == len(batches)):
+                loss = loss_sum(*batch.inputs)  # forward
+                scaled = loss * engine.loss_factor / (terms / scale)
+                engine.backward(scaled)
+            optimizer.accumulate()
+            # CUDA graphs write the next loss into the same memory.
+            total = loss.detach().clone() if total is None else total + loss.detach()
+        assert total is not None
+        norm = optimizer.clip_gradients(scale, engine.joined_norm)
+    except (RuntimeError, MemoryError) as error:
+        problem = _repeatable_problem(error, optimizer, engine)
+    else:
+        several = engine.world.size > 1
+        mean = engine.sum(float(total)) / terms if several else float(total / terms)
+        return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
+    # Outside of the handler: the error's traceback holds what the passes had in memory.
+    optimizer.zero_grad()
+    raise MicroBatchTooLargeError(problem)
+
+
+def _update(
+    optimizer: Optimizer,
+    result: StepResult,
+    scaler: LossScaler | None,
+    accepts: Callable[[float, float], bool] | None,
+) -> StepResult:
+    """Make the update if loss and gradient norm are accepted; see `train_step`."""
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
-    finite = abs(mean) + abs(grad_norm) < math.inf
+    finite = abs(result.loss) + abs(result.grad_norm) < math.inf
     if scaler is not None and not finite:
         accepted = False
     else:
-        accepted = finite if accepts is None else accepts(mean, grad_norm)
+        accepted = finite if accepts is None else accepts(result.loss, result.grad_norm)
     if not accepted:
         optimizer.zero_grad()
         if optimizer.in_backward or (scaler is None and accepts is None):
             raise DivergedError(
-                f"loss {mean}, gradient norm {grad_norm}: "
+                f"loss {result.loss}, gradient norm {result.grad_norm}: "
                 f"{'out of the ordinary' if finite else 'not finite'}; {DIVERGED}"
             )
     if scaler is not None:
         scaler.update(finite)
     if accepted:
         optimizer.step()
-    return StepResult(mean, grad_norm, tokens, skipped=not accepted)
+    return replace(result, skipped=not accepted)
 
 
-def _mean(total: Tensor, terms: int, engine: Engine | None) -> float:
-    if engine is None or engine.world.size == 1:
-        return float(total / terms)
-    return engine.sum(float(total)) / terms
-
-
-def _gradients(
-    loss_sum: LossFunction,
-    optimizer: Optimizer,
-    batches: list[Batch],
-    terms: int,
-    scale: float,
-    engine: Engine | None,
-) -> tuple[Tensor, Tensor]:
-    """Fill in the clipped gradients; return the summed loss and their norm before clipping."""
-    try:
-        return _passes(loss_sum, optimizer, batches, terms, scale, engine)
-    except (RuntimeError, MemoryError) as error:
-        # Updates in the backward pass may have been made: nothing can be repeated there. Nor where
-        # other processes wait for this one's gradients.
-        if optimizer.in_backward or not is_out_of_memory(error):
-            raise
-        if engine is not None and not engine.can_repeat_step:
-            raise TrainingError(
-                f"out of memory on rank {engine.world.rank} "
-                f"({' '.join(str(error).split())[:200]}): lower batch.micro_batch_size"
-            ) from None
-        message = str(error)
-    # Outside of the handler: the error's traceback holds what the passes had in memory.
-    optimizer.zero_grad()
-    raise MicroBatchTooLargeError(message)
-
-
-def _passes(
-    loss_sum: LossFunction,
-    optimizer: Optimizer,
-    batches: list[Batch],
-    terms: int,
-    scale: float,
-    engine: Engine | None,
-) -> tuple[Tensor, Tensor]:
-    joined = None if engine is None else engine.joined_norm
-    total = None if engine is None else engine.run_schedule(loss_sum, batches, terms / scale)
-    if total is not None:
-        return total, optimizer.clip_gradients(scale, joined)
-    factor = 1 if engine is None else engine.loss_factor
-    for number, batch in enumerate(batches, start=1):
-        last = number == len(batches)
-        with contextlib.nullcontext() if engine is None else engine.backward_pass(last=last):
-            loss = loss_sum(*batch.inputs)
-            scaled = loss * factor / (terms / scale)
-            if engine is None:
-                scaled.backward()  # type: ignore[no-untyped-call]
-            else:
-                engine.backward(scaled)
-        optimizer.accumulate()
-        # CUDA graphs write the next loss into the same memory.
-        total = loss.detach().clone() if total is None else total + loss.detach()
-    assert total is not None
-    return total, optimizer.clip_gradients(scale, joined)
+def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
+    """The message of an error for lack of memory after which the step can be repeated; any other
+    error is raised."""
+    # Updates in the backward pass may have been made: nothing can be repeated there. Nor where
+    # other processes wait for this one's gradients.
+    if optimizer.in_backward or not is_out_of_memory(error):
+        raise error
+    if not engine.can_repeat_step:
+        raise TrainingError(
+            f"out of memory on rank {engine.world.rank} "
+            f"({' '.join(str(error).split())[:200]}): lower batch.micro_batch_size"
+        ) from None
+    return str(error)

@@ -1,13 +1,15 @@
-"""How a run's model does in between: the loss on held-out text, and texts of its own."""
+"""Evaluations during a run: the loss on held-out data, sample texts, scores in tasks."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import Corpus, TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import ModelError
@@ -22,7 +24,187 @@ from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.guard import DIVERGED, DivergedError
 from firstlight.training.program import TrainingProgram
+from firstlight.training.run import Run
 from firstlight.weights.huggingface import LoadedModel
+
+
+def evaluate(run: Run, check: Callable[[], None]) -> None:
+    """Evaluate what is due after this step: validation loss, sample texts, scores in tasks.
+
+    Args:
+        run: the run, whose `state.pending` metrics and samples are added to.
+        check: called between any two batches and pieces of text; may raise.
+
+    Raises:
+        DivergedError: the weights are of no use.
+    """
+    config = run.recipe.evaluation
+    losses_due = run.is_due(config.every_steps)
+    tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
+    if not losses_due and not tasks_due:
+        return
+    check()
+    # They have done their work, and an evaluation needs room of its own.
+    run.program.optimizer.zero_grad()
+    run.program.model.eval()
+    run.samples = []
+    if losses_due:
+        _write_samples(run, check)
+        _validate(run, check)
+    if tasks_due:
+        _score(run, check)
+
+
+def _write_samples(run: Run, check: Callable[[], None]) -> None:
+    step = run.state.step
+    for prompt, text in sample_texts(
+        run.program, run.tokenizer, run.folder, check, answered=run.dataset.has_examples
+    ):
+        run.samples.append({"step": step, "prompt": prompt, "text": text})
+        run.bar.message(f"step {step}: {prompt!r} -> {text!r}")
+
+
+def _validate(run: Run, check: Callable[[], None]) -> None:
+    config, record = run.recipe.evaluation, _record(run)
+    if run.validation is not None:
+        found, by_corpus = evaluate_dataset(
+            run.program,
+            run.validation,
+            run.seq_len,
+            check,
+            key="val/loss",
+            max_rows=config.max_rows,
+        )
+        record |= _take_validation(run, found, by_corpus)
+    if config.train_rows:
+        found, by_corpus = evaluate_dataset(
+            run.program,
+            run.dataset,
+            run.seq_len,
+            check,
+            key="train_eval/loss",
+            max_rows=config.train_rows,
+        )
+        record |= {
+            "train_eval/loss": found.loss,
+            **run.program.preference_metrics("train_eval"),
+            **{f"train_eval/loss/{name}": one.loss for name, one in by_corpus.items()},
+        }
+        run.bar.message(
+            f"step {run.state.step}: train_eval/loss {found.loss:.4f} "
+            f"({found.rows} of {found.total_rows} rows)"
+        )
+
+
+def _take_validation(
+    run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
+) -> dict[str, float]:
+    """Keep the last evaluation, show it, and return its metrics."""
+    state = run.state
+    preferred = run.program.preference_metrics("val")
+    rows, best = f"({found.rows} of {found.total_rows} rows)", state.best_val_loss
+    run.evaluation, state.val_loss = found, found.loss
+    state.best_val_loss = found.loss if best is None else min(best, found.loss)
+    if best is not None and found.loss > best:
+        rows = f"{rows}; lowest so far {best:.4f}"
+    if preferred:
+        # Of pairs there is neither a perplexity nor a number of bits.
+        run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
+        run.bar.message(
+            f"step {state.step}: val/loss {found.loss:.4f}, "
+            f"{preferred['val/reward_accuracy']:.1%} of pairs in the right order, reward "
+            f"margin {preferred['val/reward_margin']:.3f} {rows}"
+        )
+        return {"val/loss": found.loss, **preferred}
+    run.bar.message(
+        f"step {state.step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
+        f"{found.bits_per_byte:.4f} bits a byte {rows}"
+    )
+    return {
+        "val/loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
+    }
+
+
+def _score(run: Run, check: Callable[[], None]) -> None:
+    record = _record(run)
+    for score in task_results(run.program, run.tokenizer, run.folder, run.tasks, check):
+        run.bar.message(f"step {run.state.step}: {score}")
+        record |= {f"{score.task}/{name}": x for name, x in score.figures().items()}
+
+
+def _record(run: Run) -> dict[str, Any]:
+    """The step's metrics, which evaluations add to."""
+    assert run.state.pending is not None
+    return run.state.pending
+
+
+def evaluate_dataset(
+    program: TrainingProgram,
+    dataset: Corpus,
+    seq_len: int,
+    check: Callable[[], None],
+    *,
+    key: str,
+    max_rows: int,
+) -> tuple[Evaluation, dict[str, Evaluation]]:
+    """(the loss on a split, that on each corpus of a mix by its name).
+
+    Of a mix, `max_rows` is for each corpus, and the loss is their mean by weight: see
+    `mixed_evaluation`.
+
+    Args:
+        program, seq_len, check, key, max_rows: see `split_loss`.
+
+    Raises:
+        DivergedError: a loss is not finite.
+    """
+    found = {
+        one.name: split_loss(program, one.dataset, seq_len, check, key=key, max_rows=max_rows)
+        for one in dataset.parts
+    }
+    if dataset.kind != "mix":
+        return found[""], {}
+    masking = program.recipe.data.document_masking
+    together = mixed_evaluation(
+        [one.weight for one in dataset.parts],
+        list(found.values()),
+        [one.dataset.bits_a_nat(document_masking=masking) for one in dataset.parts],
+    )
+    return together, found
+
+
+def mixed_evaluation(
+    parts: Sequence[int], found: Sequence[Evaluation], bits_a_nat: Sequence[float]
+) -> Evaluation:
+    """What evaluations of the corpora of a mix come to together.
+
+    The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
+    splits: what a token of the mix costs, as training draws it. Bits per byte are those of
+    such a token over the bytes of text that it stands for.
+
+    Args:
+        parts: the weight of each corpus.
+        found: its evaluation: all with the same split, seq_len and document_masking.
+        bits_a_nat: its `TokenDataset.bits_a_nat`.
+    """
+    total = sum(parts)
+    loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
+    bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss / bytes_a_bit,
+        gzip_bits_per_byte=None,
+        tokens=sum(one.tokens for one in found),
+        rows=sum(one.rows for one in found),
+        total_rows=sum(one.total_rows for one in found),
+        split=found[0].split,
+        seq_len=found[0].seq_len,
+        document_masking=found[0].document_masking,
+    )
 
 
 def split_loss(

@@ -52,8 +52,8 @@ from firstlight.planner.memory.trace import Trace, Tracer
 from firstlight.planner.plan.processes import Workers
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training import preference
-from firstlight.training.adapters import attach
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: What there are of them changes little: each answer has a mask of its row's tokens.
 _PAIRS_A_ROW = 4

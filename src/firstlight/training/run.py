@@ -1,0 +1,376 @@
+"""A run: its parts, where it stands, and what it writes down of each step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from firstlight.checkpoint.checkpoint import CHECKPOINTS, Checkpoint
+from firstlight.data.corpus import Corpus
+from firstlight.data.loader import Batch, TokenLoader
+from firstlight.errors import DataError, TrainingError
+from firstlight.evaluation.perplexity import Evaluation
+from firstlight.evaluation.results import Task
+from firstlight.files.atomic import remove_leftovers, write_file
+from firstlight.hardware.device import is_out_of_memory, peak_flops, peak_memory_bytes
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.schedule import resolve_schedule
+from firstlight.parallel.engine import Engine
+from firstlight.recipe import ResolvedRecipe
+from firstlight.tokenizer import Tokenizer
+from firstlight.training.datasets import origin
+from firstlight.training.fit import fewer_rows
+from firstlight.training.guard import DivergedError, Guard
+from firstlight.training.logs import RunLogs, SilentLogs
+from firstlight.training.processes import wait_for_main
+from firstlight.training.program import TrainingProgram
+from firstlight.training.progress import TrainingProgress
+from firstlight.training.starting_model import AdapterBase
+from firstlight.training.state import (
+    TrainState,
+    data_identity,
+    restore,
+    restore_torch_random_states,
+    torch_random_states,
+)
+from firstlight.training.step import MicroBatchTooLargeError, StepResult
+
+RECIPE_NAME = "recipe.yaml"
+
+
+@dataclass
+class Run:
+    """The state of one run, set up and checked: what the loop, evaluations and saves work on.
+
+    Attributes:
+        recipe: the recipe that the run carries out.
+        program: model, optimizer, loss function and engine.
+        folder: the run folder.
+        tokenizer, dataset, validation: the data; `validation` is None without a held-out split.
+        tasks: the tasks of the recipe's `evaluation` section.
+        init_from: the model folder, run or hub id that the run started from.
+        base: the frozen base of a run with `lora`.
+        tell: called with each message for people.
+        bar: the progress that a person sees; shows nothing before `open`.
+        require_folder: raises a CheckpointError if the run folder was moved or removed.
+        advise: after memory ran out, tells what filled it and what would have saved it.
+        state: progress of the run, saved with each checkpoint.
+        saved_step: step of this run's newest checkpoint; -1 if there is none.
+        unsaved: True if the state has changed since the newest checkpoint.
+        evaluation: the last one of this call.
+        last_record: metrics of the last step of this call.
+        samples: sample texts of the step at hand, as lines of samples.jsonl.
+        unreadable: message of the error that reading training data ended in; None before one.
+        stopped_by: reason for ending before the last step; None without one.
+        save_stall_seconds: time that training stood still for the last save.
+        loader, logs: the data and the log files, once `open`.
+        schedule: learning-rate schedule of the whole run.
+        global_batch_size: sequences of an optimizer step, all processes together.
+        data_identity: see `state.data_identity`.
+    """
+
+    recipe: ResolvedRecipe
+    program: TrainingProgram
+    folder: Path
+    tokenizer: Tokenizer
+    dataset: Corpus
+    validation: Corpus | None
+    init_from: str | None
+    base: AdapterBase | None
+    tasks: Sequence[Task]
+    tell: Callable[[str], None]
+    require_folder: Callable[[], None] = lambda: None
+    advise: Callable[[], str | None] = lambda: None
+    state: TrainState = field(default_factory=TrainState)
+    saved_step: int = -1
+    unsaved: bool = True
+    evaluation: Evaluation | None = None
+    last_record: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: str | None = None
+    stopped_by: str | None = None
+    save_stall_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self.seq_len, self.guard = recipe.data.seq_len, Guard(recipe.guard)
+        self.accumulation = recipe.batch.accumulation(self.seq_len, self.engine.size)
+        self.global_batch_size = recipe.batch.rows * self.accumulation * self.engine.size
+        self.schedule = resolve_schedule(
+            recipe.schedule,
+            recipe.optimizer.learning_rate,
+            self.dataset.num_rows(self.seq_len),
+            self.global_batch_size,
+            self.seq_len,
+        )
+        self.data_identity = data_identity(
+            self.dataset,
+            self.tokenizer,
+            self.seq_len,
+            document_masking=recipe.data.document_masking,
+        ) | origin(recipe.data, self.dataset)
+        self._flops_per_token = train_flops_per_token(
+            meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
+        )
+        self._step_began = self._data_wait_seconds = 0.0
+        self.loader: TokenLoader
+        self.logs: RunLogs | SilentLogs
+        self.bar: TrainingProgress
+
+    @property
+    def engine(self) -> Engine:
+        """The engine by which processes share the model."""
+        return self.program.engine
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.schedule.max_steps
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether anything is left to be done."""
+        return self.state.pending is not None or self.state.step < self.max_steps
+
+    def is_due(self, every_steps: int) -> bool:
+        """Whether something done every so many steps, and at the end, is due now."""
+        at_end = self.state.step == self.max_steps
+        return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a forward pass: the recipe's, or fewer since memory ran out."""
+        return self.state.micro_batch_rows or self.recipe.batch.rows
+
+    @property
+    def recipe_now(self) -> ResolvedRecipe:
+        """The recipe with the micro-batch size that memory has left."""
+        batch = self.recipe.batch.model_copy(update={"micro_batch_size": self.micro_batch_size})
+        return self.recipe.model_copy(update={"batch": batch})
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the model's tensors, and of the optimizer's state where it was resumed."""
+        state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
+        return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
+
+    @property
+    def logged_step(self) -> int:
+        """The last step whose lines are in the logs."""
+        # Without a checkpoint of its own, what is there is an earlier attempt's.
+        return 0 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
+
+    def take_up(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: weights, moments, random numbers, counters.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        self.state = restore(checkpoint, self.program)
+        self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
+        self.saved_step, self.unsaved = self.state.step, False
+
+    @contextlib.contextmanager
+    def open(self, *, shown: bool) -> Iterator[None]:
+        """Make the run folder ready: drop what a killed run left; open data, logs and progress.
+
+        Args:
+            shown: show the progress to a person.
+        """
+        wait_for_main(self.engine, self._make_folder_ready)
+        data = self.recipe.data
+        on_gpu = self.program.hardware.device.type == "cuda"
+        with (
+            TokenLoader(
+                self.dataset,
+                self.seq_len,
+                self.recipe.batch.rows,
+                self.recipe.run.seed,
+                rows_seen=self.state.rows_seen,
+                document_masking=data.document_masking,
+                rank=self.engine.rank,
+                world_size=self.engine.size,
+                workers=data.workers,
+                # A step takes all its micro-batches at its beginning.
+                prefetch=max(data.prefetch, self.accumulation),
+                pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
+            ) as self.loader,
+            self._open_logs() as self.logs,
+            TrainingProgress(self.max_steps, self.state.step, shown=shown) as self.bar,
+        ):
+            yield
+
+    def _make_folder_ready(self) -> None:
+        for folder in (self.folder, self.folder / CHECKPOINTS):
+            remove_leftovers(folder)
+        text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        write_file(self.folder / RECIPE_NAME, text)
+
+    def _open_logs(self) -> RunLogs | SilentLogs:
+        if not self.engine.is_main:
+            return SilentLogs()
+        tensorboard = self.recipe.run.tensorboard
+        return RunLogs(self.folder, self.logged_step, self.state.events, tensorboard=tensorboard)
+
+    # A step: batches are read, used, and their metrics written down
+
+    def read_batches(self) -> list[Batch]:
+        """The micro-batches of the next step; none if a step awaits its evaluation. An error is
+        kept as `unreadable`: the processes of a run end together."""
+        if self.state.pending is not None:
+            return []
+        self._step_began = time.perf_counter()
+        batches = []
+        try:
+            batches = [self.loader.next_batch() for _ in range(self.accumulation)]
+        except DataError as error:
+            self.unreadable = str(error)
+        self._data_wait_seconds = time.perf_counter() - self._step_began
+        return batches
+
+    def begin_step(self) -> float:
+        """Count a step; return its learning rate as a fraction of the peak."""
+        lr_scale = self.schedule.lr_scale(self.state.step)
+        self.state.step += 1
+        self.state.val_loss = None
+        return lr_scale
+
+    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """The batches on the device, cut as small as memory needs them."""
+        parts = (part for batch in batches for part in batch.split(self.micro_batch_size))
+        return (part.to(self.program.hardware.device) for part in parts)
+
+    @contextlib.contextmanager
+    def smaller_micro_batches(self) -> Iterator[None]:
+        """A context for one attempt at a step: where memory runs out, the next one has smaller
+        micro-batches and draws the same random numbers.
+
+        Raises:
+            TrainingError: not even one row fits, or memory ran out in an update.
+        """
+        random, size, step = torch_random_states(), self.micro_batch_size, self.state.step
+        try:
+            yield
+            return
+        except MicroBatchTooLargeError as error:
+            problem = str(error)
+            # Else the frames of the failed passes keep what the passes had in memory.
+            traceback.clear_frames(error.__traceback__)
+        except DivergedError:
+            raise
+        except TrainingError as error:
+            raise TrainingError(f"step {step}: {error}") from None
+        except (RuntimeError, MemoryError) as error:
+            # In an update: part of it may have been made, so that nothing can be repeated.
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"step {step}: out of memory with a micro-batch of {size} rows, in the update "
+                f"({_short(str(error))}): lower batch.micro_batch_size or data.seq_len"
+                f"{_after('; ', self.advise())}"
+            ) from error
+        self._halve_micro_batch(problem)
+        restore_torch_random_states(random)
+
+    def _halve_micro_batch(self, problem: str) -> None:
+        """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
+        size, step = self.micro_batch_size, self.state.step
+        fewer, advice = fewer_rows(size), self.advise()
+        if not fewer:
+            raise TrainingError(
+                f"step {step}: out of memory with a micro-batch of one row ({_short(problem)}): "
+                "lower data.seq_len, or set efficiency.activation_checkpointing to full and "
+                f"efficiency.loss_chunk_tokens to 512{_after('; ', advice)}"
+            )
+        self.tell(
+            f"out of memory with a micro-batch of {size} rows{_after(': ', advice)}; "
+            f"going on with {fewer}"
+        )
+        self.state.micro_batch_rows = fewer
+        self.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
+        self.program.forget_statistics()
+        gc.collect()
+        if self.program.hardware.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def end_step(self, result: StepResult, lr_scale: float) -> None:
+        """Count what the step has trained on; its metrics are then `state.pending`.
+
+        Raises:
+            DivergedError: too many steps in a row were skipped.
+        """
+        state = self.state
+        seconds = time.perf_counter() - self._step_began
+        state.tokens_seen += result.tokens
+        state.skipped = result.skipped
+        state.skipped_steps += result.skipped
+        state.rows_seen = self.loader.state_dict()["rows_seen"]
+        record = self._metrics(result, lr_scale, seconds)
+        # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
+        state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        self.save_stall_seconds, self.unsaved = 0.0, True
+        self.guard.require_fit()
+
+    def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
+        """The step's line of metrics.jsonl, before any evaluation."""
+        program, state, hardware = self.program, self.state, self.program.hardware
+        tokens_per_second = self.global_batch_size * self.seq_len / seconds
+        peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
+        router = program.router_metrics(result.tokens)
+        auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
+        epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
+        return {
+            "step": state.step,
+            "train/loss": result.loss - auxiliary,
+            "learning_rate": self.recipe.optimizer.learning_rate * lr_scale,
+            "grad_norm": result.grad_norm,
+            "tokens_seen": state.tokens_seen,
+            "epoch": state.rows_seen / self.loader.rows_per_epoch,
+            "tokens_per_second": tokens_per_second,
+            "learned_tokens_per_second": result.tokens / seconds,
+            "samples_per_second": self.global_batch_size / seconds,
+            "mfu": self._flops_per_token * tokens_per_second / peak,
+            "memory_bytes": peak_memory_bytes(hardware.device),
+            "seconds": seconds,
+            "data_wait_seconds": self._data_wait_seconds,
+            "save_stall_seconds": self.save_stall_seconds,
+            "skipped_steps": state.skipped_steps,
+            **{f"epoch/{name}": seen for name, seen in epochs.items()},
+            **({"skipped": True} if result.skipped else {}),
+            **({"loss_scale": program.scaler.scale} if program.scaler else {}),
+            **router,
+            **program.preference_metrics("train"),
+        }
+
+    def write_record(self) -> dict[str, Any]:
+        """Write the step's metrics and texts down, now that nothing is missing; return them."""
+        record = self.state.pending
+        assert record is not None
+        self.require_folder()
+        self.logs.write_step(record, self.samples)
+        self.last_record = record
+        self.samples, self.state.pending, self.unsaved = [], None, True
+        return record
+
+    def add_event(self, event: str, step: int, **details: Any) -> None:
+        """Add a line to the run's events."""
+        self.state.events.append({"step": step, "event": event, **details})
+        self.logs.write_events(self.state.events)
+
+
+def _short(problem: str) -> str:
+    return " ".join(problem.split())[:200]
+
+
+def _after(separator: str, advice: str | None) -> str:
+    return f"{separator}{advice}" if advice else ""

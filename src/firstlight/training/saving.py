@@ -1,0 +1,177 @@
+"""Checkpoints of a run: when one is due, what it holds, and going back to one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
+from firstlight.checkpoint.saving import CheckpointSaver, PassiveSaver, checkpoint_before
+from firstlight.checkpoint.sharded_saving import ShardedSaver
+from firstlight.errors import FirstlightError
+from firstlight.files.atomic import remove_file
+from firstlight.parallel import barrier
+from firstlight.training.guard import DivergedError
+from firstlight.training.processes import on_main, wait_for_main
+from firstlight.training.run import Run
+from firstlight.training.state import capture
+from firstlight.training.stopping import SAVE_NOW_NAME
+
+
+class RunCheckpoints:
+    """The checkpoints that a run saves and goes back to. A context; at its end, what is being
+    written is on the disk.
+
+    Args:
+        run: the run, open.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        config, engine = run.recipe.checkpoint, run.engine
+        self.saver: CheckpointSaver | PassiveSaver | ShardedSaver
+        if config.sharded:
+            self.saver = ShardedSaver(run.folder, config, engine, run.max_steps)
+        elif engine.is_main:
+            self.saver = CheckpointSaver(run.folder, config, run.require_folder)
+        else:
+            self.saver = PassiveSaver()
+        self.saver.saved_step = run.saved_step
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # What went wrong first is said, whatever the background writer ran into.
+        ignored = (
+            contextlib.nullcontext() if error is None else contextlib.suppress(FirstlightError)
+        )
+        with ignored:
+            self.saver.close()
+
+    def require_written(self) -> None:
+        """Raise the error that the background writer ran into, once.
+
+        Raises:
+            CheckpointError, StorageError: the checkpoint could not be written.
+        """
+        self.saver.require_written()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether a checkpoint is due, or asked for with a file `save-now` in the run folder.
+
+        One is due every so many steps, and where the validation loss is the lowest so far and the
+        best checkpoint is to be kept. None is due while steps are being skipped: it would take the
+        place of one from before the trouble.
+        """
+        run, asked = self.run, self._is_asked
+        config, state = run.recipe.checkpoint, run.state
+        is_best = state.val_loss is not None and state.val_loss == state.best_val_loss
+        is_kept = is_best and bool(config.keep_best and config.every_steps)
+        is_calm = not run.guard.skipped_in_a_row
+        return (is_calm and (run.is_due(config.every_steps) or is_kept)) or asked
+
+    @property
+    def _is_asked(self) -> bool:
+        return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
+
+    def save(self) -> None:
+        """Save a checkpoint of this moment; the saver deletes the ones that are too many.
+
+        Raises:
+            CheckpointError, StorageError: this one could not be written, or the one before.
+        """
+        run, asked = self.run, self._is_asked
+        # On a CPU, the copy that is written takes their place.
+        run.program.optimizer.zero_grad()
+        run.logs.sync()
+        run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
+        run.saved_step, run.unsaved = run.state.step, False
+        if asked:
+            self.saver.wait()
+            wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
+
+    def finish(self) -> None:
+        """Save what is not saved yet, and wait until it is on the disk.
+
+        Raises:
+            CheckpointError, StorageError: it could not be written.
+        """
+        if self.run.unsaved:
+            self.save()
+        self.saver.wait()
+        barrier()
+
+    def go_back(self, error: DivergedError) -> None:
+        """Put an earlier checkpoint's weights, moments, random numbers and step back, and go on
+        from there with the data that come next.
+
+        Raises:
+            DivergedError: the recipe says to stop, has allowed no more than were, or there is no
+                checkpoint.
+        """
+        run, failed = self.run, self.run.state
+        problem = f"step {failed.step}: {error}"
+        try:
+            folder = self._checkpoint_before(problem)
+        except DivergedError:
+            run.add_event("diverged", failed.step, reason=str(error))
+            raise
+        run.take_up(load_checkpoint(folder, verify=False))
+        self.saver.saved_step = run.saved_step
+        run.guard.skipped_in_a_row = 0
+        # The data go on, and what was learned about the machine stays.
+        run.state.rows_seen = run.loader.state_dict()["rows_seen"]
+        run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
+        run.samples = []
+        run.program.forget_statistics()
+        run.logs.drop_after(run.logged_step)
+        run.add_event("rollback", failed.step, to_step=run.state.step, reason=str(error))
+        run.bar.message(f"{problem}; back to step {run.state.step}")
+
+    def _checkpoint_before(self, problem: str) -> Path:
+        """The folder of the checkpoint to go back to; a DivergedError if there is none."""
+        run = self.run
+        targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
+        before, every = run.state.step, run.recipe.checkpoint.every_steps
+        if targets and before - targets[-1] == run.guard.skipped_in_a_row:
+            before = targets[-1]  # not a step could be made from there
+        if run.recipe.guard.on_divergence == "stop":
+            raise DivergedError(problem)
+        if len(targets) >= run.recipe.guard.max_rollbacks:
+            raise DivergedError(f"{problem} (after {len(targets)} rollbacks)")
+        self.saver.wait()
+
+        def find() -> str | None:
+            folder = checkpoint_before(run.folder, before, run.saved_step, every)
+            return None if folder is None else str(folder)
+
+        found = on_main(run.engine, find)
+        if found is None:
+            raise DivergedError(f"{problem} (there is no checkpoint to go back to yet)")
+        return Path(found)
+
+
+def captured(run: Run) -> Checkpoint:
+    """The checkpoint of a run as it is now."""
+    # Not the loader's own count: it may have given batches that no step was made on.
+    rows_seen = run.state.rows_seen
+    return capture(
+        run.state,
+        run.program,
+        run.tokenizer,
+        run.base,
+        {
+            "init_from": run.init_from,
+            "recipe": run.recipe.model_dump(),
+            "data": run.data_identity,
+            "loader": {
+                "rows_seen": rows_seen,
+                "epoch": rows_seen // run.loader.rows_per_epoch,
+                "seed": run.recipe.run.seed,
+                "rows_per_epoch": run.loader.rows_per_epoch,
+            },
+            "guard": run.guard.state_dict(),
+        },
+    )

@@ -1,0 +1,340 @@
+"""The model that a run trains first: a new one, a checkpoint's, or that of --init-from.
+
+In a run with `lora`, what is trained stands beside a frozen base, which checkpoints only name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from firstlight.checkpoint.checkpoint import (
+    is_in_shards,
+    load_checkpoint,
+    load_trainer_state,
+    resolve_model_folder,
+    saved_vocab_multiple,
+)
+from firstlight.checkpoint.sharded import fitting_model
+from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
+from firstlight.hardware.device import Hardware
+from firstlight.lora.files import base_name
+from firstlight.lora.layers import add_lora
+from firstlight.lora.quantized import require_nf4
+from firstlight.models import Model, ModelConfig, padded_vocab_size
+from firstlight.models.accounting import meta_model
+from firstlight.parallel.engine import Engine
+from firstlight.recipe import Recipe
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import (
+    LoadedModel,
+    base_identity,
+    load_model,
+    read_config,
+    training_notes,
+    unloaded_model,
+)
+from firstlight.weights.loading import fitting_tensors, grow_vocabulary
+
+_BASE_KEYS = ("name", "sha256")
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that a run's adapter belongs to.
+
+    Attributes:
+        name: the folder or hub id of the base.
+        sha256: see `base_identity`.
+    """
+
+    name: str
+    sha256: str
+
+
+def first_model(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    newest: Path | None,
+    init_from: str | Path | None,
+    new_rows: str,
+    engine: Engine,
+    tell: Callable[[str], None],
+) -> tuple[Model, AdapterBase | None]:
+    """The model to be trained, and with `lora` the base that its adapter belongs to.
+
+    Args:
+        tokenizer: the tokenizer of the data.
+        newest: the checkpoint that the run goes on from; its weights are not loaded yet.
+        init_from, new_rows: see `train`.
+        tell: called with each message for people.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.
+    """
+    multiple = recipe.efficiency.vocab_multiple
+    if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
+        raise ConfigError(
+            "distributed.pipeline starts from new weights or goes on with a run (--resume): "
+            f"leave out {'--init-from' if recipe.lora is None else 'lora'}, or use "
+            "distributed.engine fsdp"
+        )
+    if recipe.lora is not None and newest is not None:
+        return resumed_base(recipe, newest)
+    base = None if recipe.lora is None else starting_base(init_from)
+    if newest is not None:
+        return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
+    if init_from is not None:
+        return _starting_model(recipe, tokenizer, init_from, new_rows, tell), base
+    generator = torch.Generator().manual_seed(recipe.run.seed)
+    return engine.new_model(_new_config(recipe, tokenizer, engine), multiple, generator), None
+
+
+def starting_base(init_from: str | Path | None) -> AdapterBase:
+    """The base of a run that begins.
+
+    Raises:
+        ConfigError: none is given.
+    """
+    if init_from is None:
+        raise ConfigError(
+            "lora trains a small change of given weights: name them with --init-from, or leave "
+            "the lora section out to train all weights from scratch"
+        )
+    folder = resolve_model_folder(init_from)
+    return AdapterBase(base_name(init_from, folder), base_identity(folder))
+
+
+def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
+    """The base of a run that goes on, with its weights.
+
+    Raises:
+        CheckpointError: the run was one without `lora`, or the base is gone or another by now.
+    """
+    saved = load_checkpoint(newest).trainer_state.get("lora_base")
+    if saved is None:
+        raise CheckpointError(
+            f"{newest} is of a run without lora: leave the lora section out, or start a new run "
+            f"in another run.dir with --init-from {newest}"
+        )
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
+        raise CheckpointError(f"{newest}: trainer_state.json does not say what its base is")
+    base = AdapterBase(saved["name"], saved["sha256"])
+    try:
+        folder = resolve_model_folder(base.name)
+        found = base_identity(folder)
+        model = load_model(
+            folder,
+            dtype=torch.float32,
+            way="sequential",
+            vocab_multiple=recipe.efficiency.vocab_multiple,
+        ).model
+    except ModelError as error:
+        raise CheckpointError(
+            f"{newest} can't be resumed without its base {base.name}: {error}"
+        ) from error
+    if found != base.sha256:
+        raise CheckpointError(
+            f"{newest} can't be resumed: its base {base.name} is not the model that it was (the "
+            "weights' sha256 differs); put the old one back"
+        )
+    return model, base
+
+
+def attach(model: Model, recipe: Recipe, hardware: Hardware) -> None:
+    """Put the adapters of the recipe's `lora` section into the model, its other weights frozen.
+
+    Frozen matrices are kept in the dtype that they are multiplied in.
+
+    Args:
+        recipe: a recipe whose precision is decided.
+        hardware: the device that the model will be moved to.
+
+    Raises:
+        ConfigError: a target is no linear layer, or 4 bits don't work here.
+        MissingDependencyError: 4 bits need bitsandbytes.
+    """
+    assert recipe.lora is not None
+    if recipe.lora.quantize == "nf4":
+        require_nf4(hardware.device)
+    frozen = {
+        "bf16": torch.bfloat16,
+        "bf16_params": torch.bfloat16,
+        "fp8": torch.bfloat16,
+        "fp16": torch.float16,
+    }.get(recipe.efficiency.precision)
+    generator = torch.Generator().manual_seed(recipe.run.seed)
+    add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
+
+
+def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
+    """The recipe's model with the tokenizer's vocabulary."""
+    if recipe.model is None:
+        raise ConfigError("the recipe has no model: add a `model:` section, or use --init-from")
+    wanted = recipe.model.vocab_size
+    if wanted not in (0, tokenizer.vocab_size):
+        relation = "larger" if wanted > tokenizer.vocab_size else "smaller"
+        raise DataError(
+            f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
+            f"{tokenizer.vocab_size}: leave model.vocab_size out to take the tokenizer's"
+        )
+    config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    stages = engine.config.pipeline
+    _require_memory(config, min(engine.world.local_size, stages) / stages)
+    return config
+
+
+def _require_memory(config: ModelConfig, share: float) -> None:
+    """Refuse a model of which the machine can't even hold its share, before it is made.
+
+    Raises:
+        ConfigError: its weights are larger than the memory, or than torch can count.
+    """
+    memory = psutil.virtual_memory().total
+    try:
+        needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ConfigError(f"model: nothing has such sizes: {error}") from error
+    needed = int(needed * share)
+    if needed > memory:
+        raise ConfigError(
+            f"model: its weights alone take {needed / 1e9:,.0f} GB, and this machine has "
+            f"{memory / 1e9:.0f} GB: lower model.hidden_size or model.num_hidden_layers"
+        )
+
+
+def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
+    """The checkpoint's model, which the recipe must not contradict."""
+    state = load_trainer_state(newest)
+    if state.get("lora_base") is not None:
+        raise CheckpointError(
+            f"{newest} is of a run with lora: put the recipe's lora section back, or start a new "
+            f"run in another run.dir with --init-from {newest}"
+        )
+    config = read_config(newest)
+    multiple = saved_vocab_multiple(newest, state)
+    try:
+        # Its files are what they were when they were saved; that they belong together is not said.
+        if is_in_shards(newest):
+            fitting_model(config, newest, multiple)
+        else:
+            fitting_tensors(unloaded_model(config, newest), newest)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    started_from = state.get("init_from")
+    if padded_vocab_size(config.vocab_size, multiple) != padded_vocab_size(
+        config.vocab_size, recipe.efficiency.vocab_multiple
+    ):
+        raise CheckpointError(
+            f"{newest} was made with efficiency.vocab_multiple {multiple}, and its optimizer state "
+            f"does not fit {recipe.efficiency.vocab_multiple}: set it back"
+        )
+    names = _contradictions(recipe, config)
+    if names and started_from is None:
+        raise CheckpointError(
+            f"{newest} can't be resumed with another model: {', '.join(names)} changed "
+            "(choose another run.dir for a new run)"
+        )
+    if names:
+        tell(f"warning: the model is that of {started_from}; not used: {', '.join(names)}")
+    return config
+
+
+def _starting_model(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    init_from: str | Path,
+    new_rows: str,
+    tell: Callable[[str], None],
+) -> Model:
+    """The model of --init-from, which brings its own config, with room for the tokens that the
+    data's tokenizer has beyond its own."""
+    multiple = recipe.efficiency.vocab_multiple
+    folder = resolve_model_folder(init_from)
+    loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
+    for note in training_notes(folder):
+        tell(f"warning: {note}")
+    old = loaded.tokenizer
+    if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
+        now = tokenizer.vocab_size
+        if recipe.preference is not None:
+            raise ConfigError(
+                f"{init_from} has never seen the {now - old.vocab_size} tokens that the data's "
+                "tokenizer has beyond its own: teach it to answer with them first (data.kind chat)"
+            )
+        if recipe.lora is not None:
+            raise ConfigError(
+                f"lora freezes the embedding, so the {now - old.vocab_size} tokens that the "
+                f"data's tokenizer has beyond that of {init_from} could not be learned: train all "
+                "weights (without the lora section) first"
+            )
+        # A tokenizer may have tokens that its model never had rows for.
+        before = min(old.vocab_size, loaded.model.config.vocab_size)
+        copied_from = _copied_token(new_rows, old)
+        if copied_from is not None and copied_from >= before:
+            raise ConfigError(
+                f"new rows '{new_rows}': {init_from} has no row for that token to copy"
+            )
+        grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
+        rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
+        tell(f"{now - before} new tokens start from {rows} in the embedding and the head")
+    else:
+        _require_fitting_start(loaded, tokenizer, init_from)
+    names = _contradictions(recipe, loaded.model.config)
+    if names:
+        tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
+    return loaded.model
+
+
+def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
+    """The id that `new_rows` ("mean" or "copy:TOKEN") names; None for the mean.
+
+    Raises:
+        ConfigError: it is neither, or there is no such token.
+    """
+    if new_rows == "mean":
+        return None
+    kind, _, token = new_rows.partition(":")
+    token_id = tokenizer.backend.token_to_id(token) if kind == "copy" else None
+    if token_id is None:
+        raise ConfigError(
+            f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
+        )
+    return token_id
+
+
+def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """The `model.` keys that the recipe sets to something else than `config` has."""
+    if recipe.model is None:
+        return []
+    found = changed_keys(recipe.model.model_dump(), config.model_dump())
+    given = recipe.model.model_fields_set - (
+        {"vocab_size"} if not recipe.model.vocab_size else set()
+    )
+    return [f"model.{name}" for name in found if name in given or name == "model_type"]
+
+
+def _require_fitting_start(
+    loaded: LoadedModel, tokenizer: Tokenizer, init_from: str | Path
+) -> None:
+    if loaded.tokenizer is not None and loaded.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"the data was prepared with another tokenizer than that of {init_from}: "
+            f"prepare it with --tokenizer {loaded.folder}, or with one that "
+            "`firstlight tokenizer extend` made of it"
+        )
+    if tokenizer.vocab_size > loaded.model.config.vocab_size:
+        raise DataError(
+            f"the data's tokenizer has {tokenizer.vocab_size} tokens, more than the "
+            f"{loaded.model.config.vocab_size} of {init_from}"
+        )
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that only one has."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
