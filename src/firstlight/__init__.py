@@ -17,97 +17,71 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from firstlight.conversion.convert import Conversion, convert
-    from firstlight.data.chat import ChatOptions, prepare_chat
-    from firstlight.data.corpus import TokenDataset
-    from firstlight.data.prepare import prepare
-    from firstlight.errors import FirstlightError
-    from firstlight.evaluation.perplexity import Evaluation, evaluate
-    from firstlight.evaluation.results import TaskResult
-    from firstlight.evaluation.tasks import evaluate_tasks
-    from firstlight.generation.chat import ChatSession
-    from firstlight.generation.config import SamplingConfig
-    from firstlight.generation.continuation import Generation
-    from firstlight.generation.engine import GenerationStream, generate, generate_batch, load
-    from firstlight.planner.memory.module import plan_module
-    from firstlight.recipe import Recipe, load_recipe
-    from firstlight.report.report import draw_report
-    from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
-    from firstlight.training.loop import TrainResult, train
-    from firstlight.weights.huggingface import LoadedModel
+    # `as` makes each name public for type checkers.
+    from firstlight.conversion.convert import Conversion as Conversion
+    from firstlight.conversion.convert import convert as convert
+    from firstlight.data.chat import ChatOptions as ChatOptions
+    from firstlight.data.chat import prepare_chat as prepare_chat
+    from firstlight.data.corpus import TokenDataset as TokenDataset
+    from firstlight.data.prepare import prepare as prepare
+    from firstlight.errors import FirstlightError as FirstlightError
+    from firstlight.evaluation.perplexity import Evaluation as Evaluation
+    from firstlight.evaluation.perplexity import evaluate as evaluate
+    from firstlight.evaluation.results import TaskResult as TaskResult
+    from firstlight.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from firstlight.generation.chat import ChatSession as ChatSession
+    from firstlight.generation.config import SamplingConfig as SamplingConfig
+    from firstlight.generation.continuation import Generation as Generation
+    from firstlight.generation.engine import GenerationStream as GenerationStream
+    from firstlight.generation.engine import generate as generate
+    from firstlight.generation.engine import generate_batch as generate_batch
+    from firstlight.generation.engine import load as load
+    from firstlight.planner.memory.module import plan_module as plan_module
+    from firstlight.recipe import Recipe as Recipe
+    from firstlight.recipe import load_recipe as load_recipe
+    from firstlight.report.report import draw_report as draw_report
+    from firstlight.tokenizer import TextStream as TextStream
+    from firstlight.tokenizer import Tokenizer as Tokenizer
+    from firstlight.tokenizer import train_tokenizer as train_tokenizer
+    from firstlight.training.loop import TrainResult as TrainResult
+    from firstlight.training.loop import train as train
+    from firstlight.weights.huggingface import LoadedModel as LoadedModel
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ChatOptions",
-    "ChatSession",
-    "Conversion",
-    "Evaluation",
-    "FirstlightError",
-    "Generation",
-    "GenerationStream",
-    "LoadedModel",
-    "Recipe",
-    "SamplingConfig",
-    "TaskResult",
-    "TextStream",
-    "TokenDataset",
-    "Tokenizer",
-    "TrainResult",
-    "convert",
-    "draw_report",
-    "evaluate",
-    "evaluate_tasks",
-    "generate",
-    "generate_batch",
-    "load",
-    "load_recipe",
-    "plan_module",
-    "prepare",
-    "prepare_chat",
-    "train",
-    "train_tokenizer",
-]
-
-_HOMES = {
-    "ChatOptions": "data.chat",
-    "ChatSession": "generation.chat",
-    "Conversion": "conversion.convert",
-    "Evaluation": "evaluation.perplexity",
-    "FirstlightError": "errors",
-    "Generation": "generation.continuation",
-    "GenerationStream": "generation.engine",
-    "LoadedModel": "weights.huggingface",
-    "Recipe": "recipe",
-    "SamplingConfig": "generation.config",
-    "TaskResult": "evaluation.results",
-    "TextStream": "tokenizer",
-    "TokenDataset": "data.shards",
-    "Tokenizer": "tokenizer",
-    "TrainResult": "training.loop",
-    "convert": "conversion.convert",
-    "draw_report": "report.report",
-    "evaluate": "evaluation.perplexity",
-    "evaluate_tasks": "evaluation.tasks",
-    "generate": "generation.engine",
-    "generate_batch": "generation.engine",
-    "load": "generation.engine",
-    "load_recipe": "recipe",
-    "plan_module": "planner.memory.module",
-    "prepare": "data.prepare",
-    "prepare_chat": "data.chat",
-    "train": "training.loop",
-    "train_tokenizer": "tokenizer",
+#: The public names, by the module that each is imported from when it is first used.
+_PUBLIC = {
+    "conversion.convert": ["Conversion", "convert"],
+    "data.chat": ["ChatOptions", "prepare_chat"],
+    "data.corpus": ["TokenDataset"],
+    "data.prepare": ["prepare"],
+    "errors": ["FirstlightError"],
+    "evaluation.perplexity": ["Evaluation", "evaluate"],
+    "evaluation.results": ["TaskResult"],
+    "evaluation.tasks": ["evaluate_tasks"],
+    "generation.chat": ["ChatSession"],
+    "generation.config": ["SamplingConfig"],
+    "generation.continuation": ["Generation"],
+    "generation.engine": ["GenerationStream", "generate", "generate_batch", "load"],
+    "planner.memory.module": ["plan_module"],
+    "recipe": ["Recipe", "load_recipe"],
+    "report.report": ["draw_report"],
+    "tokenizer": ["TextStream", "Tokenizer", "train_tokenizer"],
+    "training.loop": ["TrainResult", "train"],
+    "weights.huggingface": ["LoadedModel"],
 }
+_MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'firstlight' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"firstlight.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *__all__])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import subprocess
@@ -43,6 +44,17 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 def test_the_public_names_are_sorted_and_each_once() -> None:
     assert firstlight.__all__ == sorted(set(firstlight.__all__))
     assert set(firstlight.__all__) <= set(dir(firstlight))
+
+
+def test_type_checkers_and_imports_find_the_public_names_in_the_same_modules() -> None:
+    tree = ast.parse(inspect.getsource(firstlight))
+    for_type_checkers = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("firstlight.")
+        for alias in node.names
+    }
+    assert for_type_checkers == firstlight._MODULES
 
 
 def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
