@@ -947,7 +947,7 @@ MUTANTS = [
     ),
     Mutant(
         "peak of memory from before",
-        "firstlight/bench/planner_measure.py",
+        "firstlight/bench/memory.py",
         "        torch.cuda.reset_peak_memory_stats(device)\n",
         "",
         (_FAKE_RANKS + "a_peak_is_measured_from_where_it_begins",),

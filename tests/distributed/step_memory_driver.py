@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.bench.planner_measure import measured_memory
+from firstlight.bench.memory import measured_memory
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import is_sharded

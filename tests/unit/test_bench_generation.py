@@ -17,6 +17,7 @@ from firstlight.bench.generation import (
     draw,
     summarize,
 )
+from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
 from firstlight.generation.config import SamplingConfig
@@ -60,13 +61,12 @@ def test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn() -> Non
         return {"load_seconds": 1.0, "peak_bytes": 7, "batches": [batch]}
 
     rows = [row for row in ROWS if row.name in (REFERENCE, "fp32", "bf16")]
-    replies = {
-        REFERENCE: [reply(10, 12, 11), reply(20, 20, 20)],
-        "fp32": [reply(22, 22, 80), reply(30, 30, 30)],
-        "bf16": [{"error": {"type": "Failed", "message": "no memory"}}],
+    outcomes = {
+        REFERENCE: RowOutcome(runs=[reply(10, 12, 11), reply(20, 20, 20)]),
+        "fp32": RowOutcome(runs=[reply(22, 22, 80), reply(30, 30, 30)]),
+        "bf16": RowOutcome(problem="no memory"),
     }
-    head = {"machine": {"copy_bytes_per_second": 1e6}}
-    base, fp32, bf16 = summarize(rows, replies, head, GPT2)
+    base, fp32, bf16 = summarize(rows, outcomes, 1e6, GPT2)
     assert base["batches"][0]["speed_ratio"] == 1
     batch = fp32["batches"][0]
     assert batch["tokens_per_second"] == 26

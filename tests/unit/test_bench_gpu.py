@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import gpu
+from firstlight.bench.calls import Call, Results, Row, order, run_rows
+from firstlight.bench.corpus import ShardRows, open_rows
 from firstlight.bench.gpu import GPUBench, bench_gpu, report
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
-from firstlight.bench.methods_data import ShardRows, open_rows
-from firstlight.bench.methods_rows import find_model
-from firstlight.bench.runner import Call, Outcome, Results, Row, order, run_rows
+from firstlight.bench.models import find_model
+from firstlight.bench.runner import RowOutcome
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import find_hardware
@@ -28,7 +29,7 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 
-_GPU = Machine(
+_GPU = BenchMachine(
     device="cuda",
     dry=False,
     name="NVIDIA H100 80GB HBM3",
@@ -97,7 +98,7 @@ def test_the_next_call_goes_on_from_the_file_alone(tmp_path: Path) -> None:
     first = World()
     left = run_rows(rows, Results(tmp_path), first.call(tmp_path, minutes=3))
     assert first.asked == ["a", "b", "a"]
-    assert [(job.row.name, job.turn) for job in left] == [("b", 1)]
+    assert [(job.row.name, job.number) for job in left] == [("b", 1)]
     second, results = World(), Results.read(tmp_path)
     assert run_rows(rows, results, second.call(tmp_path, minutes=3)) == []
     assert second.asked == ["b"]
@@ -151,7 +152,7 @@ def test_a_row_that_the_end_of_a_call_cuts_off_is_expected_to_take_longer(tmp_pa
     left = run_rows(rows, results, world.call(tmp_path, minutes=1.5))
     assert [job.row.name for job in left] == ["slow"]
     assert results.outcomes["p"]["slow"].problem == ""
-    assert results.outcomes["p"]["slow"].expected_seconds(rows["p"][0]) == 1.5 * 85
+    assert results.outcomes["p"]["slow"].expected_seconds(50) == 1.5 * 85
     assert run_rows(rows, Results.read(tmp_path), world.call(tmp_path, minutes=2)) != []
     assert run_rows(rows, Results.read(tmp_path), world.call(tmp_path, minutes=9)) == []
     assert world.asked == ["slow", "slow"]
@@ -189,7 +190,7 @@ def test_calls_keep_their_minutes_and_end_with_every_row_or_a_row_too_long(
             break
     for job in left:
         outcome = results.outcomes["p"][job.row.name]
-        assert outcome.expected_seconds(job.row) > 60 * minutes - 5
+        assert outcome.expected_seconds(job.row.seconds) > 60 * minutes - 5
     left_over = {job.row.name for job in left}
     for row in rows:
         outcome = results.outcomes["p"][row.name]
@@ -225,11 +226,11 @@ _OTHER = Part("other", "Another", "Another is measured.", lambda _: [], _page)
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[BenchMachine], None]:
     """Sets the machine; the parts are the toy's."""
     monkeypatch.setattr(gpu, "PARTS", (_TOY, _OTHER))
 
-    def use(machine: Machine) -> None:
+    def use(machine: BenchMachine) -> None:
         def ask(module: str, *_: object) -> dict[str, Any]:
             assert module == "firstlight.bench.gpu_machine"
             return machine.to_json()
@@ -239,7 +240,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
     return use
 
 
-def test_a_call_says_what_came_of_it(tmp_path: Path, toy: Callable[[Machine], None]) -> None:
+def test_a_call_says_what_came_of_it(tmp_path: Path, toy: Callable[[BenchMachine], None]) -> None:
     toy(_GPU)
     result = bench_gpu(GPUBench(tmp_path, parts=["toy"]), World().measure)
     assert (result["measured"], result["rows"]) == (1, 4)
@@ -248,13 +249,13 @@ def test_a_call_says_what_came_of_it(tmp_path: Path, toy: Callable[[Machine], No
     assert result["left"] == ["toy: never"]
     assert result["left_seconds"] == 10_000
     kept = Results.read(tmp_path)
-    assert Machine.from_json(kept.machine) == _GPU
+    assert BenchMachine.from_json(kept.machine) == _GPU
     assert [call["turns"] for call in kept.calls] == [2]
 
 
 @pytest.mark.parametrize("other", [{"name": "NVIDIA H200"}, {"dry": True, "device": "cpu"}])
 def test_results_of_another_machine_are_refused(
-    other: Mapping[str, Any], tmp_path: Path, toy: Callable[[Machine], None]
+    other: Mapping[str, Any], tmp_path: Path, toy: Callable[[BenchMachine], None]
 ) -> None:
     toy(_GPU)
     bench_gpu(GPUBench(tmp_path), World().measure)
@@ -263,7 +264,9 @@ def test_results_of_another_machine_are_refused(
         bench_gpu(GPUBench(tmp_path), World().measure)
 
 
-def test_what_can_not_be_meant_is_refused(tmp_path: Path, toy: Callable[[Machine], None]) -> None:
+def test_what_can_not_be_meant_is_refused(
+    tmp_path: Path, toy: Callable[[BenchMachine], None]
+) -> None:
     toy(_GPU)
     with pytest.raises(ConfigError, match=r"part 'toys' is unknown \(did you mean 'toy'\?\)"):
         bench_gpu(GPUBench(tmp_path, parts=["toys"]), World().measure)
@@ -274,7 +277,7 @@ def test_what_can_not_be_meant_is_refused(tmp_path: Path, toy: Callable[[Machine
 
 
 def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
-    tmp_path: Path, toy: Callable[[Machine], None]
+    tmp_path: Path, toy: Callable[[BenchMachine], None]
 ) -> None:
     toy(_GPU)
     bench_gpu(GPUBench(tmp_path), World().measure)
@@ -296,7 +299,7 @@ def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
 
 
 def test_figures_of_a_dry_run_do_not_get_into_the_docs(
-    tmp_path: Path, toy: Callable[[Machine], None]
+    tmp_path: Path, toy: Callable[[BenchMachine], None]
 ) -> None:
     toy(replace(_GPU, dry=True, device="cpu"))
     bench_gpu(GPUBench(tmp_path, dry=True), World().measure)
@@ -345,7 +348,7 @@ def test_the_command_line_refuses_in_one_line(
 
 
 def test_an_outcome_puts_the_numbers_of_its_turns_together() -> None:
-    outcome = Outcome(runs=[{"a": [1.0, 2.0], "b": 5.0}, {"a": [6.0]}])
+    outcome = RowOutcome(runs=[{"a": [1.0, 2.0], "b": 5.0}, {"a": [6.0]}])
     assert outcome.values("a") == [1.0, 2.0, 6.0]
     assert outcome.median("a") == 2.0
     assert outcome.median("b") == 5.0
@@ -367,7 +370,7 @@ def _training(rates: Mapping[str, Sequence[float]], **machine: Any) -> Findings:
     used = replace(_GPU, **machine)
     outcomes = {
         "training": {
-            name: Outcome(
+            name: RowOutcome(
                 runs=[
                     {
                         "step_seconds": [1000 / rate],
@@ -381,7 +384,7 @@ def _training(rates: Mapping[str, Sequence[float]], **machine: Any) -> Findings:
             )
             for name, these in rates.items()
         },
-        "ceilings": {"bf16": Outcome(runs=[{"ceiling": 8e14}])},
+        "ceilings": {"bf16": RowOutcome(runs=[{"ceiling": 8e14}])},
     }
     return Findings(used, outcomes, {"training": TRAINING.rows(used)})
 
@@ -430,7 +433,7 @@ def test_the_page_of_the_run_shows_its_curve_and_its_report(tmp_path: Path) -> N
         "diverged": False,
     }
     (row,) = RUN.rows(_GPU)
-    outcomes = {"run": {row.name: Outcome(runs=[run])}}
+    outcomes = {"run": {row.name: RowOutcome(runs=[run])}}
     page = RUN.page(Findings(_GPU, outcomes, {"run": [row]}, tmp_path))
     assert "410,000 tokens/s; lowest validation loss 3.500, 1.250 bits per byte, at step 100" in (
         page.summary

@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.bench.gpu_bert import GUIDE_PART
-from firstlight.bench.gpu_bert_once import predict_bert
-from firstlight.bench.gpu_cases import GPUCase, gpu_grid, model_values
-from firstlight.bench.gpu_generation import GENERATION
-from firstlight.bench.gpu_generation_once import gpu_generation_once
+from firstlight.bench.gpu_generation import GENERATION, measure_generation
+from firstlight.bench.gpu_guide import GUIDE_PART, predict_bert
 from firstlight.bench.gpu_ladder import LADDER, MEMORY_GOAL, Ladder, Rung, ladders
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Part
-from firstlight.bench.gpu_planner import FIRST, fit_speed, memory_results
-from firstlight.bench.gpu_planner_page import PLANNER
-from firstlight.bench.gpu_predictions import packed, predict_case, predicting, unpacked
-from firstlight.bench.gpu_steps_once import gpu_steps_once
-from firstlight.bench.runner import Outcome
+from firstlight.bench.gpu_planner import FIRST, PLANNER, fit_speed, memory_results
+from firstlight.bench.models import model_values
+from firstlight.bench.planner_cases import PlannerCase, gpu_grid
+from firstlight.bench.planner_predictions import packed, predict_case, predicting, unpacked
+from firstlight.bench.planner_steps import planner_steps
+from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.planner.memory.kernels import cuda_target
@@ -31,24 +29,26 @@ from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
 
 _PACKAGES = {"transformers": "5.17", "accelerate": "1.0", "bitsandbytes": "0.50"}
-H200 = Machine(
+H200 = BenchMachine(
     "cuda", False, "NVIDIA H200", 143771 * 2**20, True, (9, 0), torch="2.11.0", packages=_PACKAGES
 )
-DRY = Machine("cpu", True, "a processor", 2**34, True, packages=_PACKAGES)
+DRY = BenchMachine("cpu", True, "a processor", 2**34, True, packages=_PACKAGES)
 BARE = dataclasses.replace(H200, packages={})
 
 PARTS = (LADDER, PLANNER, GENERATION, GUIDE_PART)
 
 
-def _findings(part: Part, machine: Machine, runs: dict[str, Any], folder: Path) -> Findings:
+def _findings(part: Part, machine: BenchMachine, runs: dict[str, Any], folder: Path) -> Findings:
     """Results of some of a part's rows, one run each."""
-    outcomes = {part.name: {name: Outcome(runs=[run]) for name, run in runs.items()}}
+    outcomes = {part.name: {name: RowOutcome(runs=[run]) for name, run in runs.items()}}
     return Findings(machine, outcomes, {part.name: part.rows(machine)}, folder)
 
 
 @pytest.mark.parametrize("machine", [H200, DRY, BARE])
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_rows_have_names_of_their_own_and_fit_into_a_call(part: Part, machine: Machine) -> None:
+def test_rows_have_names_of_their_own_and_fit_into_a_call(
+    part: Part, machine: BenchMachine
+) -> None:
     rows = part.rows(machine)
     assert len({row.name for row in rows}) == len(rows) > 0
     assert all(row.seconds < 200 for row in rows)
@@ -77,7 +77,7 @@ def test_the_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -> No
     assert asked == {case.name for case in gpu_grid()}
 
 
-def _gpu_cases() -> list[GPUCase]:
+def _gpu_cases() -> list[PlannerCase]:
     rungs = [case for ladder, _ in ladders(H200) for _, case, _ in ladder.cases(H200)]
     return [*gpu_grid(), *rungs]
 
@@ -119,11 +119,11 @@ def test_a_rung_without_its_package_is_not_part_of_the_next_ones() -> None:
 
 
 def test_steps_are_measured_and_predicted_and_what_fails_is_a_result() -> None:
-    good = GPUCase("tiny-gpt2", 2, 64, {"efficiency.loss_chunk_tokens": 32})
-    wrong = GPUCase("tiny-gpt2", 2, 64, {"efficiency.optimizer_in_backward": True})
+    good = PlannerCase("tiny-gpt2", 2, 64, {"efficiency.loss_chunk_tokens": 32})
+    wrong = PlannerCase("tiny-gpt2", 2, 64, {"efficiency.optimizer_in_backward": True})
     cases = [case.request("cpu") for case in (good, wrong)]
     request = {"cases": cases, "device": "cpu", "steps": 2, "seconds": 1.0, "target": None}
-    first, second = gpu_steps_once(request)["cases"]
+    first, second = planner_steps(request)["cases"]
     assert first["reason"] == ""
     assert first["predicted_bytes"] == pytest.approx(first["peak_bytes"], rel=0.01)
     assert first["tokens_a_step"] == 128
@@ -136,7 +136,7 @@ def test_steps_are_measured_and_predicted_and_what_fails_is_a_result() -> None:
 
 
 def test_a_prediction_that_fails_costs_nothing_else() -> None:
-    case = GPUCase("tiny-gpt2", 1, 32).request("cpu")
+    case = PlannerCase("tiny-gpt2", 1, 32).request("cpu")
     wrong = {**case, "kind": "generation", "generation": None}
     calls: list[Any] = [(predict_case, (case, None)), (predict_case, (wrong, None))]
     with predicting(calls, beside=False) as predictions:
@@ -145,7 +145,7 @@ def test_a_prediction_that_fails_costs_nothing_else() -> None:
     assert second["prediction_problem"]
 
 
-def _case_result(case: GPUCase, peak: int, predicted: int, **more: Any) -> dict[str, Any]:
+def _case_result(case: PlannerCase, peak: int, predicted: int, **more: Any) -> dict[str, Any]:
     return {
         "name": case.name,
         "kind": case.kind,
@@ -162,9 +162,9 @@ def _case_result(case: GPUCase, peak: int, predicted: int, **more: Any) -> dict[
     }
 
 
-def _planner_runs(machine: Machine) -> dict[str, Any]:
+def _planner_runs(machine: BenchMachine) -> dict[str, Any]:
     """Peaks as predicted, and steps as slow as a GPU with other shares has them."""
-    tiny = GPUCase("tiny-gpt2", 1, 32).request("cpu")
+    tiny = PlannerCase("tiny-gpt2", 1, 32).request("cpu")
     operators = predict_case(tiny, None)["operators"]
     runs: dict[str, Any] = {}
     known = {case.name: case for case in gpu_grid()}
@@ -295,7 +295,7 @@ def test_programs_continue_alike_on_the_same_weights() -> None:
     request = dict(GENERATION.rows(DRY)[0].request) | {"batch_sizes": [2], "turns": 1}
     # With a tied head, random weights repeat the last token, whatever the layers hold.
     request["model"] = model_values("tiny-llama") | {"tie_word_embeddings": False}
-    found = gpu_generation_once(request)
+    found = measure_generation(request)
     texts = {name: one["batches"][0]["token_ids"] for name, one in found["programs"].items()}
     assert len(texts) == 3
     assert len(set(texts["firstlight"])) > 1

@@ -22,36 +22,43 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import forked, methods, methods_run
+from firstlight.bench import methods
+from firstlight.bench.corpus import Tokens, write_tokens
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
-from firstlight.bench.methods import MethodsBench, choose_rows, make_plan, summarize
-from firstlight.bench.methods_data import Tokens, write_tokens
-from firstlight.bench.methods_draw import draw
-from firstlight.bench.methods_once import main as main_once
-from firstlight.bench.methods_once import methods_once
+from firstlight.bench.methods import (
+    TIME_IS_UP,
+    MethodRuns,
+    MethodsBench,
+    MethodsWork,
+    child_environment,
+    choose_rows,
+    tables_of,
+)
 from firstlight.bench.methods_rows import (
-    MODELS,
+    ALONE,
+    LADDER,
     PLAIN,
-    SMALL,
-    Row,
+    MethodOutcome,
+    MethodRow,
     accumulation,
     alone_rows,
     changes_up_to,
-    find_model,
+    draw,
     ladder_rows,
     larger_batch,
     plain_recipe,
-    recipe_of,
+    summarize,
     why_skipped,
 )
-from firstlight.bench.methods_run import ALONE, LADDER, TIME_IS_UP, Outcome, Runner, Work
-from firstlight.cli.bench import bench_group
-from firstlight.cli.bench_methods import methods_command
+from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
+from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
+from firstlight.bench.steps import StepsPlan, plan_steps
+from firstlight.bench.training_once import training_once
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import Hardware
 from firstlight.models import GPT2Config
-from firstlight.recipe import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
@@ -82,13 +89,25 @@ def tokens(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def work(tokens: Path) -> Work:
+def work(tokens: Path) -> MethodsWork:
     """Two steps of the tiny model, one of them timed."""
     plain = plain_recipe(_TINY, "cpu", 16, 4)
-    return Work(plain, tokens, tokens.parent / "caches", steps=1, warmup_steps=1, deadline=None)
+    return MethodsWork(
+        plain, tokens, tokens.parent / "caches", steps=1, warmup_steps=1, deadline=None
+    )
 
 
-def all_rows(hardware: Hardware) -> list[Row]:
+def parsed(plain: Mapping[str, Any], changes: Mapping[str, Any]) -> ResolvedRecipe:
+    return parse_resolved_recipe(changed_recipe(plain, changes))
+
+
+def plan_of(bench: MethodsBench) -> StepsPlan:
+    plan = plan_steps(bench, "bench methods")
+    assert tables_of(bench, plan)
+    return plan
+
+
+def all_rows(hardware: Hardware) -> list[MethodRow]:
     return [*alone_rows(4, 16, hardware), *ladder_rows(4, 16, hardware)[1:]]
 
 
@@ -104,7 +123,7 @@ def test_every_row_is_a_recipe_that_training_takes(name: str, hardware: Hardware
     every += [(row, changes_up_to(ladder, rung, ())) for rung, row in enumerate(ladder)]
     refused = []
     for row, changes in every:
-        recipe = recipe_of(plain, changes)
+        recipe = parsed(plain, changes)
         assert recipe.batch.accumulation(256) >= 1
         if why_skipped(row, hardware, 8, quick=False):
             continue
@@ -124,13 +143,13 @@ def test_rows_have_names_of_their_own(hardware: Hardware) -> None:
 
 
 def test_plain_is_without_any_method() -> None:
-    recipe = recipe_of(plain_recipe(find_model(SMALL), "cpu", 256, 8), PLAIN.changes)
+    recipe = parsed(plain_recipe(find_model(SMALL), "cpu", 256, 8), PLAIN.changes)
     efficiency = recipe.efficiency
     assert (efficiency.precision, efficiency.attention) == ("fp32", "plain")
     assert (recipe.optimizer.name, recipe.optimizer.implementation) == ("adamw", "for-loop")
     assert recipe.batch.accumulation(256) == 1
-    assert efficiency.compile is False
-    chosen = {"precision", "attention", "compile"}
+    assert (efficiency.compile, efficiency.loss_chunk_tokens) == (False, 0)
+    chosen = {"precision", "attention", "compile", "loss_chunk_tokens"}
     rest = efficiency.model_dump(exclude=chosen)
     assert rest == Recipe.model_fields["efficiency"].default.model_dump(exclude=chosen)
 
@@ -150,7 +169,7 @@ def test_accumulation_keeps_the_rows_a_step_and_the_larger_batch_doubles_them(ro
 def test_the_ladder_is_in_the_order_of_the_guides() -> None:
     plain = plain_recipe(find_model("gpt2-124m"), "cpu", 1024, 4)
     ladder = ladder_rows(4, 1024, _CPU)
-    top = recipe_of(plain, changes_up_to(ladder, 8, ()))
+    top = parsed(plain, changes_up_to(ladder, 8, ()))
     assert [row.name for row in ladder] == (
         "plain +accumulation +checkpointing +bf16 +fused-optimizer +sdpa +compile +chunked-loss "
         "+vocab-64 +larger-batch"
@@ -165,7 +184,7 @@ def test_the_ladder_is_in_the_order_of_the_guides() -> None:
         "vocab_multiple": 64,
         "compile": True,
     }
-    largest = recipe_of(plain, changes_up_to(ladder, 9, ()))
+    largest = parsed(plain, changes_up_to(ladder, 9, ()))
     assert (largest.batch.micro_batch_size, largest.batch.accumulation(1024)) == (8, 1)
     assert largest.efficiency == top.efficiency
 
@@ -215,10 +234,10 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
 
 
 def test_the_defaults_are_gpt2_and_those_of_quick_a_small_model() -> None:
-    plan = make_plan(MethodsBench(device="cpu"))
+    plan = plan_of(MethodsBench(device="cpu"))
     assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
     assert (plan.steps, plan.repeats) == (4, 3)
-    quick = make_plan(MethodsBench(device="cpu", quick=True, steps=2))
+    quick = plan_of(MethodsBench(device="cpu", quick=True, steps=2))
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == (SMALL, 256, 2, 1)
 
 
@@ -226,7 +245,7 @@ def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
     model: Path, tmp_path: Path
 ) -> None:
     assert find_model(str(model)) == _TINY
-    plan = make_plan(MethodsBench(model=str(model), device="cpu"))
+    plan = plan_of(MethodsBench(model=str(model), device="cpu"))
     assert plan.seq_len == _TINY.max_position_embeddings
     path = tmp_path / "open.yml"
     path.write_text("data: {dir: x}\nmodel: {model_type: gpt2}\n", encoding="utf-8")
@@ -248,7 +267,7 @@ def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(MethodsBench(**({"device": "cpu"} | options)))
+        plan_of(MethodsBench(**({"device": "cpu"} | options)))
 
 
 def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -341,9 +360,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def request_of(work: Work, changes: Mapping[str, Any]) -> dict[str, Any]:
+def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "recipe": recipe_of(work.plain, changes).model_dump(),
+        "program": "firstlight",
+        "resolved": True,
+        "recipe": parsed(work.plain, changes).model_dump(),
         "data": str(work.data),
         "warmup_steps": 2,
         "steps": 3,
@@ -352,41 +373,38 @@ def request_of(work: Work, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: Work) -> None:
+def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: MethodsWork) -> None:
     rows = {row.name: row for row in all_rows(_CPU)}
-    plain = methods_once(request_of(work, {}))
+    plain = training_once(request_of(work, {}))
     assert len(plain["losses"]) == 5
     assert len(plain["step_seconds"]) == 3
     assert plain["losses"][-1] < plain["losses"][0]
     for name in ("accumulation", "checkpointing-full", "fused", "sdpa", "chunked-loss", "vocab-64"):
-        losses = methods_once(request_of(work, rows[name].changes))["losses"]
+        losses = training_once(request_of(work, rows[name].changes))["losses"]
         assert losses == pytest.approx(plain["losses"], rel=2e-6), name
-    low = methods_once(request_of(work, rows["bf16"].changes))["losses"]
+    low = training_once(request_of(work, rows["bf16"].changes))["losses"]
     assert low == pytest.approx(plain["losses"], rel=2e-3)
     assert low != plain["losses"]
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: Work) -> None:
+def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: MethodsWork) -> None:
     arrays = safetensors.numpy.load_file(work.data)
     arrays["starts"] = np.arange(0, 3000, 7)
     work.data.write_bytes(safetensors.numpy.save(arrays))
     rows = {row.name: row for row in all_rows(_CPU)}
-    plain = methods_once(request_of(work, {}))["losses"]
+    plain = training_once(request_of(work, {}))["losses"]
     for name in ("larger-batch", "lora", "document-masking"):
-        losses = methods_once(request_of(work, rows[name].changes))["losses"]
+        losses = training_once(request_of(work, rows[name].changes))["losses"]
         assert losses != pytest.approx(plain, rel=2e-6), name
 
 
-def test_a_refused_recipe_is_a_result_and_not_a_traceback(
-    work: Work, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("firstlight.bench.methods_once._prefer_to_be_killed", lambda: None)
+def test_a_refused_recipe_is_a_result_and_not_a_traceback(work: MethodsWork) -> None:
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
-    main_once(json.dumps(request_of(work, changes)))
-    error = json.loads(capfd.readouterr().out)["error"]
-    assert error["type"] == "ConfigError"
-    assert "can't accumulate gradients" in error["message"]
+    environment = child_environment(False, work.caches)
+    found = ask("firstlight.bench.training_once", request_of(work, changes), environment)
+    assert found["error"]["type"] == "ConfigError"
+    assert "can't accumulate gradients" in found["error"]["message"]
 
 
 def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:
@@ -412,43 +430,52 @@ _RUN = {
 
 
 class FakeProcesses:
-    """Stands for `_run_process`: notes each request, and answers with what `answers` has for the
-    first changed key that it knows, else with a run."""
+    """Stands for `ask`: notes each request, and answers with what `answers` has for the first
+    changed key that it knows, else with a run."""
 
-    def __init__(self, answers: Mapping[tuple[str, Any], tuple[int, str, str]]) -> None:
+    def __init__(self, answers: Mapping[tuple[str, Any], dict[str, Any]]) -> None:
         self.answers = answers
         self.seen: list[tuple[dict[str, Any], Mapping[str, str]]] = []
 
     def __call__(
-        self, request: Mapping[str, Any], environment: Mapping[str, str], seconds: float | None
-    ) -> tuple[int, str, str]:
+        self,
+        module: str,
+        request: Mapping[str, Any],
+        environment: Mapping[str, str],
+        seconds: float | None,
+    ) -> dict[str, Any]:
+        assert module == "firstlight.bench.training_once"
         self.seen.append((request["recipe"], environment))
         for (name, value), answer in self.answers.items():
             section, key = name.split(".")
             if request["recipe"][section][key] == value:
                 return answer
-        return 0, f"a library's line\n{json.dumps(_RUN)}\n", ""
+        return _RUN
 
 
 def run_rows(
-    work: Work,
+    work: MethodsWork,
     monkeypatch: pytest.MonkeyPatch,
     processes: FakeProcesses,
-    tables: Mapping[str, list[Row]],
+    tables: Mapping[str, list[MethodRow]],
     repeats: int = 1,
-) -> Runner:
-    monkeypatch.setattr(methods_run, "_run_process", processes)
-    runner = Runner(tables, {})
-    runner.run(work, repeats, lambda: None)
-    return runner
+) -> MethodRuns:
+    monkeypatch.setattr(methods, "ask", processes)
+    runs = MethodRuns(tables)
+    runs.measure_all(work, repeats, lambda: None)
+    return runs
 
 
 def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
-    work: Work, monkeypatch: pytest.MonkeyPatch
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {
-        ALONE: [PLAIN, Row("accumulation", accumulation(4)), Row("huge", huge_pages=True)],
-        LADDER: [PLAIN, Row("+accumulation", accumulation(4))],
+        ALONE: [
+            PLAIN,
+            MethodRow("accumulation", accumulation(4)),
+            MethodRow("huge", huge_pages=True),
+        ],
+        LADDER: [PLAIN, MethodRow("+accumulation", accumulation(4))],
     }
     processes = FakeProcesses({})
     runner = run_rows(work, monkeypatch, processes, tables, repeats=2)
@@ -457,59 +484,56 @@ def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
         for recipe, environment in processes.seen
     ]
     assert shown == 2 * [(4, None), (1, None), (4, "1")]
-    assert runner.outcomes[ALONE, "accumulation"] is runner.outcomes[LADDER, "+accumulation"]
+    assert runner.outcomes[f"{ALONE}: accumulation"] is runner.outcomes[f"{LADDER}: +accumulation"]
     assert all(len(outcome.runs) == 2 for outcome in runner.outcomes.values())
 
 
 def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
-    work: Work, monkeypatch: pytest.MonkeyPatch
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ladder = ladder_rows(4, 16, _CPU)[:5]
     processes = FakeProcesses(
         {
-            ("efficiency.precision", "bf16"): (-signal.SIGKILL, "", ""),
-            ("efficiency.precision", "fp16"): (1, "", "Traceback\n  x\nMemoryError: no\n\n"),
+            ("efficiency.precision", "bf16"): error_of("Failed", "killed by signal 9"),
+            ("efficiency.precision", "fp16"): error_of("Failed", "MemoryError: no"),
         }
     )
-    tables = {ALONE: [PLAIN, Row("fp16", {"efficiency.precision": "fp16"})], LADDER: ladder}
+    tables = {ALONE: [PLAIN, MethodRow("fp16", {"efficiency.precision": "fp16"})], LADDER: ladder}
     runner = run_rows(work, monkeypatch, processes, tables, repeats=2)
-    killed, fp16 = runner.outcomes[LADDER, "+bf16"], runner.outcomes[ALONE, "fp16"]
-    assert (killed.problem, killed.failed) == (
-        "killed by signal 9: most likely out of memory",
-        True,
-    )
-    assert (fp16.problem, fp16.failed) == ("MemoryError: no", True)
+    killed, fp16 = runner.outcomes[f"{LADDER}: +bf16"], runner.outcomes[f"{ALONE}: fp16"]
+    assert (killed.problem, killed.refused) == ("killed by signal 9", False)
+    assert (fp16.problem, fp16.refused) == ("MemoryError: no", False)
     assert [recipe["efficiency"]["precision"] for recipe, _ in processes.seen].count("bf16") == 1
-    after = runner.outcomes[LADDER, "+fused-optimizer"]
+    after = runner.outcomes[f"{LADDER}: +fused-optimizer"]
     assert after.changes == {**ladder[1].changes, **ladder[2].changes, **ladder[4].changes}
     assert len(after.runs) == 2
 
 
 @pytest.mark.parametrize(
-    "kind, failed", [("ConfigError", False), ("MissingDependencyError", False), ("DataError", True)]
+    "kind, refused", [("ConfigError", True), ("MissingDependencyError", True), ("DataError", False)]
 )
 def test_a_refusal_is_no_failure(
-    work: Work, monkeypatch: pytest.MonkeyPatch, kind: str, failed: bool
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch, kind: str, refused: bool
 ) -> None:
-    answer = json.dumps({"error": {"type": kind, "message": "not here: use bf16"}})
-    processes = FakeProcesses({("efficiency.precision", "fp8"): (0, answer, "")})
-    tables = {ALONE: [PLAIN, Row("fp8", {"efficiency.precision": "fp8"})], LADDER: []}
-    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[ALONE, "fp8"]
-    assert (outcome.problem, outcome.failed) == ("not here: use bf16", failed)
+    answer = error_of(kind, "not here: use bf16")
+    processes = FakeProcesses({("efficiency.precision", "fp8"): answer})
+    tables = {ALONE: [PLAIN, MethodRow("fp8", {"efficiency.precision": "fp8"})], LADDER: []}
+    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[f"{ALONE}: fp8"]
+    assert (outcome.problem, outcome.refused) == ("not here: use bf16", refused)
 
 
 def test_keys_that_no_recipe_takes_are_a_refusal_too(
-    work: Work, monkeypatch: pytest.MonkeyPatch
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = {ALONE: [PLAIN, Row("x", {"optimizer.name": "adagrad"})], LADDER: []}
+    tables = {ALONE: [PLAIN, MethodRow("x", {"optimizer.name": "adagrad"})], LADDER: []}
     processes = FakeProcesses({})
-    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[ALONE, "x"]
+    outcome = run_rows(work, monkeypatch, processes, tables).outcomes[f"{ALONE}: x"]
     assert "optimizer.name" in outcome.problem
-    assert not outcome.failed
+    assert outcome.refused
     assert len(processes.seen) == 1
 
 
-def test_what_compiles_comes_last(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_compiles_comes_last(work: MethodsWork, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {ALONE: alone_rows(4, 16, _CPU), LADDER: ladder_rows(4, 16, _CPU)}
     processes = FakeProcesses({})
     run_rows(work, monkeypatch, processes, tables)
@@ -519,43 +543,38 @@ def test_what_compiles_comes_last(work: Work, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_when_the_time_is_over_nothing_more_is_started(
-    work: Work, monkeypatch: pytest.MonkeyPatch
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Work(
+    work = MethodsWork(
         work.plain, work.data, work.caches, steps=1, warmup_steps=1, deadline=time.monotonic()
     )
     processes = FakeProcesses({})
     runner = run_rows(work, monkeypatch, processes, {ALONE: [PLAIN], LADDER: []})
     assert processes.seen == []
-    assert runner.outcomes[ALONE, "plain"].problem == TIME_IS_UP
+    assert runner.outcomes[f"{ALONE}: plain"].problem == TIME_IS_UP
 
 
 def test_a_process_that_takes_too_long_is_ended(
-    work: Work, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n", encoding="ascii")
     stuck.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stuck))
-    with pytest.raises(TimeoutError):
-        methods_run._run_process({}, os.environ, 0.01)
+    assert ask("stub", {}, os.environ, 0.01)["error"]["type"] == "TimeoutError"
 
 
 def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
-    work: Work, one_thread: None
+    work: MethodsWork, one_thread: None
 ) -> None:
-    with forked.ForkServer(methods_run.child_environment(True, work.caches)) as server:
-        code, out, _ = server.run(request_of(work, {}), None)
-        assert code == 0
-        found = json.loads(out.splitlines()[-1])
-        assert found["losses"] == methods_once(request_of(work, {}))["losses"]
+    with ForkServer(child_environment(True, work.caches)) as server:
+        found = server.ask(request_of(work, {}), None)
+        assert found["losses"] == training_once(request_of(work, {}))["losses"]
         assert found["peak_bytes"] > 0
-        code, _, err = server.run({}, None)
-        assert (code, err.splitlines()[-1]) == (1, "KeyError: 'recipe'")
+        assert server.ask({}, None) == error_of("Failed", "KeyError: 'recipe'")
         endless = {**request_of(work, {}), "warmup_steps": 10**9}
-        with pytest.raises(TimeoutError):
-            server.run(endless, 0.01)
-        assert server.run(request_of(work, {}), None)[0] == 0
+        assert server.ask(endless, 0.01)["error"]["type"] == "TimeoutError"
+        assert "losses" in server.ask(request_of(work, {}), None)
         pid = server._server.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -564,7 +583,7 @@ def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
 def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the block's end is what raises
-        with forked.signals_waiting():
+        with signals_waiting():
             signal.raise_signal(signal.SIGINT)
             steps.append("started")
         steps.append("not reached")
@@ -577,11 +596,11 @@ def test_children_live_in_the_environment_of_training_but_for_what_the_person_ha
 ) -> None:
     for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
-    found = methods_run.child_environment(False, tmp_path)
+    found = child_environment(False, tmp_path)
     assert (found.get("THP_MEM_ALLOC_ENABLE"), found["GOMP_SPINCOUNT"]) == (None, "5000")
-    assert methods_run.child_environment(True, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert child_environment(True, tmp_path)["THP_MEM_ALLOC_ENABLE"] == "1"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert methods_run.child_environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"
+    assert child_environment(True, tmp_path)["GOMP_SPINCOUNT"] == "7"
 
 
 # The numbers.
@@ -594,18 +613,20 @@ _HEAD = {
 }
 
 
-def outcome_of(seconds: list[list[float]], peaks: list[int], changes: dict[str, Any]) -> Outcome:
+def outcome_of(
+    seconds: list[list[float]], peaks: list[int], changes: dict[str, Any]
+) -> MethodOutcome:
     runs = [
         {**_RUN, "step_seconds": steps, "peak_bytes": peak, "losses": [9.0, 3.0 + turn]}
         for turn, (steps, peak) in enumerate(zip(seconds, peaks, strict=True))
     ]
-    return Outcome(changes, runs=runs)
+    return MethodOutcome(changes=changes, runs=runs)
 
 
 def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> None:
     first = outcome_of([[2.0, 4.0, 2.0], [8.0, 2.0, 1.0], [2.0, 4.0, 8.0]], [100, 300, 200], {})
     other = outcome_of([[1.0]], [50], larger_batch(4))
-    plain, larger = summarize([(PLAIN, first), (Row("larger"), other)], _HEAD)
+    plain, larger = summarize([(PLAIN, first), (MethodRow("larger"), other)], _HEAD)
     # Steps of 1, 2, 2, 2, 2, 4, 4, 8 and 8 seconds, with 4 rows each.
     assert plain["samples_per_second"] == 2.0
     assert (plain["samples_per_second_min"], plain["samples_per_second_max"]) == (0.5, 4.0)
@@ -619,8 +640,8 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> N
 
 
 def test_without_the_first_row_there_are_no_ratios() -> None:
-    failed = Outcome({}, "killed", failed=True)
-    rows = [(PLAIN, failed), (Row("a"), outcome_of([[1.0]], [5], {})), (Row("b"), None)]
+    failed = MethodOutcome(problem="killed")
+    rows = [(PLAIN, failed), (MethodRow("a"), outcome_of([[1.0]], [5], {})), (MethodRow("b"), None)]
     plain, measured, waiting = summarize(rows, _HEAD)
     assert (plain["status"], plain["reason"]) == ("failed", "killed")
     assert (measured["speed_ratio"], measured["memory_ratio"]) == (None, None)
@@ -652,7 +673,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     model: Path, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bench_group.add_command(methods_command)
     out = tmp_path / "out"
     arguments = ["bench", "methods", "--model", str(model), "--rows", "bf16,tf32,+accumulation"]
     arguments += ["--steps", "2", "--repeats", "1", "--device", "cpu", "--out", str(out), "--json"]
@@ -691,11 +711,8 @@ esac
 
 _PROGRAM = """\
 import sys
-from firstlight.cli.bench import bench_group
-from firstlight.cli.bench_methods import methods_command
 from firstlight.cli.main import main
 
-bench_group.add_command(methods_command)
 sys.executable = sys.argv[1]
 sys.exit(main(sys.argv[2:]))
 """

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from firstlight.bench import planner_memory, planner_speed
-from firstlight.bench.planner_memory import Case, bench_memory, draw_memory, memory_grid, summary
+from firstlight.bench.planner_cases import PlannerCase
+from firstlight.bench.planner_memory import bench_memory, draw_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
-from firstlight.cli.bench_planner import planner_command
+from firstlight.cli.bench import planner_command
 from firstlight.recipe import parse_recipe
 
 
@@ -22,7 +23,7 @@ def test_the_grid_covers_what_was_promised() -> None:
     assert len(cases) >= 60
     assert len({case.name for case in cases}) == len(cases)
     assert {case.kind for case in cases} == {"training", "evaluation", "generation"}
-    recipes = [parse_recipe(case.recipe) for case in cases]
+    recipes = [parse_recipe(case.recipe()) for case in cases]
     assert {r.data.seq_len for r in recipes} >= {256, 512, 1024, 2048, 4096, 8192}
     assert {r.batch.rows for r in recipes} >= {1, 2, 4, 8, 32}
     assert {r.efficiency.precision for r in recipes} == {"fp32", "bf16", "bf16_params", "fp16"}
@@ -65,7 +66,7 @@ def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
     assert summary([{"name": "y", "reason": "it broke"}]) == {"count": 0, "failed": 1}
 
 
-def _some(*names: str) -> list[Case]:
+def _some(*names: str) -> list[PlannerCase]:
     cases = [case for case in memory_grid() if any(name in case.name for name in names)]
     assert len(cases) == len(names)
     return cases
@@ -87,8 +88,8 @@ def test_predictions_are_what_real_steps_take() -> None:
 
 
 def test_what_fails_is_a_result() -> None:
-    wrong = {**memory_grid()[0].recipe, "efficiency": {"optimizer_in_backward": True}}
-    (found,) = bench_memory([Case("wrong", "training", wrong)], lambda _: None)
+    wrong = PlannerCase("gpt2 small", 1, 256, {"efficiency": {"optimizer_in_backward": True}})
+    (found,) = bench_memory([wrong], lambda _: None)
     assert found["reason"].startswith("ConfigError: ")
 
 
@@ -104,7 +105,7 @@ def test_what_was_measured_is_said_and_written_at_once(
         assert json.loads(kept.read_text())["memory_summary"]["failed"] == 1
 
     def speed(_: object, on_row: Callable[..., None], **__: object) -> None:
-        on_row({"rows": [{"name": "z", "problem": "too slow"}]})
+        on_row({"rows": [{"name": "z", "problem": "too slow"}], "complete": False})
         found = json.loads(kept.read_text())
         assert len(found["memory"]) == 2
         assert found["speed"]["rows"][0]["name"] == "z"

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from firstlight.bench.runner import RowOutcome
 from firstlight.bench.scaling import ENGINES, ScalingBench, bench_scaling, draw, summarize
 from firstlight.errors import ConfigError
 
 
 def test_rows_are_powers_of_two_and_the_most() -> None:
-    assert ScalingBench(processes=1).rows() == [("none", 1)]
-    two = ScalingBench(processes=2, engines=["ddp", "hybrid"])
+    assert ScalingBench(nproc=1).rows() == [("none", 1)]
+    two = ScalingBench(nproc=2, engines=["ddp", "hybrid"])
     assert two.rows() == [("none", 1), ("ddp", 2)]
-    six = ScalingBench(processes=6, engines=["ddp", "hybrid"])
+    six = ScalingBench(nproc=6, engines=["ddp", "hybrid"])
     assert six.rows() == [
         ("none", 1),
         ("ddp", 2),
@@ -31,23 +32,23 @@ def test_values_that_can_not_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine .dpd. is unknown .did you mean .ddp."):
         ScalingBench(engines=["dpd"])
     with pytest.raises(ConfigError, match="processes is 0: at least 1 is needed"):
-        ScalingBench(processes=0)
+        ScalingBench(nproc=0)
 
 
-def _replies() -> dict[tuple[str, int], list[dict[str, Any]]]:
+def _outcomes() -> dict[tuple[str, int], RowOutcome]:
     one = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
     two = {"step_seconds": 0.8, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
     slow = {"step_seconds": 1.0, "alone_seconds": 0.5, "peak_bytes": [70, 95]}
     return {
-        ("none", 1): [one, one],
-        ("ddp", 2): [two, slow],
-        ("fsdp", 2): [{"error": "out of memory"}],
+        ("none", 1): RowOutcome(runs=[one, one]),
+        ("ddp", 2): RowOutcome(runs=[two, slow]),
+        ("fsdp", 2): RowOutcome(problem="out of memory"),
     }
 
 
 def test_figures_are_medians_over_the_turns() -> None:
     bench = ScalingBench(seq_len=10, micro_batch_size=4, accumulation=2)
-    none, ddp, fsdp = summarize(bench, _replies())
+    none, ddp, fsdp = summarize(bench, _outcomes())
     assert none["tokens_per_second"] == 160
     assert none["speedup"] == 1
     assert none["sharing_share"] is None
@@ -65,8 +66,11 @@ def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
     bench = ScalingBench(seq_len=10, micro_batch_size=4)
     one: dict[str, Any] = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
     two: dict[str, Any] = {"step_seconds": 0.4, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
-    replies = {("none", 1): [one], ("tensor", 2): [two], ("zero-2", 2): [two]}
-    _, tensor, zero = summarize(bench, replies)
+    outcomes = {
+        row: RowOutcome(runs=[run])
+        for row, run in ((("none", 1), one), (("tensor", 2), two), (("zero-2", 2), two))
+    }
+    _, tensor, zero = summarize(bench, outcomes)
     assert [row["tokens_per_second"] for row in (tensor, zero)] == [100, 200]
     assert [row["speedup"] for row in (tensor, zero)] == [1.25, 2.5]
     assert [row["sharing_share"] for row in (tensor, zero)] == pytest.approx([0.25, -0.5])
@@ -96,7 +100,7 @@ def test_two_processes_are_measured(tmp_path: Path, engines: list[str]) -> None:
     }
     recipe.write_text(json.dumps({"data": {"dir": "-"}, "model": model}), encoding="utf-8")
     bench = ScalingBench(
-        processes=2,
+        nproc=2,
         model=str(recipe),
         engines=engines,
         seq_len=16,

@@ -17,30 +17,34 @@ from click.testing import CliRunner
 from torch import nn
 
 from firstlight.bench import training
-from firstlight.bench.fresh_process import (
+from firstlight.bench.corpus import write_tokens
+from firstlight.bench.process import (
     answer,
     ask,
     plain_environment,
     training_environment,
 )
-from firstlight.bench.methods_data import write_tokens
-from firstlight.bench.reference_loops import (
+from firstlight.bench.reference_programs import (
     PlainGPT2,
     PlainLlama,
     autocast_loop,
     pure_bf16_loop,
 )
+from firstlight.bench.runner import RowOutcome
+from firstlight.bench.steps import plan_steps
 from firstlight.bench.training import (
     PROGRAMS,
     TrainingBench,
+    TrainingRow,
     bench_training,
     choose_programs,
-    make_plan,
+    draw,
+    summarize,
+    training_rows,
 )
 from firstlight.bench.training_once import training_once
-from firstlight.bench.training_report import Row, draw, summarize
 from firstlight.cli import main as cli_main
-from firstlight.cli.bench_training import training_command
+from firstlight.cli.bench import training_command
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
@@ -102,7 +106,7 @@ _HEAD = {
     "machine": {"ceilings": {"float32": 1000.0, "bfloat16": 400.0}},
 }
 _ROWS = [
-    Row(name, "firstlight" if name.startswith("firstlight") else name, tiny_recipe())
+    TrainingRow(name, "firstlight" if name.startswith("firstlight") else name, tiny_recipe())
     for name in ("firstlight", "firstlight a.b=c", "reference")
 ]
 
@@ -128,7 +132,8 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> N
         "firstlight a.b=c": [run_of([1.0, 1.0, 1.0], 50), run_of([1.0, 1.0, 1.0], 50)],
         "reference": [run_of([4.0, 4.0, 5.0], 400), run_of([4.0, 2.0, 5.0], 400)],
     }
-    ours, variant, reference = summarize(_ROWS, replies, _HEAD)
+    outcomes = {name: RowOutcome(runs=runs) for name, runs in replies.items()}
+    ours, variant, reference = summarize(_ROWS, outcomes, _HEAD)
     # Steps of 1, 1, 2, 2, 4 and 8 seconds, with 40 tokens each.
     assert ours["tokens_per_second"] == 20.0
     assert (ours["tokens_per_second_min"], ours["tokens_per_second_max"]) == (5.0, 40.0)
@@ -147,18 +152,17 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> N
 
 
 def test_without_the_reference_there_are_no_ratios() -> None:
-    failed = {"error": {"type": "Failed", "message": "killed"}}
-    replies: dict[str, list[dict[str, Any]]] = {
-        "firstlight": [run_of([1.0], 5)],
-        "firstlight a.b=c": [],
-        "reference": [failed],
+    outcomes = {
+        "firstlight": RowOutcome(runs=[run_of([1.0], 5)]),
+        "firstlight a.b=c": RowOutcome(),
+        "reference": RowOutcome(problem="killed"),
     }
-    ours, waiting, reference = summarize(_ROWS, replies, _HEAD)
+    ours, waiting, reference = summarize(_ROWS, outcomes, _HEAD)
     assert (ours["status"], ours["speed_ratio"], ours["memory_ratio"]) == ("measured", None, None)
     assert (waiting["status"], waiting["reason"]) == ("waiting", "not measured yet")
     assert (reference["status"], reference["reason"]) == ("failed", "killed")
-    replies["reference"] = [run_of([2.0], 5), failed]
-    reference = summarize(_ROWS, replies, _HEAD)[2]
+    outcomes["reference"].runs.append(run_of([2.0], 5))
+    reference = summarize(_ROWS, outcomes, _HEAD)[2]
     assert (reference["status"], reference["reason"], reference["speed_ratio"]) == (
         *("measured", "killed"),
         1.0,
@@ -168,21 +172,26 @@ def test_without_the_reference_there_are_no_ratios() -> None:
 # The plan.
 
 
+def rows_of(bench: TrainingBench) -> list[TrainingRow]:
+    return training_rows(bench, plan_steps(bench, "bench training"))
+
+
 def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> None:
-    plan = make_plan(TrainingBench(device="cpu", programs=["reference"]))
+    bench = TrainingBench(device="cpu", programs=["reference"])
+    plan, rows = plan_steps(bench, "bench training"), rows_of(bench)
     assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
     assert (plan.steps, plan.repeats) == (4, 3)
-    assert [row.name for row in plan.rows] == ["firstlight", "reference"]
-    recipe = plan.rows[0].recipe
+    assert [row.name for row in rows] == ["firstlight", "reference"]
+    recipe = rows[0].recipe
     assert recipe.efficiency == Recipe.model_fields["efficiency"].default
     assert recipe.optimizer == Recipe.model_fields["optimizer"].default
     assert recipe.batch == BatchConfig(global_batch_tokens=4096)
-    quick = make_plan(TrainingBench(device="cpu", programs=[], quick=True, steps=2))
+    quick = plan_steps(TrainingBench(device="cpu", quick=True, steps=2), "bench training")
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == ("small", 256, 2, 1)
 
 
 def test_a_recipe_brings_its_model_optimizer_and_efficiency(model: str) -> None:
-    (row,) = make_plan(TrainingBench(model=model, device="cpu", programs=[])).rows
+    (row,) = rows_of(TrainingBench(model=model, device="cpu", programs=[]))
     assert row.recipe.model == _TINY
     assert row.recipe.efficiency.compile is False
     assert row.recipe.optimizer.learning_rate == 2e-3
@@ -195,8 +204,8 @@ def test_each_variant_is_a_row_with_its_keys_alone(model: str) -> None:
         "batch.micro_batch_size=1, optimizer.betas=[0.8,0.9],optimizer.learning_rate=3e-4",
         "efficiency.precision=bf16_params",
     ]
-    plan = make_plan(TrainingBench(model=model, device="cpu", programs=[], variants=variants))
-    plain, low, other = plan.rows
+    bench = TrainingBench(model=model, device="cpu", programs=[], variants=variants)
+    plain, low, other = rows_of(bench)
     assert (low.name, other.name) == tuple(f"firstlight {variant}" for variant in variants[:2])
     assert {low.program, other.program} == {"firstlight"}
     precision = {"precision": "bf16_params"}
@@ -243,7 +252,7 @@ def test_each_variant_is_a_row_with_its_keys_alone(model: str) -> None:
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(TrainingBench(**({"device": "cpu", "programs": []} | options)))
+        rows_of(TrainingBench(**({"device": "cpu", "programs": []} | options)))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +322,7 @@ def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.Monkey
     theirs = PlainGPT2(_TINY)
     # Gradients so large that they are clipped, each step by another factor.
     nn.init.normal_(theirs.head.weight, 0.0, 0.5)
-    monkeypatch.setattr("firstlight.bench.reference_loops.PlainGPT2", lambda config: theirs)
+    monkeypatch.setattr("firstlight.bench.reference_programs.PlainGPT2", lambda config: theirs)
     loop = autocast_loop(_TINY, _CPU.device, bf16=False, compile_model=False)
     recipe = tiny_recipe()
     ours = empty_model(_TINY)
@@ -370,7 +379,7 @@ def test_the_bare_llama_loop_makes_firstlights_step(monkeypatch: pytest.MonkeyPa
         tie_word_embeddings=True,
     )
     theirs = PlainLlama(config)
-    monkeypatch.setattr("firstlight.bench.reference_loops.PlainLlama", lambda config: theirs)
+    monkeypatch.setattr("firstlight.bench.reference_programs.PlainLlama", lambda config: theirs)
     loop = autocast_loop(config, _CPU.device, bf16=False, compile_model=False)
     recipe = tiny_recipe().model_copy(update={"model": config})
     ours = empty_model(config)
@@ -538,7 +547,7 @@ def test_a_process_that_fails_says_why(module: Path, code: str, message: str) ->
 def test_a_process_answers_past_what_libraries_print(module: Path) -> None:
     module.write_text(
         "import sys\n"
-        "from firstlight.bench.fresh_process import answer\n"
+        "from firstlight.bench.process import answer\n"
         "print('a line of a library')\n"
         "answer(lambda request: {'got': request, 'x': sys.flags.safe_path}, sys.argv[1])\n",
         encoding="utf-8",
@@ -638,7 +647,7 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that no machine has: the second measurement of bf16 is its best."""
     rates = {"torch.float32": [3e9, 2e9], "torch.bfloat16": [4e9, 6e9]}
     monkeypatch.setattr(training, "ceiling", lambda device, dtype: rates[str(dtype)].pop(0))
-    monkeypatch.setattr(training, "find_hardware", lambda device: _CPU)
+    monkeypatch.setattr("firstlight.bench.steps.find_hardware", lambda device: _CPU)
 
 
 @pytest.mark.usefixtures("quick_ceiling")
@@ -656,7 +665,7 @@ def test_rows_take_turns_each_in_its_environment(
         variants=["efficiency.precision=fp32"],
     )
     results: list[dict[str, Any]] = []
-    done = bench_training(make_plan(bench), results.append)
+    done = bench_training(bench, results.append)
     shown = [
         (
             request["program"],
@@ -686,7 +695,7 @@ def test_the_other_programs_can_get_the_same_environment(
     processes = FakeProcesses({})
     monkeypatch.setattr(training, "ask", processes)
     bench = TrainingBench(model=model, repeats=1, programs=["reference"], same_environment=True)
-    bench_training(make_plan(bench), lambda _: None)
+    bench_training(bench, lambda _: None)
     first, second = (dict(environment) for _, environment in processes.seen)
     assert first == second
     assert second["GOMP_SPINCOUNT"] == "5000"

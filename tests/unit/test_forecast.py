@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import firstlight
-from firstlight.bench.planner_measure import measured_memory
+from firstlight.bench.memory import measured_memory
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.planner.plan import automatic

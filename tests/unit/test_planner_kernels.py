@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.bench.planner_measure import measured_memory
+from firstlight.bench.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
 from firstlight.planner.memory.emulation import CudaKernels
 from firstlight.planner.memory.kernels import (

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from planner_recipes import resolved
 
 from firstlight.bench.planner_speed import (
-    SpeedCase,
     draw_speed,
     row_of,
+    speed_case,
     speed_grid,
     summarize_speed,
 )
+from firstlight.bench.runner import RowOutcome
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.planner.memory.kernels import cuda_target
 from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
@@ -57,6 +58,7 @@ from firstlight.planner.speed.throughput import (
     predict_speed,
     waiting_bytes,
 )
+from firstlight.recipe import parse_resolved_recipe
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -324,8 +326,8 @@ def _said(predicted: list[float], steps: list[float], worked: float) -> dict[str
 
 
 def test_errors_are_relative_to_the_median_step() -> None:
-    case = SpeedCase("small", 256, 4, batch={"gradient_accumulation_steps": 2})
-    row = row_of(case, _said([3.0, 1.1, 0.9], [9.0, 2.0, 1.0], 1.0))
+    case = speed_case("small", 256, 4, batch__gradient_accumulation_steps=2)
+    row = row_of(case, RowOutcome(runs=[_said([3.0, 1.1, 0.9], [9.0, 2.0, 1.0], 1.0)]))
     assert row["tokens_a_step"] == 2048
     assert row["error"] == pytest.approx(-0.45)
     assert row["error_worked"] == pytest.approx(0.1)
@@ -334,9 +336,10 @@ def test_errors_are_relative_to_the_median_step() -> None:
 
 
 def test_a_summary_has_the_95th_percentile_the_worst_and_the_failed() -> None:
-    cases = [SpeedCase("small", 256, rows) for rows in range(1, 21)]
-    rows = [row_of(c, _said([1 + i / 100], [1.0], 1.0)) for i, c in enumerate(cases)]
-    rows.append(row_of(cases[0], {"error": {"message": "out of memory"}}))
+    cases = [speed_case("small", 256, rows) for rows in range(1, 21)]
+    outcomes = [RowOutcome(runs=[_said([1 + i / 100], [1.0], 1.0)]) for i in range(20)]
+    rows = [row_of(case, one) for case, one in zip(cases, outcomes, strict=True)]
+    rows.append(row_of(cases[0], RowOutcome(problem="out of memory")))
     found = summarize_speed(rows)
     assert found["p95"]["error"] == pytest.approx(0.18)
     assert found["median"]["error"] == pytest.approx(0.095)
@@ -350,7 +353,7 @@ def test_the_grid_has_twenty_recipes_of_different_names() -> None:
     cases = speed_grid()
     assert len({case.name for case in cases}) == len(cases) == 20
     for case in cases:
-        assert resolved(case.recipe()).data.seq_len == case.seq_len
+        assert parse_resolved_recipe(case.recipe()).data.seq_len == case.tokens
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,18 +24,19 @@ from torch import Tensor
 
 from firstlight.bench.gemm_products import (
     COMPARED,
+    MODELS,
     STEP_TOKENS,
+    GemmPlan,
+    GemmProduct,
     GPT2Shape,
     Layout,
-    Plan,
-    Product,
     all_products,
-    model_shape,
     plan_for,
 )
 from firstlight.bench.gemm_report import summarize
+from firstlight.bench.runner import machine_facts, require_known
 from firstlight.console import progress_bar
-from firstlight.errors import ConfigError, nearest
+from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware, synchronize
 
 #: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
@@ -74,42 +74,41 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
 
 @dataclass(frozen=True)
 class GemmBench:
-    """What is to be measured.
+    """Options of `bench gemm`.
 
     Attributes:
-        device: as `find_hardware` takes it.
+        device: device as `find_hardware` takes it.
         dtypes: names among DTYPES; empty is all that the device multiplies in hardware.
-        model: whose shapes, a name among `gemm_products.MODELS`.
+        model: name among `gemm_products.MODELS` of the model with the shapes.
         quick: fewer and smaller products, fewer rounds.
-        plan: how much is measured; None is the device's own.
+        plan: amount of measuring; None is the device's own.
+
+    Raises:
+        ConfigError: a name is unknown, or the device can't do what is asked.
     """
 
     device: str = "auto"
     dtypes: Sequence[str] = ()
     model: str = "gpt2-124m"
     quick: bool = False
-    plan: Plan | None = None
+    plan: GemmPlan | None = None
     hardware: Hardware = field(init=False)
     shape: GPT2Shape = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a name is unknown, or the device can't do what is asked."""
         hardware = find_hardware(self.device)
         able = hardware_dtypes(hardware)
+        require_known("dtype", self.dtypes, DTYPES)
         for name in self.dtypes:
-            if name not in DTYPES:
-                hint = nearest(name, DTYPES) or f": use {', '.join(DTYPES)}"
-                raise ConfigError(f"dtype '{name}' is unknown{hint}")
             if name not in able:
                 raise ConfigError(
                     f"{name} is not multiplied in hardware by {hardware.name}, and emulated rates "
                     f"say nothing: use {', '.join(able)}"
                 )
+        require_known("model", [self.model], MODELS)
         object.__setattr__(self, "hardware", hardware)
-        object.__setattr__(self, "shape", model_shape(self.model))
+        object.__setattr__(self, "shape", MODELS[self.model])
         object.__setattr__(self, "dtypes", tuple(dict.fromkeys(self.dtypes)) or tuple(able))
-        plan = self.plan or plan_for(hardware.device.type, self.quick)
-        object.__setattr__(self, "plan", plan)
 
 
 @contextlib.contextmanager
@@ -124,7 +123,7 @@ def fp32_products(name: str) -> Iterator[None]:
 
 
 def make_operands(
-    products: Sequence[Product], dtype: torch.dtype, device: torch.device
+    products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
 ) -> Operands:
     """Memory for A, B and C that is large enough for each of `products`; random A and B."""
     sizes = [
@@ -138,7 +137,7 @@ def make_operands(
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
-def make_multiply(product: Product, operands: Operands) -> Callable[[], object]:
+def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
     """A function that multiplies once, in the product's layout, into C; fp8, whose units take
     the layout "nt" alone, into memory of its own."""
     m, n, k = product.m, product.n, product.k
@@ -179,7 +178,7 @@ def _repeats(product_seconds: float, measure_seconds: float) -> int:
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
-def measure(product: Product, operands: Operands, repeats: int, device: torch.device) -> float:
+def measure(product: GemmProduct, operands: Operands, repeats: int, device: torch.device) -> float:
     """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
     multiply = make_multiply(product, operands)
     if repeats > 1:
@@ -188,7 +187,7 @@ def measure(product: Product, operands: Operands, repeats: int, device: torch.de
 
 
 def product_rates(
-    products: Sequence[Product],
+    products: Sequence[GemmProduct],
     dtype: torch.dtype,
     device: torch.device,
     rounds: int,
@@ -217,7 +216,7 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> flo
     shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
     layouts: tuple[Layout, ...] = ("nt", "nn")
     products = [
-        Product("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
+        GemmProduct("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
         for m, n, k in shapes
         for layout in layouts
     ]
@@ -228,11 +227,11 @@ class GemmRun:
     """A benchmark that runs; what it has measured can be asked for at any time.
 
     Attributes:
-        bench: what is measured.
-        products: all of them.
-        seconds: for each number format and each product, what each round measured.
-        rounds: how many have begun.
-        complete: whether it is all that was to be measured.
+        bench: the options.
+        products: all products.
+        seconds: seconds of each round, by number format and product.
+        rounds: number of rounds that have begun.
+        complete: True once all is measured.
     """
 
     def __init__(self, bench: GemmBench) -> None:
@@ -249,7 +248,7 @@ class GemmRun:
         }
         self.rounds = 0
         self.complete = False
-        self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        self.load = machine_facts(bench.hardware)["load"]
 
     def measure(self) -> None:
         """Warm everything up, then measure round after round until the plan's time is over."""
@@ -311,16 +310,13 @@ class GemmRun:
             returns.
         """
         summary = summarize(self.products, self.seconds, self.bench.shape, self.plan)
-        hardware = self.bench.hardware
+        machine = machine_facts(self.bench.hardware)
         return {
             "complete": self.complete,
             "machine": {
-                "name": hardware.name,
-                "device": str(hardware.device),
-                "threads": torch.get_num_threads(),
+                **machine,
                 "multiprocessors": self.multiprocessors or None,
                 "load_at_start": self.load,
-                "torch": str(torch.__version__),
             },
             "model": self.bench.model,
             "quick": self.bench.quick,

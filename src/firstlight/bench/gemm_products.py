@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from firstlight.errors import ConfigError, nearest
-
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
 
@@ -33,19 +31,20 @@ STEP_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmProduct:
     """One matrix product.
 
     Attributes:
-        part: of the benchmark.
-        group: what it is compared within: the dimension that varies, or how weights are stored.
+        part: part of the benchmark.
+        group: group of products that are compared: the dimension that varies, or how weights are
+            stored.
         value: the size that varies within the group.
-        name: for people.
+        name: name in tables.
         m: rows of A and C.
         n: columns of B and C.
         k: columns of A, rows of B.
-        layout: how A and B lie in memory.
-        count: how often a training step has it; 0 outside the part "model".
+        layout: layout of A and B in memory.
+        count: number of such products in a training step; 0 outside the part "model".
     """
 
     part: Part
@@ -66,7 +65,7 @@ class Product:
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """What a GPT-2's matrix products depend on."""
+    """The sizes of a GPT-2 that its matrix products depend on."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -82,20 +81,20 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is measured.
+class GemmPlan:
+    """Amount of measuring.
 
     Attributes:
-        sizes: of the square products.
+        sizes: sizes of the square products.
         base: the aligned size of the products of the part "alignment" and "tile".
-        tokens: rows of the model's products; of a step's 4096, to save time on CPUs.
+        tokens: rows of the model's products: some of a step's 4096, to save time on CPUs.
         tile_sizes: values of N around TILE_EDGE.
-        measure_seconds: each measurement repeats its product for about so long.
-        budget_seconds: rounds are added until about so long, but at least `min_rounds`.
+        measure_seconds: approximate duration of a measurement, which repeats its product.
+        budget_seconds: approximate duration of all rounds.
         min_rounds: rounds at least.
         max_rounds: rounds at most.
-        turns: how often a round measures the products of COMPARED, which are small: what they
-            differ by is small, too.
+        turns: measurements of the products of COMPARED in a round; they are small, and so are
+            their differences.
     """
 
     sizes: tuple[int, ...]
@@ -114,34 +113,21 @@ _STEPS = tuple(sorted({*range(128, 401, 16), *_EDGES}))
 _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
-def plan_for(device_type: str, quick: bool) -> Plan:
+def plan_for(device_type: str, quick: bool) -> GemmPlan:
     """The plan for "cuda" or for anything slower."""
     if device_type == "cuda":
         sizes = (128, 256, 512, 1024, 2048, 4096, 8192)
         if quick:
-            return Plan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
-        return Plan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
+            return GemmPlan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
+        return GemmPlan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
     if quick:
-        return Plan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
-    return Plan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
-    return -(-size // multiple) * multiple
+        return GemmPlan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
+    return GemmPlan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
 
 
 def paddings(size: int) -> dict[int, int]:
     """What `size` becomes when it is padded to each of MULTIPLES; two may lead to the same."""
-    return {multiple: round_up(size, multiple) for multiple in MULTIPLES}
-
-
-def model_shape(name: str) -> GPT2Shape:
-    """Raises ConfigError: the model is unknown."""
-    if name not in MODELS:
-        hint = nearest(name, MODELS) or f": use {', '.join(MODELS)}"
-        raise ConfigError(f"model '{name}' is unknown{hint}")
-    return MODELS[name]
+    return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
@@ -169,7 +155,7 @@ def layer_products(
     ]
 
 
-def model_products(shape: GPT2Shape, tokens: int) -> list[Product]:
+def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
     """The products of one training step (attention's own between queries, keys and values are
     left out): the layers as Conv1D and as linear layers, the head for each vocabulary."""
     C = shape.hidden_size
@@ -180,7 +166,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[Product]:
         "mlp down": (4 * C, C),
     }
     products = [
-        Product("model", group, 0, *one, count=shape.num_hidden_layers)
+        GemmProduct("model", group, 0, *one, count=shape.num_hidden_layers)
         for group in ("conv1d", "linear")
         for name, (inputs, outputs) in layers.items()
         for one in layer_products(name, tokens, inputs, outputs, conv1d=group == "conv1d")
@@ -192,14 +178,14 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[Product]:
     }
     # Same products of different sizes beside each other: the load of the machine drifts.
     products += [
-        Product("model", "vocabulary", rows, *heads[rows][one], count=1)
+        GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
         for rows in heads
     ]
     return products
 
 
-def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[Product]:
+def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
     """Sizes on and off multiples: each dimension alone, in the layout "nt", where K is the inner
     dimension of A and B in memory, and N of C; and a model's hidden size in its MLP."""
     off = unaligned(shape, base)
@@ -207,38 +193,38 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[Product
     for group in ("M", "N", "K"):
         for size in (base, off[group], *paddings(off[group]).values()):
             m, n, k = (size if group == which else base for which in ("M", "N", "K"))
-            products.append(Product("alignment", group, size, f"{group} = {size}", m, n, k))
+            products.append(GemmProduct("alignment", group, size, f"{group} = {size}", m, n, k))
     hidden = off["hidden"]
     layers = {
         size: layer_products(f"hidden = {size}: up", tokens, size, 4 * size)
         for size in (hidden - 1, hidden, *paddings(hidden).values())
     }
     products += [
-        Product("alignment", "hidden", size, *layers[size][one])
+        GemmProduct("alignment", "hidden", size, *layers[size][one])
         for one in range(3)
         for size in layers
     ]
     return products
 
 
-def tile_products(base: int, sizes: Sequence[int]) -> list[Product]:
+def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
     """N in steps around a tile's edge."""
-    return [Product("tile", "N", n, f"N = {n}", base, n, base) for n in sizes]
+    return [GemmProduct("tile", "N", n, f"N = {n}", base, n, base) for n in sizes]
 
 
-def wave_products(multiprocessors: int) -> list[Product]:
+def wave_products(multiprocessors: int) -> list[GemmProduct]:
     """As many tiles of 128 x 256 as a GPU has multiprocessors (SMs), first, and one fewer or more,
     and twice as many."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
-        Product("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)
+        GemmProduct("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)
         for count in (one, one - 1, one + 1, two, two + 1)
     ]
 
 
-def all_products(shape: GPT2Shape, plan: Plan, multiprocessors: int = 0) -> list[Product]:
+def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
     """Everything that a plan measures, in its order."""
-    squares = [Product("size", "", size, str(size), size, size, size) for size in plan.sizes]
+    squares = [GemmProduct("size", "", size, str(size), size, size, size) for size in plan.sizes]
     products = [
         *squares,
         *model_products(shape, plan.tokens),

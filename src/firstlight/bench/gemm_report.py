@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,33 +10,34 @@ from typing import Any
 from firstlight.bench.gemm_products import (
     STEP_TOKENS,
     TILE_EDGE,
+    GemmPlan,
+    GemmProduct,
     GPT2Shape,
-    Plan,
-    Product,
     paddings,
     unaligned,
 )
+from firstlight.bench.pictures import new_figure, png_of
 
 #: Products of fewer FLOPs, whose operands lie in a cache, don't set a ceiling.
 _CEILING_FLOPS = 1e9
 
 #: For one number format: each product that was measured, and its seconds in each round.
-Times = Mapping[Product, Sequence[float]]
+Times = Mapping[GemmProduct, Sequence[float]]
 
 
 def summarize(
-    products: Sequence[Product],
+    products: Sequence[GemmProduct],
     seconds: Mapping[str, Sequence[Sequence[float]]],
     shape: GPT2Shape,
-    plan: Plan,
+    plan: GemmPlan,
 ) -> dict[str, Any]:
     """Rates and ratios of what was measured; products without a measurement are left out.
 
     Args:
-        products: all of them.
-        seconds: by number format and product, the seconds of one product in each round.
-        shape: the model's.
-        plan: what was to be measured.
+        products: all products.
+        seconds: seconds of one product in each round, by number format and product.
+        shape: the model's shape.
+        plan: amount of measuring.
 
     Returns:
         "ceilings": by format the best single measurement, FLOP/s, of a large product (small ones
@@ -68,7 +68,7 @@ def summarize(
     return result
 
 
-def _row(product: Product, times: Sequence[float], ceiling: float) -> dict[str, Any]:
+def _row(product: GemmProduct, times: Sequence[float], ceiling: float) -> dict[str, Any]:
     rate = product.flops / statistics.median(times)
     return {
         **asdict(product),
@@ -81,7 +81,7 @@ def _row(product: Product, times: Sequence[float], ceiling: float) -> dict[str, 
 
 
 def step_times(
-    products: Sequence[Product], times: Times, tokens: int, ceiling: float
+    products: Sequence[GemmProduct], times: Times, tokens: int, ceiling: float
 ) -> list[dict[str, Any]]:
     """The time that all matrix products of a training step of STEP_TOKENS take.
 
@@ -117,7 +117,9 @@ def step_times(
     return result
 
 
-def compare(times: Times, size: Iterable[Product], base: Iterable[Product]) -> dict[str, Any]:
+def compare(
+    times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
+) -> dict[str, Any]:
     """Some products against others, round by round; times of several are added up.
 
     Returns:
@@ -148,7 +150,7 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
     """Each aligned size against the one beside it that is not, in all products of a dimension."""
     result = []
     for group, base in off.items():
-        these: dict[int, list[Product]] = {}
+        these: dict[int, list[GemmProduct]] = {}
         for one in times:
             if one.part in ("alignment", "model") and one.group == group:
                 these.setdefault(one.value, []).append(one)
@@ -178,11 +180,7 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of a result: rates by size, the model's products, padding, and the steps at a tile."""
-    # Drawn without pyplot: no window system is looked for, no global state is left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 11), layout="constrained")
+    figure = new_figure(14, 11)
     (size, model), (padding, tile) = figure.subplots(2, 2)
     height = 0.8 / len(result["ceilings"])
     for number, dtype in enumerate(result["ceilings"]):
@@ -219,9 +217,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     tile.set(xlabel="N", ylabel=f"time / time at N = {TILE_EDGE} (dashed: work)", ylim=(0, None))
     machine = result["machine"]
     figure.suptitle(f"matrix products: {machine['name']}, {machine['threads']} threads")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    return png_of(figure)
 
 
 def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]], dtype: str, color: str) -> None:

@@ -1,8 +1,8 @@
 """One row of `firstlight bench generation`, in a process of its own.
 
-A model is loaded, and continues prompts of random tokens, greedily and never ending early: all of
-one length, since transformers would have to pad others. Of each number of prompts, one
-continuation is made first that isn't timed; then the clock runs
+A model is loaded, and continues prompts of random tokens, greedily and never ending
+early: all of one length, since transformers would have to pad others. Of each number of prompts,
+one continuation is made first that isn't timed; then the clock runs
 
 - until the first token of all prompts is chosen (prefill), and
 - from there to the last token of all (decoding).
@@ -21,16 +21,35 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import answer
-from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.bench.memory import begin_peak, peak_resident_bytes
+from firstlight.bench.process import answer
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load
 from firstlight.hardware.device import synchronize
 
-#: Of one timed continuation: seconds to the first token, seconds of the rest, the first text.
+_COPY_BYTES = 256 * 2**20
+
+#: Seconds to the first token, seconds of the other tokens, tokens of the first prompt.
 Timing = tuple[float, float, list[int]]
+
+#: Function that continues prompts of one length.
+Continue = Callable[[list[list[int]]], Timing]
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written a second in copying a tensor larger than the caches; best of five."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source).copy_(source)
+    best = 0.0
+    for _ in range(5):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = max(best, 2 * _COPY_BYTES / (time.perf_counter() - start))
+    return best
 
 
 def generation_once(request: dict[str, Any]) -> dict[str, Any]:
@@ -46,15 +65,15 @@ def generation_once(request: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second", and the "token_ids" of the first text.
     """
     torch.set_num_threads(request["threads"])
-    build = _transformers if request["program"] == "transformers" else _firstlight
+    build = _firstlight
     if request["program"] == "transformers":
+        build = _transformers
         import transformers
+        from transformers import AutoModelForCausalLM  # noqa: F401
 
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
-        from transformers import AutoModelForCausalLM  # noqa: F401
-    before = resident_bytes()
-    reset_peak()
+    before = begin_peak()
     start = time.perf_counter()
     continue_texts = build(request)
     load_seconds = time.perf_counter() - start
@@ -66,9 +85,7 @@ def generation_once(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _batch(
-    request: dict[str, Any], size: int, continue_texts: Callable[[list[list[int]]], Timing]
-) -> dict[str, Any]:
+def _batch(request: dict[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(size)
     shape = (size, request["prompt_tokens"])
     prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
@@ -86,7 +103,7 @@ def _batch(
     }
 
 
-def _firstlight(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
+def _firstlight(request: dict[str, Any]) -> Continue:
     loaded = load(request["folder"], request["device"], dtype=request["dtype"])
     longest = request["prompt_tokens"] + request["new_tokens"]
     largest = max(request["batch_sizes"])
@@ -94,9 +111,7 @@ def _firstlight(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
     return continue_with_sampling(decoder, request)
 
 
-def continue_with_sampling(
-    decoder: BatchDecoder, request: Mapping[str, Any]
-) -> Callable[[list[list[int]]], Timing]:
+def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
     """What continues prompts as `firstlight generate` does, greedily.
 
     Args:
@@ -124,7 +139,7 @@ def continue_with_sampling(
     return continue_texts
 
 
-def _transformers(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing]:
+def _transformers(request: dict[str, Any]) -> Continue:
     from transformers import AutoModelForCausalLM
 
     device = torch.device(request["device"])
@@ -135,7 +150,7 @@ def _transformers(request: dict[str, Any]) -> Callable[[list[list[int]]], Timing
 
 def continue_with_generate(
     model: Any, device: torch.device, request: Mapping[str, Any]
-) -> Callable[[list[list[int]]], Timing]:
+) -> Continue:
     """What continues prompts with transformers' `generate`, greedily.
 
     Args:

@@ -1,30 +1,32 @@
 """`firstlight bench gpu`: every figure of firstlight on one GPU, in calls of some minutes.
 
-`PARTS` is what is measured; `runner` measures, `gpu_pages` writes the pages.
+`PARTS` is what is measured; `calls` measures, `gpu_pages` writes the pages.
 """
 
 from __future__ import annotations
 
 import datetime
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.fresh_process import ask, plain_environment, training_environment
-from firstlight.bench.gpu_bert import GUIDE_PART
+from firstlight.bench.calls import Call, Measure, Results, Row, Turn, run_rows, waiting_seconds
 from firstlight.bench.gpu_ceilings import CEILINGS
 from firstlight.bench.gpu_generation import GENERATION
+from firstlight.bench.gpu_guide import GUIDE_PART
 from firstlight.bench.gpu_ladder import LADDER
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Part, write_pages
-from firstlight.bench.gpu_planner_page import PLANNER
+from firstlight.bench.gpu_planner import PLANNER
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
-from firstlight.bench.runner import Call, Job, Measure, Results, Row, run_rows, waiting_seconds
+from firstlight.bench.process import ask, plain_environment, training_environment
+from firstlight.bench.runner import require_known
 from firstlight.console import say
-from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.errors import ConfigError, InputError
 
 #: In the order in which they stand on the page.
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
@@ -36,14 +38,14 @@ _MACHINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class GPUBench:
-    """What one call measures.
+    """Options of `bench gpu`.
 
     Attributes:
-        folder: of the results; those of earlier calls are gone on with.
-        minutes: the time of the call.
+        folder: folder of the results; those of earlier calls are gone on with.
+        minutes: duration of the call.
         parts: names of parts; empty is all.
-        dry: tiny models on the CPU.
-        retry: measure rows again that have failed.
+        dry: True measures tiny models on the CPU.
+        retry: True measures rows again that have failed.
     """
 
     folder: Path
@@ -59,11 +61,7 @@ def choose_parts(names: Sequence[str]) -> list[Part]:
     Raises:
         ConfigError: a name is unknown.
     """
-    known = {part.name: part for part in PARTS}
-    for name in names:
-        if name not in known:
-            hint = nearest(name, known) or f": use {', '.join(known)}"
-            raise ConfigError(f"part '{name}' is unknown{hint}")
+    require_known("part", names, [part.name for part in PARTS])
     return [part for part in PARTS if not names or part.name in names]
 
 
@@ -71,8 +69,8 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     """Measure rows for some minutes.
 
     Args:
-        bench: what is measured.
-        measure: runs a row's measurement; None starts a fresh process.
+        bench: the options.
+        measure: function that runs a row's measurement; None starts a fresh process.
 
     Returns:
         "results", the file; "machine"; "measured", how many of "rows" have all their turns;
@@ -91,9 +89,8 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     with tempfile.TemporaryDirectory(
         prefix="firstlight-bench-", ignore_cleanup_errors=True
     ) as work:
-        call = Call(bench.minutes, Path(work), measure or _fresh_process)
         # The time that looking at the machine takes is of the call's minutes, too.
-        call = Call(call.minutes, call.work, call.measure, begun=call.clock())
+        call = Call(bench.minutes, Path(work), measure or _fresh_process, begun=time.monotonic())
         machine = _machine(bench, results)
         rows = {part.name: list(part.rows(machine)) for part in parts}
         if bench.retry:
@@ -101,12 +98,13 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
                 for row in these:
                     results.outcome(name, row, retry=True)
         results.machine = machine.to_json()
-        results.calls.append({"date": _today(), "seconds": 0.0, "turns": 0})
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        results.calls.append({"date": today, "seconds": 0.0, "turns": 0})
         # The folder is there before a measurement leaves a file in it.
         results.write()
         left = run_rows(rows, results, call)
     results.write()
-    _say_end(bench, rows, results, left)
+    _say_end(bench, results, left)
     return _summary(bench, rows, results, left)
 
 
@@ -117,7 +115,7 @@ def _fresh_process(row: Row, request: dict[str, Any], seconds: float) -> dict[st
     return ask(row.module, request, environment, seconds)
 
 
-def _machine(bench: GPUBench, results: Results) -> Machine:
+def _machine(bench: GPUBench, results: Results) -> BenchMachine:
     """This machine, which must be the one of the results so far.
 
     Raises:
@@ -126,7 +124,7 @@ def _machine(bench: GPUBench, results: Results) -> Machine:
     found = ask(_MACHINE_MODULE, {"dry": bench.dry}, plain_environment(), _MACHINE_SECONDS)
     if "error" in found:
         raise ConfigError(found["error"]["message"])
-    machine = Machine.from_json(found)
+    machine = BenchMachine.from_json(found)
     before = results.machine
     if before and (before["name"], before["dry"]) != (machine.name, machine.dry):
         theirs = "a dry run" if before["dry"] else f"a {before['name']}"
@@ -137,17 +135,11 @@ def _machine(bench: GPUBench, results: Results) -> Machine:
     return machine
 
 
-def _today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
-def _say_end(
-    bench: GPUBench, rows: Mapping[str, Sequence[Row]], results: Results, left: Sequence[Job]
-) -> None:
-    for job in left:
-        expected = results.outcome(job.part, job.row).expected_seconds(job.row)
+def _say_end(bench: GPUBench, results: Results, left: Sequence[Turn]) -> None:
+    for turn in left:
+        expected = results.outcome(turn.part, turn.row).expected_seconds(turn.row.seconds)
         if expected + 10 > 60 * bench.minutes:
-            say(f"{job.title} needs --minutes {expected / 60 + 1:.0f}")
+            say(f"{turn.title} needs --minutes {expected / 60 + 1:.0f}")
     if left:
         minutes = waiting_seconds(left, results) / 60
         say(f"left for the next call: {len(left)} turns, about {minutes:.0f} minutes")
@@ -156,7 +148,7 @@ def _say_end(
 
 
 def _summary(
-    bench: GPUBench, rows: Mapping[str, Sequence[Row]], results: Results, left: Sequence[Job]
+    bench: GPUBench, rows: Mapping[str, Sequence[Row]], results: Results, left: Sequence[Turn]
 ) -> dict[str, Any]:
     outcomes = [
         (f"{part}: {row.name}", row, results.outcome(part, row))
@@ -170,7 +162,7 @@ def _summary(
         "rows": len(outcomes),
         "failed": {name: outcome.problem for name, _, outcome in outcomes if outcome.problem},
         "skipped": {name: row.skip for name, row, _ in outcomes if row.skip},
-        "left": [job.title for job in left],
+        "left": [turn.title for turn in left],
         "left_seconds": waiting_seconds(left, results),
     }
 
@@ -179,8 +171,8 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     """Write the pages of a folder of results.
 
     Args:
-        folder: where `bench_gpu` wrote; one without results says that nothing is measured.
-        pages: gets gpu.md, benchmarks/ and images/; None is the checkout's docs.
+        folder: folder of results; the pages of one without say that nothing is measured.
+        pages: parent of gpu.md, benchmarks/ and images/; None is the checkout's docs.
 
     Returns:
         The files written.
@@ -195,16 +187,11 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     results = Results.read(folder)
     if pages is None and results.machine.get("dry"):
         raise ConfigError(f"{folder} holds figures of a dry run: name another place with --pages")
-    return write_pages(PARTS, results, pages or _docs())
-
-
-def _docs() -> Path:
-    """The docs folder of the checkout.
-
-    Raises:
-        ConfigError: firstlight was not installed from one.
-    """
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "pyproject.toml").is_file():
-        raise ConfigError("firstlight runs from no checkout: say where pages go with --pages DIR")
-    return root / "docs"
+    if pages is None:
+        checkout = Path(__file__).resolve().parents[3]
+        if not (checkout / "pyproject.toml").is_file():
+            raise ConfigError(
+                "firstlight runs from no checkout: say where pages go with --pages DIR"
+            )
+        pages = checkout / "docs"
+    return write_pages(PARTS, results, pages)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.bench.gpu_cases import GPUCase
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.calls import Row
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
 from firstlight.bench.gpu_planner import STEPS_MODULE, steps_request
-from firstlight.bench.runner import Row
+from firstlight.bench.planner_cases import PlannerCase
 
 NAME = "ladder"
 
@@ -30,11 +30,11 @@ class Rung:
     """One method.
 
     Attributes:
-        name: for people.
+        name: name in tables.
         changes: keys of the recipe (`section.key`) that it sets, beside those of the rungs before.
-        needs: packages that it can't do without; without them the next rungs stand without it.
-        slow: whether it compiles.
-        value: see `runner.Row`.
+        needs: packages that must be installed; without them the next rungs stand without it.
+        slow: True if it compiles.
+        value: see `calls.Row`.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Ladder:
 
     Attributes:
         title: heading of its table.
-        model: see `gpu_cases.GPUCase`.
+        model: see `planner_cases.PlannerCase`.
         rows, tokens: size of a micro-batch, and its row length.
         rungs: each with those before it.
-        seconds: of a rung's process, if it doesn't compile.
-        adds: whether a rung has the changes of those before it.
+        seconds: duration of a rung's process, if it doesn't compile.
+        adds: True gives a rung the changes of those before it.
     """
 
     title: str
@@ -65,15 +65,15 @@ class Ladder:
     seconds: float
     adds: bool = True
 
-    def cases(self, machine: Machine) -> Iterator[tuple[Rung, GPUCase, str]]:
-        """Each rung, its configuration, and why it is skipped ("" where it isn't)."""
+    def cases(self, machine: BenchMachine) -> Iterator[tuple[Rung, PlannerCase, str]]:
+        """Each rung, its configuration, and the reason why it is skipped, "" if it isn't."""
         changes: dict[str, Any] = {}
         for rung in self.rungs:
             missing = machine.lacks(*rung.needs)
             own = {**changes, **rung.changes}
             if self.adds and not missing:
                 changes = own
-            yield rung, GPUCase(self.model, self.rows, self.tokens, own), missing
+            yield rung, PlannerCase(self.model, self.rows, self.tokens, own), missing
 
 
 _BF16 = {"efficiency.precision": "bf16"}
@@ -161,7 +161,7 @@ _PUBLISHED_ADAPTERS_3B: Published = (("LoRA", 8.5, 8210), ("QLoRA", 4.6, 8035))
 _PUBLISHED_8B: Published = (("LoRA", 16.2, 3083), ("QLoRA", 7.4, 2413))
 
 
-def ladders(machine: Machine) -> tuple[tuple[Ladder, Published], ...]:
+def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
     """The ladders for a machine, each with what was published."""
     if machine.dry:
         tiny = Rung("bf16, chunks, checkpointing", {**_BF16, "efficiency.loss_chunk_tokens": 64})
@@ -199,7 +199,7 @@ def _row_name(ladder: Ladder, rung: Rung) -> str:
     return f"{ladder.model}: {rung.name}"
 
 
-def _rows(machine: Machine) -> list[Row]:
+def _rows(machine: BenchMachine) -> list[Row]:
     rows = []
     for ladder, _ in ladders(machine):
         for rung, case, missing in ladder.cases(machine):
@@ -218,12 +218,12 @@ def _rows(machine: Machine) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What became of a rung.
+    """Results of a rung.
 
     Attributes:
         rung: the rung.
-        result: see `gpu_steps_once`; {} where there is none.
-        reason: why there is no figure; "" where there is.
+        result: see `planner_steps`; {} where there is none.
+        reason: reason why there is no figure; "" if there is one.
     """
 
     rung: Rung
@@ -274,7 +274,6 @@ def _page(found: Findings) -> Page:
                 "GiB at the peak, of the allocator",
                 bars,
                 line=(f"goal: {MEMORY_GOAL} GiB", MEMORY_GOAL),
-                number_format="{:.1f}",
             )
     text += [f"![{name[4:-4]}](../images/{name})\n" for name in pictures]
     text.append(

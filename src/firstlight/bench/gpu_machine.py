@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.bench.fresh_process import answer
+from firstlight.bench.process import answer
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.hardware.gpus import GPU, find_gpu
@@ -36,7 +36,7 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Machine:
+class BenchMachine:
     """Facts of a machine, as JSON values.
 
     Attributes:
@@ -78,7 +78,7 @@ class Machine:
         return asdict(self) | {"capability": list(self.capability)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Machine:
+    def from_json(cls, values: Mapping[str, Any]) -> BenchMachine:
         """The inverse of `to_json`."""
         first, second = values["capability"]
         return cls(**{**values, "capability": (first, second)})
@@ -105,7 +105,7 @@ def find_machine(request: Mapping[str, Any]) -> dict[str, Any]:
         request: "dry".
 
     Returns:
-        `Machine.to_json`.
+        `BenchMachine.to_json`.
 
     Raises:
         ConfigError: there is no CUDA GPU, and the run is not dry.
@@ -119,7 +119,7 @@ def find_machine(request: Mapping[str, Any]) -> dict[str, Any]:
     hardware, cpu = find_hardware("cpu" if dry else "cuda"), find_hardware("cpu")
     on_gpu = hardware.device.type == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    return Machine(
+    return BenchMachine(
         device=hardware.device.type,
         dry=dry,
         name=hardware.name,

@@ -4,7 +4,7 @@ How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in 
 
     _MODULE = "firstlight.bench.gpu_NAME"          # or a module that measures already
 
-    def _rows(machine: Machine) -> list[Row]:
+    def _rows(machine: BenchMachine) -> list[Row]:
         if machine.dry:
             return [Row("tiny", _MODULE, {"device": "cpu", ...}, seconds=8)]
         return [Row("bert-large, batch 4", _MODULE, {"device": "cuda", ...}, seconds=40, value=2)]
@@ -24,12 +24,12 @@ How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in 
     if __name__ == "__main__":
         answer(_measure, sys.argv[1])
 
-Rows (`runner.Row`): `seconds` counts the start of the process (about 10 s with torch and CUDA).
+Rows (`calls.Row`): `seconds` counts the start of the process (about 10 s with torch and CUDA).
 `value` is their place in the order across all parts: 1 the few figures without which the page says
 nothing (all rows of 1 together in at most 4 minutes), 2 the main figures, 3 to 5 the rest of them,
 6 and more what could be missing. Rows that compare with each other have the same value and turns:
-then they take turns. What a machine can't run gets `skip=reason` (`Machine.lacks`, `.capability`);
-a refusal (FirstlightError) or a crash of a measurement is recorded as the row's.
+then they take turns. What a machine can't run gets `skip=reason` (`BenchMachine.lacks`,
+`.capability`); a refusal (FirstlightError) or a crash of a measurement is recorded as the row's.
 `_rows` depends on the machine's facts alone: it is called again to make the pages, on another
 machine. A dry row takes at most 10 s on two cores, and goes through the same code.
 
@@ -44,15 +44,15 @@ figure with their reasons. Pictures are referred to as `../images/gpu-NAME.png`.
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from firstlight.bench.gpu_machine import Machine
-from firstlight.bench.runner import Outcome, Outcomes, Results, Row
+from firstlight.bench.calls import Outcomes, Results, Row
+from firstlight.bench.gpu_machine import BenchMachine
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.runner import RowOutcome
 from firstlight.files.atomic import write_file
 
 _GIB = 2**30
@@ -60,7 +60,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Page:
-    """What a part's results come to.
+    """The page of a part's results.
 
     Attributes:
         summary: Markdown for the part's section in docs/gpu.md: the main figures beside their
@@ -80,19 +80,19 @@ class Findings:
 
     Attributes:
         machine: the machine that measured.
-        outcomes: of each part's rows, by name; rows that were never tried have an empty one.
+        outcomes: outcomes of each part's rows, by name; rows that were never tried have none.
         rows: each part's rows, in the order of their declaration.
         folder: the folder of the results; None writes nothing there.
     """
 
-    machine: Machine
+    machine: BenchMachine
     outcomes: Outcomes
     rows: Mapping[str, Sequence[Row]]
     folder: Path | None = None
 
-    def outcome(self, part: str, row: str) -> Outcome:
+    def outcome(self, part: str, row: str) -> RowOutcome:
         """The outcome of a row; an empty one where there is none."""
-        return self.outcomes.get(part, {}).get(row, Outcome())
+        return self.outcomes.get(part, {}).get(row, RowOutcome())
 
     def measured(self, part: str) -> list[Row]:
         """The part's rows with at least one result."""
@@ -108,9 +108,9 @@ class Part:
     """One part of the benchmark; see the module's head.
 
     Attributes:
-        name: for `--parts`, and in the page's file name.
+        name: name for `--parts`, and in the page's file name.
         title: heading of the page.
-        about: what is measured, in Markdown: a sentence or two.
+        about: subject of the figures, in Markdown: a sentence or two.
         rows: the rows for a machine.
         page: the page of results.
     """
@@ -118,17 +118,8 @@ class Part:
     name: str
     title: str
     about: str
-    rows: Callable[[Machine], Sequence[Row]]
+    rows: Callable[[BenchMachine], Sequence[Row]]
     page: Callable[[Findings], Page]
-
-
-def findings_of(parts: Sequence[Part], results: Results) -> Findings | None:
-    """The results for the pages; None before the first call."""
-    if not results.machine:
-        return None
-    machine = Machine.from_json(results.machine)
-    rows = {part.name: part.rows(machine) for part in parts}
-    return Findings(machine, results.outcomes, rows, results.folder)
 
 
 def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[Path]:
@@ -136,8 +127,8 @@ def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[P
 
     Args:
         parts: all parts.
-        results: of any number of calls.
-        folder: gets gpu.md, benchmarks/ and images/.
+        results: results of any number of calls.
+        folder: parent of gpu.md, benchmarks/ and images/.
 
     Returns:
         The files written.
@@ -145,7 +136,11 @@ def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[P
     Raises:
         StorageError: the disk refused.
     """
-    found = findings_of(parts, results)
+    found = None
+    if results.machine:
+        machine = BenchMachine.from_json(results.machine)
+        rows = {part.name: part.rows(machine) for part in parts}
+        found = Findings(machine, results.outcomes, rows, results.folder)
     files: dict[str, bytes | str] = {}
     sections = []
     for part in parts:
@@ -232,7 +227,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 105, break_long_words=False, break_on_hyphens=False)
 
 
-def _reason(row: Row, outcome: Outcome) -> str:
+def _reason(row: Row, outcome: RowOutcome) -> str:
     """Why a row, or one of its turns, has no result; "" where all have."""
     if row.skip:
         return f"skipped: {row.skip}"
@@ -243,7 +238,7 @@ def _reason(row: Row, outcome: Outcome) -> str:
     return ""
 
 
-def _facts(machine: Machine, results: Results) -> str:
+def _facts(machine: BenchMachine, results: Results) -> str:
     """The machine in a sentence."""
     dates = sorted({call["date"] for call in results.calls})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "an unknown day"
@@ -269,7 +264,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
     Args:
         header: the columns' names.
-        rows: their cells.
+        rows: cells of each row.
     """
     lines = ["| " + " | ".join(header) + " |"]
     lines.append("|---|" + "---:|" * (len(header) - 1))
@@ -283,42 +278,15 @@ def draw_bars(
     title: str,
     xlabel: str,
     bars: Sequence[tuple[str, float]],
-    *,
     line: tuple[str, float] | None = None,
-    number_format: str = "{:,.0f}",
 ) -> bytes:
     """A PNG of horizontal bars.
 
     Args:
-        title: above the picture.
+        title: heading of the picture.
         xlabel: quantity and unit.
-        bars: (name, value), from the top.
-        line: (name, value) of a vertical line, such as a goal or a ceiling.
-        number_format: of the values beside the bars.
+        bars: name and value of each bar, from the top.
+        line: name and value of a vertical line, such as a goal or a ceiling.
     """
-    # Drawn without pyplot: no window system is looked for, no global state is left behind.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.4 + 0.4 * len(bars)), layout="constrained")
-    axes = figure.add_subplot()
-    values = [value for _, value in bars]
-    drawn = axes.barh(range(len(bars)), values, color="tab:blue")
-    axes.bar_label(drawn, [number_format.format(value) for value in values], padding=3)
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars], parse_math=False)
-    axes.invert_yaxis()
-    most = max([*values, line[1] if line else 0.0, 1e-12])
-    axes.set(xlabel=xlabel, xlim=(0, 1.15 * most))
-    if line is not None:
-        axes.axvline(line[1], color="black", linestyle="--", linewidth=0.8, label=line[0])
-        axes.legend(loc="lower right", fontsize="small")
-    figure.suptitle(title, parse_math=False)
-    return png_of(figure)
-
-
-def png_of(figure: Any) -> bytes:
-    """A matplotlib figure as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    names, values = [name for name, _ in bars], [value for _, value in bars]
+    return draw_panels(title, [[Panel(xlabel, names, values, line=line)]])

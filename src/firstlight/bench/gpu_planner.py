@@ -1,6 +1,6 @@
-"""Rows of a part of `firstlight bench gpu`: the planner's figures beside measured ones.
+"""Part "planner" of `firstlight bench gpu`: the planner's figures beside measured ones.
 
-Memory is that of every configuration of `gpu_cases`. Speed is that of those which train: the
+Memory is that of every configuration of `planner_cases`. Speed is that of those which train: the
 constants of the data sheet's speed model are fitted on some of them (`planner/speed/fit.py`), and
 the error is that of the others.
 """
@@ -12,24 +12,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firstlight.bench.gpu_cases import GPUCase, dry_grid, gpu_grid
-from firstlight.bench.gpu_machine import Machine
-from firstlight.bench.gpu_pages import Findings
-from firstlight.bench.gpu_predictions import target_request, unpacked
-from firstlight.bench.planner_speed import percentile
-from firstlight.bench.runner import Row
+from firstlight.bench.calls import Row
+from firstlight.bench.gpu_machine import BenchMachine
+from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
+from firstlight.bench.planner_cases import PlannerCase, dry_grid, gpu_grid
+from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
+from firstlight.bench.planner_predictions import target_request, unpacked
+from firstlight.bench.planner_speed import GOAL, percentile
+from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.ranks import exchange_of
 from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
-from firstlight.planner.speed.gpu import MeasuredGpu
+from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
 from firstlight.planner.speed.recipe import workload_of
 from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.
 NAME = "planner"
 
-STEPS_MODULE = "firstlight.bench.gpu_steps_once"
+STEPS_MODULE = "firstlight.bench.planner_steps"
 
 #: Configurations that one process measures, and of those that compile.
 _TOGETHER, _COMPILED_TOGETHER = 7, 2
@@ -44,30 +47,31 @@ _START_SECONDS, _CASE_SECONDS, _COMPILED_SECONDS = 12.0, 3.5, 40.0
 _DRY_GPU = "H100"
 
 
-def grid_of(machine: Machine) -> tuple[GPUCase, ...]:
+def grid_of(machine: BenchMachine) -> tuple[PlannerCase, ...]:
     """The configurations for a machine."""
     return dry_grid() if machine.dry else gpu_grid()
 
 
-def steps_request(machine: Machine, cases: Sequence[GPUCase], seconds: float) -> dict[str, Any]:
-    """A request of `gpu_steps_once`.
+def steps_request(
+    machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
+) -> dict[str, Any]:
+    """A request of `planner_steps`.
 
     Args:
         machine: the machine that measures.
         cases: the configurations.
-        seconds: of timing each.
+        seconds: duration of timing each.
     """
-    request: dict[str, Any] = {
+    return {
         "cases": [case.request(machine.device) for case in cases],
         "device": machine.device,
         "steps": 2 if machine.dry else 12,
         "seconds": seconds,
         "target": target_request(machine),
     }
-    return request
 
 
-def _groups(machine: Machine) -> Iterator[tuple[int, list[GPUCase]]]:
+def _groups(machine: BenchMachine) -> Iterator[tuple[int, list[PlannerCase]]]:
     """The configurations by process, each group with its place in the order of all rows: the
     first twenty, the rest, and what compiles, which has processes of its own."""
     cases = [
@@ -82,7 +86,7 @@ def _groups(machine: Machine) -> Iterator[tuple[int, list[GPUCase]]]:
             yield value, these[start : start + together]
 
 
-def planner_rows(machine: Machine) -> list[Row]:
+def planner_rows(machine: BenchMachine) -> list[Row]:
     """The part's rows: several configurations each."""
     rows = []
     for number, (value, group) in enumerate(_groups(machine)):
@@ -97,19 +101,6 @@ def planner_rows(machine: Machine) -> list[Row]:
             )
         )
     return rows
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A configuration that was timed.
-
-    Attributes:
-        case: the configuration.
-        step: its operators and its time.
-    """
-
-    case: GPUCase
-    step: TimedStep
 
 
 def _results(found: Findings) -> dict[str, dict[str, Any]]:
@@ -138,7 +129,7 @@ def memory_results(found: Findings) -> list[dict[str, Any]]:
     return results
 
 
-def timed_steps(found: Findings) -> list[_Timed]:
+def timed_steps(found: Findings) -> list[tuple[PlannerCase, TimedStep]]:
     """The configurations that were timed and whose operators are known."""
     known, timed = _results(found), []
     for case in grid_of(found.machine):
@@ -149,7 +140,7 @@ def timed_steps(found: Findings) -> list[_Timed]:
         parameters = count_parameters(meta_model(recipe.model)).total
         work = workload_of(recipe, exchange_of(recipe, parameters, 1, one["host_bytes"]))
         seconds = statistics.median(one["step_seconds"])
-        timed.append(_Timed(case, TimedStep(unpacked(one["operators"]), work, seconds)))
+        timed.append((case, TimedStep(unpacked(one["operators"]), work, seconds)))
     return timed
 
 
@@ -182,11 +173,10 @@ def fit_speed(found: Findings) -> SpeedFit | None:
     timed = timed_steps(found)
     if gpu is None or not timed:
         return None
-    names = [one.case.name for one in timed]
-    steps = [one.step for one in timed]
+    names, steps = [case.name for case, _ in timed], [step for _, step in timed]
     sheet = dict(zip(names, relative_errors(steps, gpu, None), strict=True))
-    held_out = [one.case.name for one in timed if not one.case.fitted]
-    fitted = [one.step for one in timed if one.case.fitted]
+    held_out = [case.name for case, _ in timed if not case.fitted]
+    fitted = [step for case, step in timed if case.fitted]
     if not fitted or not held_out:
         return SpeedFit(gpu, None, sheet, {}, held_out)
     constants = fit_constants(fitted, gpu)
@@ -211,3 +201,208 @@ def _context_bytes(found: Findings) -> int | None:
         if not one["reason"] and "driver_bytes" in one
     ]
     return round(statistics.median(sizes)) if sizes else None
+
+
+_MIB = 2**20
+
+#: File of the fitted constants in the folder of the results.
+_MEASURED_NAME = "measured_gpus.json"
+
+
+def _page(found: Findings) -> Page:
+    memory, fit = memory_results(found), fit_speed(found)
+    if fit is not None and fit.measured is not None and found.folder is not None:
+        # For everybody, once it stands in the package; and for this machine at once.
+        save_measured(found.folder / _MEASURED_NAME, fit.gpu.name, fit.measured)
+        if not found.machine.dry:
+            own = cache_folder() / "calibration" / "gpus.json"
+            save_measured(own, fit.gpu.name, fit.measured)
+    text = "\n".join(
+        (
+            "## Memory\n",
+            *_memory_text(memory),
+            "## Speed\n",
+            *_speed_text(found, fit),
+            "![predicted against measured](../images/gpu-planner.png)\n",
+        )
+    )
+    return Page("\n".join(_summary(memory, fit)), text, {"gpu-planner.png": _draw(memory, fit)})
+
+
+def _summary(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> Iterator[str]:
+    found = summary(memory)
+    if found["count"]:
+        yield (
+            f"- Memory of {found['count']} configurations, the allocator's peak: 95 of 100 within "
+            f"{found['error_95']:.1%} (goal {ALLOWED_ERROR:.0%}), at most "
+            f"{found['worst_shortage']:.1%} too little (goal {ALLOWED_SHORTAGE:.0%})."
+        )
+    if fit is not None and fit.measured is not None:
+        sheet = percentile(fit.sizes(fit.sheet_errors), 0.95)
+        yield (
+            f"- Speed, fitted on {fit.measured.fitted} configurations: 95 of 100 of "
+            f"{fit.measured.held_out} others within {fit.measured.error:.0%} (goal {GOAL:.0%}); by "
+            f"the data sheet alone {sheet:.0%}."
+        )
+
+
+def _memory_text(memory: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found = summary(memory)
+    if not found["count"]:
+        yield "Nothing was measured and predicted.\n"
+        return
+    rows = [
+        ("configurations", "", f"{found['count']}"),
+        ("95 of 100 within", f"{ALLOWED_ERROR:.0%}", f"{found['error_95']:.2%}"),
+        ("half within", "", f"{found['median_error']:.2%}"),
+        ("most that was too little", f"{ALLOWED_SHORTAGE:.0%}", f"{found['worst_shortage']:.2%}"),
+        ("seconds of a prediction, 95 of 100", "10", f"{found['prediction_seconds_95']:.1f}"),
+    ]
+    yield markdown_table(("allocator's peak", "goal", "found"), rows)
+    good = [one for one in memory if not one["reason"]]
+    held = [
+        one["predicted_reserved_bytes"] / one["reserved_bytes"] - 1
+        for one in good
+        if one.get("reserved_bytes")
+    ]
+    if held:
+        beside = [
+            one["driver_bytes"] - one["reserved_bytes"] for one in good if "driver_bytes" in one
+        ]
+        driver = ""
+        if beside:
+            driver = (
+                f" The driver counts {statistics.median(beside) / _MIB:,.0f} MiB more than that "
+                f"({min(beside) / _MIB:,.0f} to {max(beside) / _MIB:,.0f}): context, kernels."
+            )
+        yield (
+            f"What the allocator holds at its peak, gaps included, is off by {min(held):+.1%} to "
+            f"{max(held):+.1%}, in the median by {statistics.median(held):+.1%}.{driver}\n"
+        )
+    listed = [
+        (
+            one["name"],
+            f"{one['predicted_bytes'] / _MIB:,.0f}",
+            f"{one['peak_bytes'] / _MIB:,.0f}",
+            f"{one['error']:+.2%}",
+            one["predicted_phase"],
+        )
+        for one in sorted(good, key=lambda one: -abs(one["error"]))
+    ]
+    header = ("configuration", "predicted MiB", "measured MiB", "error", "peak in")
+    yield markdown_table(header, listed)
+    missing = [(one["name"], one["reason"]) for one in memory if one["reason"]]
+    if missing:
+        yield markdown_table(("configuration without a figure", "reason"), missing)
+
+
+#: What the fitted constants are, in words and as text of a value.
+_CONSTANTS = {
+    "products": ("share of the peak in large matrix products", "{:.0%}"),
+    "attention": ("share of the peak in fused attention, forward", "{:.0%}"),
+    "bandwidth": ("share of the memory's bandwidth", "{:.0%}"),
+    "launch_seconds": ("starting an operator from Python, seconds", "{:.1e}"),
+    "fused_traffic": ("passes of compiled kernels over what stands between products", "{:.2f}"),
+}
+
+
+def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
+    if fit is None:
+        yield (
+            "Nothing was timed, or the GPU is not in the table of data sheets "
+            "(`src/firstlight/hardware/gpus.py`).\n"
+        )
+        return
+    if found.machine.dry:
+        yield f"A dry run: a CPU's times beside the data sheet of a {fit.gpu.name}.\n"
+    if fit.measured is not None:
+        yield (
+            "Some constants of the data sheet's speed model were guessed; these are fitted on "
+            f"{fit.measured.fitted} configurations:\n"
+        )
+        rows = [
+            (
+                words,
+                template.format(getattr(DEFAULT_SHARES, name).expected),
+                template.format(fit.measured.constants[name]),
+            )
+            for name, (words, template) in _CONSTANTS.items()
+        ]
+        assert list(_CONSTANTS) == list(BOUNDS)
+        yield markdown_table(("constant", "from the data sheet", "fitted"), rows)
+        rows = [
+            (
+                title,
+                f"{percentile(fit.sizes(errors), 0.95):.1%}",
+                f"{statistics.median(fit.sizes(errors)):.1%}",
+            )
+            for title, errors in (
+                ("by the data sheet", fit.sheet_errors),
+                ("by the fitted constants", fit.errors),
+            )
+        ]
+        yield f"Errors of the {fit.measured.held_out} configurations that were held out:\n"
+        header = (
+            f"step time (goal: 95 of 100 within {GOAL:.0%})",
+            "95 of 100 within",
+            "half within",
+        )
+        yield markdown_table(header, rows)
+        yield (
+            f"The constants stand in `{_MEASURED_NAME}` of the folder of the results and in the\n"
+            "cache of the machine that wrote this page. Copied to\n"
+            f"`src/firstlight/planner/{_MEASURED_NAME}`, they are everybody's, and `firstlight\n"
+            f"plan` says of a {fit.gpu.name} that it was measured on this GPU type.\n"
+        )
+    yield markdown_table(
+        ("configuration", "measured s", "data sheet", "fitted", ""), list(_speed_rows(found, fit))
+    )
+
+
+def _speed_rows(found: Findings, fit: SpeedFit) -> Iterator[tuple[str, ...]]:
+    seconds = {
+        one["name"]: statistics.median(one["step_seconds"])
+        for one in memory_results(found)
+        if one.get("step_seconds")
+    }
+    order = sorted(
+        fit.sheet_errors, key=lambda name: -abs(fit.errors.get(name, fit.sheet_errors[name]))
+    )
+    for name in order:
+        fitted = f"{fit.errors[name]:+.1%}" if name in fit.errors else ""
+        role = "held out" if name in fit.held_out else "fitted"
+        yield name, f"{seconds[name]:.4f}", f"{fit.sheet_errors[name]:+.1%}", fitted, role
+
+
+def _draw(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> bytes:
+    """Predicted against measured memory, and the errors of memory and of speed, as a PNG."""
+    good = [one for one in memory if not one["reason"]]
+    figure = new_figure(13, 4.6)
+    draw_peaks(figure.add_subplot(1, 3, 1), good)
+    errors: Any = figure.add_subplot(1, 3, 2)
+    draw_shares(errors, [100 * one["error"] for one in good], "tab:blue", "memory")
+    errors.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
+    errors.set(xlabel="error of memory, %", ylabel="share of configurations")
+    speed: Any = figure.add_subplot(1, 3, 3)
+    if fit is not None:
+        for title, found, color in (
+            ("by the data sheet", fit.sheet_errors, "tab:orange"),
+            ("fitted", fit.errors, "tab:blue"),
+        ):
+            values = [100 * found[name] for name in fit.held_out if name in found]
+            draw_shares(speed, values, color, title)
+        speed.legend(loc="lower right", fontsize="small")
+    speed.axvspan(-100 * GOAL, 100 * GOAL, color="tab:green", alpha=0.12)
+    speed.set(xlabel="error of the step's time, held out, %", ylabel="share of configurations")
+    figure.suptitle(f"{len(good)} configurations; green is the goal")
+    return png_of(figure)
+
+
+PLANNER = Part(
+    NAME,
+    "The planner's figures",
+    "Memory and speed as `firstlight plan` predicts them without a GPU, beside what training "
+    "steps, evaluations and generation take on it.",
+    planner_rows,
+    _page,
+)

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.fresh_process import answer, last_words
-from firstlight.bench.gpu_machine import Machine
-from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table, png_of
+from firstlight.bench.calls import Row
+from firstlight.bench.corpus import library_corpus
+from firstlight.bench.gpu_machine import BenchMachine
+from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
 from firstlight.bench.gpu_training import DRY_VOCAB_SIZE, VOCAB_SIZE
-from firstlight.bench.methods_data import library_corpus
-from firstlight.bench.runner import Row
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.process import answer, last_words
 from firstlight.errors import DIVERGED_EXIT_CODE, TrainingError
 from firstlight.files.atomic import write_json
 
@@ -43,7 +44,7 @@ _STOPPED = 75
 _GIB = 2**30
 
 
-def _rows(machine: Machine) -> list[Row]:
+def _rows(machine: BenchMachine) -> list[Row]:
     large = machine.memory_bytes >= 60 * _GIB
     micro = 64 if machine.memory_bytes >= 120 * _GIB else 32 if large else 8
     model = {"model_type": "gpt2", "resid_pdrop": 0.1, "embd_pdrop": 0.1}
@@ -179,9 +180,7 @@ def _lowest(lowest: Mapping[str, Any]) -> str:
 
 def _draw(run: Mapping[str, Any]) -> bytes:
     """Training and validation loss over the tokens seen."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     for key, style, label in (("curve", "-", "train/loss"), ("validation", "o-", "val/loss")):
         axes.plot(

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.fresh_process import answer
+from firstlight.bench.calls import Row
+from firstlight.bench.corpus import library_corpus
 from firstlight.bench.gpu_ceilings import measured_ceiling
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
-from firstlight.bench.methods_data import library_corpus
-from firstlight.bench.methods_rows import find_model
-from firstlight.bench.runner import Row
+from firstlight.bench.models import find_model
+from firstlight.bench.process import answer
+from firstlight.bench.training import FIRSTLIGHT, REFERENCE, turn_ratios
 from firstlight.bench.training_once import training_once
-from firstlight.bench.training_report import FIRSTLIGHT, REFERENCE, turn_ratios
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
@@ -46,18 +46,18 @@ _PROGRAMS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """One model.
 
     Attributes:
-        model: a name of `methods_rows.MODELS`.
-        seq_len: tokens a row.
+        model: name in `models.MODELS`.
+        seq_len: tokens of a sequence.
         rows: micro-batch sizes by the least memory of a GPU in GiB, the largest first.
-        values: by program, the rows' places in the order.
-        seconds: by program, of the first turn.
-        variants: further rows of firstlight: name -> keys of the recipe.
-        goal: in Markdown.
-        goal_rate: tokens a second of the picture's line, and its name.
+        values: places of the rows in the order, by program.
+        seconds: duration of the first turn, by program.
+        goal: goal in Markdown.
+        goal_rate: name of the picture's line, and its tokens a second.
+        variants: keys of the recipe of further rows of firstlight, by name.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Case:
 
 
 _CASES = (
-    Case(
+    TrainingCase(
         "gpt2-124m",
         1024,
         {120: 64, 60: 32, 30: 16, 0: 8},
@@ -87,7 +87,7 @@ _CASES = (
             "nothing set": {"efficiency": {}, "batch": None},
         },
     ),
-    Case(
+    TrainingCase(
         "llama-1b",
         2048,
         {120: 8, 60: 4, 30: 2, 0: 1},
@@ -99,7 +99,7 @@ _CASES = (
     ),
 )
 _DRY_CASES = (
-    Case(
+    TrainingCase(
         "small",
         64,
         {0: 2},
@@ -112,11 +112,11 @@ _DRY_CASES = (
 )
 
 
-def _cases(machine: Machine) -> Sequence[Case]:
+def _cases(machine: BenchMachine) -> Sequence[TrainingCase]:
     return _DRY_CASES if machine.dry else _CASES
 
 
-def _rows(machine: Machine) -> list[Row]:
+def _rows(machine: BenchMachine) -> list[Row]:
     rows = []
     for case in _cases(machine):
         for program in _PROGRAMS:
@@ -128,13 +128,13 @@ def _rows(machine: Machine) -> list[Row]:
     return rows
 
 
-def _row_name(case: Case, program: str, variant: str = "") -> str:
+def _row_name(case: TrainingCase, program: str, variant: str = "") -> str:
     return f"{case.model}, {program}" + (f", {variant}" if variant else "")
 
 
 def _row(
-    case: Case,
-    machine: Machine,
+    case: TrainingCase,
+    machine: BenchMachine,
     program: str,
     name: str,
     *,
@@ -171,11 +171,13 @@ def _row(
     )
 
 
-def _micro_batch_size(case: Case, machine: Machine) -> int:
+def _micro_batch_size(case: TrainingCase, machine: BenchMachine) -> int:
     return next(rows for least, rows in case.rows.items() if machine.memory_bytes >= least * _GIB)
 
 
-def _recipe(case: Case, machine: Machine, micro: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe(
+    case: TrainingCase, machine: BenchMachine, micro: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
     values: dict[str, Any] = {
         "run": {"device": machine.device},
         "model": find_model(case.model).model_dump(),
@@ -248,18 +250,18 @@ def _page(found: Findings) -> Page:
     return Page("\n".join(summary), "\n".join(parts), pictures)
 
 
-def _flops_per_token(case: Case) -> float:
+def _flops_per_token(case: TrainingCase) -> float:
     return train_flops_per_token(meta_model(find_model(case.model)), case.seq_len)
 
 
-def _shares(case: Case, found: Findings, rate: float) -> tuple[float | None, float | None]:
+def _shares(case: TrainingCase, found: Findings, rate: float) -> tuple[float | None, float | None]:
     """MFU against the measured rate of bf16 products, and against the data sheet's."""
     flops, gpu = rate * _flops_per_token(case), found.machine.gpu
     ceiling = measured_ceiling(found)
     return flops / ceiling if ceiling else None, flops / gpu.bf16 if gpu and gpu.bf16 else None
 
 
-def _ratio(case: Case, found: Findings, name: str) -> str:
+def _ratio(case: TrainingCase, found: Findings, name: str) -> str:
     """The median of the turns' ratios to the bare loop, and their range."""
     base = found.outcome(NAME, _row_name(case, REFERENCE)).runs
     ratios = turn_ratios(found.outcome(NAME, name).runs, base)
@@ -268,7 +270,7 @@ def _ratio(case: Case, found: Findings, name: str) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def _section(case: Case, found: Findings, rates: Mapping[str, float]) -> str:
+def _section(case: TrainingCase, found: Findings, rates: Mapping[str, float]) -> str:
     """A model's table."""
     rows = []
     for name, rate in rates.items():
@@ -298,7 +300,7 @@ def _section(case: Case, found: Findings, rates: Mapping[str, float]) -> str:
     )
 
 
-def _summary(case: Case, found: Findings, rates: Mapping[str, float]) -> str:
+def _summary(case: TrainingCase, found: Findings, rates: Mapping[str, float]) -> str:
     """A model's line for the overview."""
     ours = rates.get(_row_name(case, FIRSTLIGHT))
     if ours is None:

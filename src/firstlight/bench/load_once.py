@@ -24,11 +24,7 @@ What is measured, in this order:
 `load_cpu_seconds` and `first_logits_cpu_seconds` are the processor's time, user and system, of
 all threads: it suffers less than the clock's when other work shares the machine.
 
-Resident memory is what the kernel counts as such: pages of a memory-mapped file count from when
-they are touched, though the kernel may drop them again and other processes share them. It is
-read from /proc/self/status, since `ru_maxrss` starts from the parent's peak on Linux. Where the
-peak can't be set back (/proc/self/clear_refs is not writable) and the imports went above their
-final level, the peaks are upper bounds; without /proc they come from `ru_maxrss`.
+Resident memory is counted as at the head of `memory.py`.
 
 The one line on stdout is a JSON object of these numbers and `model_bytes`, the bytes of the
 model's parameters.
@@ -36,19 +32,15 @@ model's parameters.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
-import json
-import os
-import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-_STATUS = Path("/proc/self/status")
+from firstlight.bench.memory import begin_peak, peak_resident_bytes
+from firstlight.bench.process import answer
+
 _PROMPT_TOKENS = 16
 
 #: (a function that loads the model, a function from model and ids to logits)
@@ -73,19 +65,17 @@ def load_once(request: dict[str, Any]) -> dict[str, float]:
     input_ids = torch.arange(_PROMPT_TOKENS)[None]
     result = {"import_seconds": time.perf_counter() - start}
 
-    gc.collect()
-    _reset_peak()
-    level = _resident_bytes("VmRSS")
+    level = begin_peak()
     clock, cpu = time.perf_counter(), time.process_time()
     model = load()
     result["load_seconds"] = time.perf_counter() - clock
     result["load_cpu_seconds"] = time.process_time() - cpu
-    result["load_peak_bytes"] = _resident_bytes("VmHWM") - level
+    result["load_peak_bytes"] = peak_resident_bytes() - level
     with torch.inference_mode():
         logits = logits_of(model, input_ids)
     result["first_logits_seconds"] = time.perf_counter() - clock
     result["first_logits_cpu_seconds"] = time.process_time() - cpu
-    result["total_peak_bytes"] = _resident_bytes("VmHWM")
+    result["total_peak_bytes"] = peak_resident_bytes()
     result["peak_bytes"] = result["total_peak_bytes"] - level
     assert bool(torch.isfinite(logits).all())
     result["model_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
@@ -118,21 +108,5 @@ def _transformers(request: dict[str, Any]) -> _Program:
     )
 
 
-def _reset_peak() -> None:
-    """Set VmHWM back to VmRSS (proc(5), clear_refs, since Linux 4.0)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _resident_bytes(field: str) -> int:
-    """A field of /proc/self/status in bytes; without one, the process's peak so far."""
-    if not _STATUS.exists():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="utf-8").splitlines())
-    return int(lines[field].split()[0]) * 1024
-
-
 if __name__ == "__main__":
-    # The one result of this process, past whatever a library may print.
-    os.write(1, (json.dumps(load_once(json.loads(sys.argv[1]))) + "\n").encode())
+    answer(load_once, sys.argv[1])

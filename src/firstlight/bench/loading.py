@@ -10,47 +10,66 @@ the turns.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import inspect
-import io
-import json
 import os
+import re
+import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.checkpoint import LARGEST, SHARDED, SINGLE, SMALLEST, make_checkpoints
-from firstlight.console import progress_bar, say
-from firstlight.errors import ConfigError, ModelError, nearest
-from firstlight.generation.engine import load
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.process import ask
+from firstlight.bench.runner import (
+    Found,
+    RowOutcome,
+    has_package,
+    machine_facts,
+    require_known,
+    require_positive,
+    run_bench,
+)
+from firstlight.console import say
+from firstlight.errors import ConfigError, InputError, ModelError, StorageError
+from firstlight.files.atomic import new_folder, read_json, storage_errors, write_json
+from firstlight.generation.engine import DTYPES, load
 from firstlight.hardware.device import find_hardware
-from firstlight.weights.loading import LOADING_WAYS
+from firstlight.models import LlamaConfig, build_model
+from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.loading import LOADING_WAYS, weights_to_save
+from firstlight.weights.stored import save_weights
+
+#: Least and greatest number of parameters that `model_config` reaches.
+SMALLEST, LARGEST = 1_500_000, 30_000_000_000
+
+#: The model folders, with one file of weights and with several.
+SINGLE, SHARDED = "single", "sharded"
+_SHARDS = 4
 
 #: The way that `firstlight.load` takes where nobody says which.
 DEFAULT_WAY: str = inspect.signature(load).parameters["way"].default
 
-#: Whether torch takes huge pages for large tensors; off unless the person sets it.
+#: Environment variable that lets torch take huge pages for large tensors; off unless the person
+#: sets it.
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadingRow:
     """One way to load.
 
     Attributes:
-        name: for people and for `--ways`.
+        name: name in tables and for `--ways`.
         program: "firstlight" or "transformers".
-        way: firstlight's way; None is its default.
-        sharded: from several files with an index.
-        cast: into the other number format of float32 and bfloat16 than the file's.
-        huge_pages: None is as the person has set it.
+        way: firstlight's loading mode; None is its default.
+        sharded: True loads several files with an index.
+        cast: True loads into the other number format of float32 and bfloat16 than the file's.
+        huge_pages: True lets torch take huge pages; None is as the person has set it.
     """
 
     name: str
@@ -62,62 +81,66 @@ class Row:
 
 
 ROWS = (
-    *(Row(way, "firstlight", way=way) for way in LOADING_WAYS),
-    Row("sharded", "firstlight", sharded=True),
-    Row("cast", "firstlight", cast=True),
-    Row("transformers", "transformers", huge_pages=False),
-    Row("transformers-huge-pages", "transformers", huge_pages=True),
-    Row("transformers-cast", "transformers", cast=True, huge_pages=False),
+    *(LoadingRow(way, "firstlight", way=way) for way in LOADING_WAYS),
+    LoadingRow("sharded", "firstlight", sharded=True),
+    LoadingRow("cast", "firstlight", cast=True),
+    LoadingRow("transformers", "transformers", huge_pages=False),
+    LoadingRow("transformers-huge-pages", "transformers", huge_pages=True),
+    LoadingRow("transformers-cast", "transformers", cast=True, huge_pages=False),
 )
 
 
 @dataclass(frozen=True)
 class LoadingBench:
-    """What is to be measured.
+    """Options of `bench loading`.
 
     Attributes:
-        parameters: of the model, about.
-        dtype: of the file: "bfloat16" or "float32".
+        parameters: approximate number of the model's parameters.
+        dtype: number format of the file: "bfloat16" or "float32".
         repeats: turns of all rows.
         ways: names of the rows; empty is all.
-        transformers: whether its rows are among them.
-        folder: where the checkpoint is made, kept and used again; None is a temporary folder.
+        no_transformers: True leaves the rows of transformers out.
+        folder: folder where the checkpoint is made, kept and used again; None is a temporary one.
+
+    Raises:
+        ConfigError: a value is out of range, or a name unknown.
     """
 
     parameters: int = 500_000_000
     dtype: str = "bfloat16"
     repeats: int = 3
     ways: Sequence[str] = ()
-    transformers: bool = True
+    no_transformers: bool = False
     folder: Path | None = None
-    rows: tuple[Row, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a value is out of range, or a name unknown."""
         if not SMALLEST <= self.parameters <= LARGEST:
             raise ConfigError(
                 f"{self.parameters:,} parameters are outside what this benchmark makes: "
                 f"between {SMALLEST:,} and {LARGEST:,}"
             )
-        if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}: at least 1 is needed")
+        require_positive(repeats=self.repeats)
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype '{self.dtype}' is not one of bfloat16, float32")
-        names = [row.name for row in ROWS]
-        for name in self.ways:
-            if name not in names:
-                hint = nearest(name, names) or f": use {', '.join(names)}"
-                raise ConfigError(f"way '{name}' is unknown{hint}")
-        rows = [row for row in ROWS if not self.ways or row.name in self.ways]
-        if not self.transformers:
-            rows = [row for row in rows if row.program != "transformers"]
-        if not rows:
+        require_known("way", self.ways, [row.name for row in ROWS])
+        if not self.rows:
             raise ConfigError("no way is left to measure")
-        object.__setattr__(self, "rows", tuple(rows))
+
+    @property
+    def rows(self) -> list[LoadingRow]:
+        """The chosen rows."""
+        rows = [row for row in ROWS if not self.ways or row.name in self.ways]
+        return [row for row in rows if not (self.no_transformers and row.program != "firstlight")]
 
 
-def bench_loading(bench: LoadingBench) -> dict[str, Any]:
+def bench_loading(
+    bench: LoadingBench, on_run: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """Make the checkpoint, load it each way, and return the measurements.
+
+    Args:
+        bench: the options.
+        on_run: see `run_bench`.
 
     Returns:
         "checkpoint": its parameters, bytes and dtype; "machine"; "rows": for each way the median
@@ -127,11 +150,18 @@ def bench_loading(bench: LoadingBench) -> dict[str, Any]:
         ConfigError, InputError, StorageError: the checkpoint can't be made.
         ModelError: a way failed.
     """
-    rows = [row for row in bench.rows if row.program == "firstlight" or _has_transformers()]
+    has_transformers = has_package("transformers")
+    rows = [row for row in bench.rows if row.program == "firstlight" or has_transformers]
     if len(rows) < len(bench.rows):
         say("transformers is not installed: its rows are left out")
     if not rows:
         raise ConfigError("no way is left to measure: transformers is not installed")
+    version = importlib.metadata.version("transformers") if has_transformers else None
+    machine = {
+        **machine_facts(find_hardware("cpu")),
+        "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",
+        "transformers": version,
+    }
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder = bench.folder or Path(temporary)
         checkpoint = make_checkpoints(
@@ -139,25 +169,28 @@ def bench_loading(bench: LoadingBench) -> dict[str, Any]:
         )
         for path in sorted(folder.glob("*/*.safetensors")):
             _read_once(path)
-        runs: dict[str, list[dict[str, float]]] = {row.name: [] for row in rows}
-        with progress_bar() as progress:
-            task = progress.add_task("loading", total=bench.repeats * len(rows))
-            for _ in range(bench.repeats):
-                for row in rows:
-                    progress.update(task, description=f"loading: {row.name}")
-                    runs[row.name].append(measure(row, folder, bench.dtype))
-                    progress.advance(task)
-    return {
-        "checkpoint": checkpoint,
-        "machine": _machine(),
-        "default_way": DEFAULT_WAY,
-        "repeats": bench.repeats,
-        "rows": compare(rows, runs, checkpoint["file_bytes"]),
-    }
+        by_name = {row.name: row for row in rows}
 
+        def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
+            runs = {name: outcome.runs for name, outcome in outcomes.items() if outcome.runs}
+            return {
+                "checkpoint": checkpoint,
+                "machine": machine,
+                "default_way": DEFAULT_WAY,
+                "repeats": bench.repeats,
+                "rows": compare(
+                    [row for row in rows if row.name in runs], runs, checkpoint["file_bytes"]
+                ),
+            }
 
-def _has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
+        return run_bench(
+            "loading",
+            list(by_name),
+            bench.repeats,
+            lambda name: measure(by_name[name], folder, bench.dtype),
+            result,
+            on_run,
+        )
 
 
 def _read_once(path: Path) -> None:
@@ -168,16 +201,16 @@ def _read_once(path: Path) -> None:
             pass
 
 
-def measure(row: Row, folder: Path, dtype: str) -> dict[str, float]:
-    """Load one way in a new process; what `load_once` says.
+def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
+    """Load one way in a new process; the result of `load_once`.
 
     Args:
         row: the way.
-        folder: with the checkpoints.
-        dtype: of the files.
+        folder: folder with the checkpoints.
+        dtype: number format of the files.
 
     Raises:
-        ModelError: it failed; with the last line that the process said.
+        ModelError: it failed; with the last line that the process wrote.
     """
     other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
     request = {
@@ -188,39 +221,22 @@ def measure(row: Row, folder: Path, dtype: str) -> dict[str, float]:
         "threads": torch.get_num_threads(),
     }
     pages = os.environ.get(HUGE_PAGES, "0") if row.huge_pages is None else str(int(row.huge_pages))
-    done = subprocess.run(
-        # -P: what lies in the current folder is not imported.
-        [sys.executable, "-P", "-m", "firstlight.bench.load_once", json.dumps(request)],
-        env=os.environ | {HUGE_PAGES: pages, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        end = (
-            f"it was killed by signal {-done.returncode}; is there enough memory?"
-            if done.returncode < 0
-            else lines[-1]
-            if lines
-            else f"exit code {done.returncode}"
-        )
-        raise ModelError(f"loading by way of '{row.name}' failed: {end}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    environment = os.environ | {HUGE_PAGES: pages, "HF_HUB_OFFLINE": "1"}
+    found = ask("firstlight.bench.load_once", request, environment)
+    if "error" in found:
+        raise ModelError(f"loading by way of '{row.name}' failed: {found['error']['message']}")
+    return found
 
 
 def compare(
-    rows: Sequence[Row], runs: Mapping[str, Sequence[Mapping[str, float]]], file_bytes: int
+    rows: Sequence[LoadingRow], runs: Mapping[str, Sequence[Mapping[str, float]]], file_bytes: int
 ) -> list[dict[str, Any]]:
     """The medians of each way and its ratios.
 
     Args:
         rows: the ways.
-        runs: by their names, what `load_once` measured.
-        file_bytes: the files' size.
+        runs: results of `load_once` by the ways' names.
+        file_bytes: size of the files.
 
     Returns:
         For each way, beside the medians: `peak_to_file` and `peak_to_model`, the peak above the
@@ -255,40 +271,142 @@ def compare(
     return result
 
 
-def _machine() -> dict[str, Any]:
-    hardware = find_hardware("cpu")
-    versions: dict[str, str | None] = {"torch": str(torch.__version__), "transformers": None}
-    if _has_transformers():
-        versions["transformers"] = importlib.metadata.version("transformers")
-    return {
-        "name": hardware.name,
-        "memory_bytes": hardware.memory_bytes,
-        "threads": torch.get_num_threads(),
-        "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",
-        **versions,
-    }
-
-
 def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of `bench_loading`'s result: time to first logits and peak memory of each way."""
-    # Drawn without pyplot: no window system is looked for, no global state is left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
     names = [row["name"] + (" (default)" if row["default"] else "") for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:orange" for row in rows]
-    figure = Figure(figsize=(11, 0.45 * len(rows) + 1.6), layout="constrained")
-    time, memory = figure.subplots(1, 2, sharey=True)
-    time.barh(names, [row["first_logits_seconds"] for row in rows], color=colors)
-    time.barh(names, [row["load_seconds"] for row in rows], color="black", height=0.15)
-    time.set(xlabel="seconds to first logits (black: to the loaded model)")
-    memory.barh(names, [row["peak_to_model"] for row in rows], color=colors)
-    memory.axvline(1.1, color="black", linestyle="--", linewidth=0.8)
-    memory.set(xlabel="peak memory / the model's bytes (dashed: 1.1)")
-    time.invert_yaxis()
-    checkpoint = result["checkpoint"]
-    figure.suptitle(f"loading {checkpoint['parameters'] / 1e6:,.0f}M parameters on the CPU")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    time = Panel(
+        "seconds to first logits (black: to the loaded model)",
+        names,
+        [row["first_logits_seconds"] for row in rows],
+        colors=colors,
+        inner=[row["load_seconds"] for row in rows],
+    )
+    memory = Panel(
+        "peak memory / the model's bytes",
+        names,
+        [row["peak_to_model"] for row in rows],
+        colors=colors,
+        line=("1.1", 1.1),
+    )
+    parameters = result["checkpoint"]["parameters"] / 1e6
+    return draw_panels(f"loading {parameters:,.0f}M parameters on the CPU", [[time, memory]])
+
+
+def parse_count(text: str) -> int:
+    """'0.5B' -> 500000000; K, M and B are thousands, millions and billions.
+
+    Raises:
+        ConfigError: it is not such a number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise ConfigError(f"'{text}' is not a number of parameters: use for instance 0.5B or 2M")
+    factor = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2].upper()]
+    return round(float(match[1]) * factor)
+
+
+def model_config(parameters: int) -> LlamaConfig:
+    """A Qwen2 model of about so many parameters: 896 wide for half a billion, as Qwen2.5-0.5B.
+
+    The width comes in steps of two heads of 64; the vocabulary makes up the difference.
+    """
+    width = min(range(128, 8193, 128), key=lambda C: abs(_size(C) - parameters))
+    layers, intermediate, vocabulary = _proportions(width)
+    rest = parameters - (_size(width) - vocabulary * width)
+    return LlamaConfig(
+        model_type="qwen2",
+        vocab_size=max(1024, round(rest / width)),
+        hidden_size=width,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+    )
+
+
+def _proportions(width: int) -> tuple[int, int, int]:
+    """(layers, width of the MLP, vocabulary) as in Qwen2.5-0.5B, which has 24, 4864, 151936."""
+    intermediate = round(width / 896 * 4864 / 64) * 64
+    return min(28, round(width / 896 * 24)), intermediate, min(151_936, 170 * width)
+
+
+def _size(width: int) -> int:
+    """Parameters of a model of `_proportions`."""
+    layers, intermediate, vocabulary = _proportions(width)
+    attention = 2 * width * width + width + 2 * (128 * width + 128)
+    return layers * (attention + 3 * width * intermediate + 2 * width) + (1 + vocabulary) * width
+
+
+def make_checkpoints(parameters: int, dtype: str, folder: Path, sharded: bool) -> dict[str, Any]:
+    """Write the checkpoint as one file, and where asked in shards, unless they are there.
+
+    Args:
+        parameters: approximate number of the model's parameters.
+        dtype: "bfloat16" or "float32".
+        folder: parent of the model folders `single` and `sharded`.
+        sharded: True makes the second folder, too.
+
+    Returns:
+        "parameters", "file_bytes", "dtype" and the model folder's "shape".
+
+    Raises:
+        InputError: something else has the folders' names.
+        StorageError: the disk has too little space.
+    """
+    config = model_config(parameters)
+    content = {**config.to_hf(), "dtype": dtype, "torch_dtype": dtype}
+    with torch.device("meta"):
+        model = build_model(config).to(DTYPES[dtype])
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    paths = [folder / name for name in (SINGLE, SHARDED)[: 1 + sharded]]
+    missing = [path for path in paths if not _is_there(path, content)]
+    if missing:
+        _require_space(folder, len(missing) * size)
+        say(f"making a checkpoint of {size / 1e9:.3g} GB in {folder}")
+        model.to_empty(device="cpu")
+        model.finish_loading()
+        model.init_weights(torch.Generator().manual_seed(0))
+    for path in missing:
+        shard_bytes = size if path.name == SINGLE else size // _SHARDS
+        with new_folder(path) as place:
+            write_json(place / CONFIG_NAME, content)
+            save_weights(weights_to_save(model), place, max_shard_bytes=shard_bytes)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "file_bytes": sum(path.stat().st_size for path in paths[0].glob("*.safetensors")),
+        "dtype": dtype,
+        "shape": config.model_dump(mode="json"),
+    }
+
+
+def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is there already.
+
+    Raises:
+        InputError: another one is.
+    """
+    if not path.exists():
+        return False
+    if (path / CONFIG_NAME).is_file() and read_json(path / CONFIG_NAME) == content:
+        return True
+    raise InputError(
+        f"{path} holds something else than this benchmark's checkpoint: "
+        "choose another --dir or the same --parameters and --dtype"
+    )
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    """Raises StorageError: the folder's disk has not so many bytes, and a twentieth, free."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    if free < needed * 1.05:
+        raise StorageError(
+            f"the checkpoint needs {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB "
+            "free: choose another folder with --dir or fewer --parameters"
+        )

@@ -4,7 +4,7 @@ Two tables: each method alone beside the plain run, and the ladder, each method 
 before it. Plain is fp32, attention as two matrix products, AdamW parameter by parameter, nothing
 compiled, one micro-batch a step.
 
-Every row is trained for a few steps by fresh processes (`methods_once` says what they measure;
+Every row is trained for a few steps by fresh processes (`training_once` says what they measure;
 with `quick` on a CPU they are forks of one that has only imported what all need); the rows take
 turns (A B C, A B C); the number of threads, the data and the initial weights are
 the same for all. Rates are medians over the timed steps of all turns. A row that can't run here is
@@ -18,35 +18,40 @@ is higher. Operations that are done twice, as with activation checkpointing, cou
 from __future__ import annotations
 
 import contextlib
-import os
-import statistics
+import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.forked import ForkServer
-from firstlight.bench.methods_data import write_tokens
+from firstlight.bench.corpus import write_tokens
 from firstlight.bench.methods_rows import (
+    ALONE,
+    LADDER,
     PLAIN,
-    SMALL,
-    Row,
+    MethodOutcome,
+    MethodRow,
     alone_rows,
-    find_model,
+    changes_up_to,
     ladder_rows,
     larger_batch,
     plain_recipe,
+    summarize,
     why_skipped,
 )
-from firstlight.bench.methods_run import ALONE, LADDER, Outcome, Runner, Work, child_environment
-from firstlight.errors import ConfigError, nearest
-from firstlight.hardware.device import Hardware, find_hardware, peak_flops
-from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.bench.models import changed_recipe
+from firstlight.bench.process import ForkServer, ask, error_of, training_environment
+from firstlight.bench.runner import Found, require_known, take_turns
+from firstlight.bench.steps import StepsBench, StepsPlan, plan_steps
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.recipe import parse_resolved_recipe
+
+TIME_IS_UP = "the time of --quick was over"
 
 #: Seconds after which `--quick` measures no more: the result is there within five minutes.
 QUICK_SECONDS = 275.0
@@ -54,88 +59,30 @@ QUICK_SECONDS = 275.0
 #: Steps that are not timed: a CPU's heap still grows in the fourth. `--quick` takes the first two.
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
+Tables = Mapping[str, Sequence[MethodRow]]
+
 
 @dataclass(frozen=True)
-class MethodsBench:
-    """What is to be measured.
+class MethodsBench(StepsBench):
+    """Options of `bench methods`; `quick` also leaves out some rows, and measures no more after
+    `QUICK_SECONDS`.
 
     Attributes:
-        model: a name or recipe, see `find_model`; None is gpt2-124m, or with `quick` the small one.
-        seq_len: tokens a row of a batch; None is 1024, with `quick` 256, or the model's context
-            where that is less.
-        micro_batch_size: rows a step of the plain run; None is 4 on a CPU, 16 on a GPU.
-        steps: timed steps a run; None is 4 on a CPU, 20 on a GPU.
-        repeats: turns of all rows; None is 3, with `quick` 1.
         rows: names of rows or tables; empty is all. The plain run is always among them.
-        device: as in a recipe's `run.device`.
-        quick: leave out some rows, and measure no more after `QUICK_SECONDS`.
     """
 
-    model: str | None = None
-    seq_len: int | None = None
-    micro_batch_size: int | None = None
-    steps: int | None = None
-    repeats: int | None = None
     rows: Sequence[str] = ()
-    device: str = "auto"
-    quick: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A `MethodsBench` with everything worked out; see there."""
-
-    name: str
-    model: ModelConfig
-    hardware: Hardware
-    seq_len: int
-    micro_batch_size: int
-    steps: int
-    repeats: int
-    quick: bool
-    warmup_steps: int
-    tables: dict[str, list[Row]]
+def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
+    """The chosen rows of both tables; see `choose_rows`."""
+    size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
+    return choose_rows({ALONE: alone_rows(*size), LADDER: ladder_rows(*size)}, bench.rows)
 
 
-def make_plan(bench: MethodsBench) -> Plan:
-    """Work out what is left open.
-
-    Raises:
-        ConfigError: a value is out of range, or a name unknown.
-    """
-    hardware = find_hardware(bench.device)
-    if hardware.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"bench methods runs on cpu and cuda, not on {hardware.device.type}")
-    name = bench.model or (SMALL if bench.quick else "gpt2-124m")
-    model = find_model(name)
-    on_gpu = hardware.device.type == "cuda"
-    limit = model.max_position_embeddings
-    numbers = {
-        "seq_len": (bench.seq_len, min(256 if bench.quick else 1024, limit)),
-        "micro_batch_size": (bench.micro_batch_size, 16 if on_gpu else 4),
-        "steps": (bench.steps, 20 if on_gpu else 4),
-        "repeats": (bench.repeats, 1 if bench.quick else 3),
-    }
-    chosen = {key: usual if given is None else given for key, (given, usual) in numbers.items()}
-    for key, value in chosen.items():
-        if value < 1:
-            raise ConfigError(f"{key} is {value}: at least 1 is needed")
-    if chosen["seq_len"] > limit:
-        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
-    shape = (chosen["micro_batch_size"], chosen["seq_len"])
-    tables = {ALONE: alone_rows(*shape, hardware), LADDER: ladder_rows(*shape, hardware)}
-    return Plan(
-        name=name,
-        model=model,
-        hardware=hardware,
-        quick=bench.quick,
-        warmup_steps=QUICK_WARMUP_STEPS if bench.quick else WARMUP_STEPS,
-        tables=choose_rows(tables, bench.rows),
-        **chosen,
-    )
-
-
-def choose_rows(tables: dict[str, list[Row]], names: Sequence[str]) -> dict[str, list[Row]]:
+def choose_rows(
+    tables: dict[str, list[MethodRow]], names: Sequence[str]
+) -> dict[str, list[MethodRow]]:
     """The rows that are named, or whose table is, with the plain run; all where none is named.
 
     A rung of the ladder brings those below it, which it stands on.
@@ -143,11 +90,8 @@ def choose_rows(tables: dict[str, list[Row]], names: Sequence[str]) -> dict[str,
     Raises:
         ConfigError: a name is unknown.
     """
-    known = [*tables, *dict.fromkeys(row.name for rows in tables.values() for row in rows)]
-    for name in names:
-        if name not in known:
-            hint = nearest(name, known) or f": use {', '.join(known)}"
-            raise ConfigError(f"row '{name}' is unknown{hint}")
+    rows = dict.fromkeys(row.name for rows in tables.values() for row in rows)
+    require_known("row", names, [*tables, *rows])
     if not names:
         return tables
     alone = [row for row in tables[ALONE] if ALONE in names or row.name in {PLAIN.name, *names}]
@@ -160,11 +104,11 @@ def choose_rows(tables: dict[str, list[Row]], names: Sequence[str]) -> dict[str,
     return {ALONE: alone, LADDER: ladder}
 
 
-def bench_methods(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure all rows.
 
     Args:
-        plan: what.
+        bench: the options.
         on_run: called with the result so far after every run, so that an interruption leaves it.
 
     Returns:
@@ -173,24 +117,25 @@ def bench_methods(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[
         "ladder") its rows as `summarize` gives them.
 
     Raises:
+        ConfigError: an option can't be meant.
         InputError: there is nothing to train on.
         StorageError: the disk refused.
     """
-    deadline = time.monotonic() + QUICK_SECONDS if plan.quick else None
-    head = _head(plan)
-    reasons = {
-        (table, row.name): why_skipped(row, plan.hardware, plan.micro_batch_size, plan.quick)
-        for table, rows in plan.tables.items()
-        for row in rows
-    }
-    runner = Runner(plan.tables, {place: reason for place, reason in reasons.items() if reason})
+    deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
+    plan = plan_steps(bench, "bench methods")
+    tables = tables_of(bench, plan)
+    warmup_steps = QUICK_WARMUP_STEPS if bench.quick else WARMUP_STEPS
+    head = {**plan.head(warmup_steps), "quick": bench.quick}
+    machine = head["machine"]
+    machine |= _ceiling(plan.hardware)
+    runs = MethodRuns(tables)
+    for label, (_, row) in runs.rows.items():
+        reason = why_skipped(row, plan.hardware, plan.micro_batch_size, bench.quick)
+        if reason:
+            runs.outcomes[label] = MethodOutcome(problem=reason, refused=True, changes=row.changes)
 
     def result(complete: bool) -> dict[str, Any]:
-        tables = {
-            table: summarize([(row, runner.outcomes.get((table, row.name))) for row in rows], head)
-            for table, rows in plan.tables.items()
-        }
-        return {**head, "complete": complete, **tables}
+        return {**head, "complete": complete, **runs.summaries(head)}
 
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(
@@ -198,54 +143,27 @@ def bench_methods(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[
         )
         folder = Path(stack.enter_context(temporary))
         server = None
-        if plan.quick and plan.hardware.device.type == "cpu":
-            environment = child_environment(True, folder / "caches")
-            server = stack.enter_context(ForkServer(environment))
+        if bench.quick and plan.hardware.device.type == "cpu":
+            server = stack.enter_context(ForkServer(child_environment(True, folder / "caches")))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
-        count = (plan.warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
+        count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
         write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
-        work = Work(
-            plain=plain_recipe(
-                plan.model, str(plan.hardware.device), plan.seq_len, plan.micro_batch_size
-            ),
-            data=folder / "tokens.safetensors",
-            caches=folder / "caches",
-            steps=plan.steps,
-            warmup_steps=plan.warmup_steps,
-            deadline=deadline,
-            server=server,
+        device = str(plan.hardware.device)
+        work = MethodsWork(
+            plain_recipe(plan.model, device, plan.seq_len, plan.micro_batch_size),
+            folder / "tokens.safetensors",
+            folder / "caches",
+            plan.steps,
+            warmup_steps,
+            deadline,
+            server,
         )
-        runner.run(work, plan.repeats, lambda: on_run(result(False)))
+        runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
     # The machine may have been slower at the start: a share above 100 % would say nothing.
-    machine = head["machine"]
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
     return done
-
-
-def _head(plan: Plan) -> dict[str, Any]:
-    model, hardware = meta_model(plan.model), plan.hardware
-    return {
-        "model": plan.name,
-        "parameters": count_parameters(model).total,
-        "seq_len": plan.seq_len,
-        "micro_batch_size": plan.micro_batch_size,
-        "steps": plan.steps,
-        "warmup_steps": plan.warmup_steps,
-        "repeats": plan.repeats,
-        "quick": plan.quick,
-        "flops_per_token": train_flops_per_token(model, plan.seq_len),
-        "machine": {
-            "name": hardware.name,
-            "device": str(hardware.device),
-            "memory_bytes": hardware.memory_bytes,
-            "threads": torch.get_num_threads(),
-            "cpus": os.cpu_count(),
-            "torch": str(torch.__version__),
-            **_ceiling(hardware),
-        },
-    }
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
@@ -267,61 +185,137 @@ def _ceiling(hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def summarize(
-    rows: Sequence[tuple[Row, Outcome | None]], head: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The medians of a table's rows and their ratios to its first row.
+@dataclass(frozen=True)
+class MethodsWork:
+    """Settings that all runs have in common.
+
+    Attributes:
+        plain: values of the recipe that the rows change.
+        data: file of `write_tokens`.
+        caches: folder of torch.compile, which is empty, so that the first turn compiles.
+        steps: timed steps of a run.
+        warmup_steps: steps before those.
+        deadline: time by `time.monotonic` after which nothing is measured; None is none.
+        server: starts the processes that live in the environment of training; None starts each
+            from nothing.
+    """
+
+    plain: Mapping[str, Any]
+    data: Path
+    caches: Path
+    steps: int
+    warmup_steps: int
+    deadline: float | None = None
+    server: ForkServer | None = None
+
+    def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
+        """Train a recipe with some keys changed once; see `process.ask`."""
+        try:
+            recipe = parse_resolved_recipe(changed_recipe(self.plain, changes), "this method")
+        except ConfigError as error:
+            return error_of("ConfigError", str(error))
+        request = {
+            "program": "firstlight",
+            "recipe": recipe.model_dump(),
+            "resolved": True,
+            "data": str(self.data),
+            "warmup_steps": self.warmup_steps,
+            "steps": self.steps,
+            "threads": torch.get_num_threads(),
+        }
+        seconds = None if self.deadline is None else self.deadline - time.monotonic()
+        if seconds is not None and seconds <= 0:
+            return error_of("TimeoutError", TIME_IS_UP)
+        if self.server is not None and not huge_pages:
+            found = self.server.ask(request, seconds)
+        else:
+            environment = child_environment(huge_pages, self.caches)
+            found = ask("firstlight.bench.training_once", request, environment, seconds)
+        if found.get("error", {}).get("type") == "TimeoutError":
+            return error_of("TimeoutError", TIME_IS_UP)
+        return found
+
+
+def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
+    """The environment of `firstlight train`, in which the person's own variables stand.
 
     Args:
-        rows: with what came of them; None is nothing yet.
-        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
-
-    Returns:
-        For each row its "name", its "keys" of the recipe, "status" ("measured", "skipped",
-        "failed", "waiting"), the "reason" for that, and where it is measured:
-        "micro_batch_size", "gradient_accumulation_steps"; "samples_per_second", the median over
-        all timed steps, with "_min" and "_max"; "tokens_per_second"; "mfu"; "peak_bytes";
-        "speed_ratio" and "memory_ratio", to the first row (None without it); "final_loss", the
-        last step's; "first_step_seconds" of the first turn; "runs".
+        huge_pages: True lets torch take huge pages for large tensors.
+        caches: folder of torch.compile.
     """
-    result = [_summary(row, outcome, head) for row, outcome in rows]
-    if not result or result[0]["status"] != "measured":
-        return result
-    first = result[0]
-    for row in result:
-        if row["status"] == "measured":
-            row["speed_ratio"] = row["samples_per_second"] / first["samples_per_second"]
-            row["memory_ratio"] = row["peak_bytes"] / first["peak_bytes"]
-    return result
+    environment = training_environment() | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    return environment | ({"THP_MEM_ALLOC_ENABLE": "1"} if huge_pages else {})
 
 
-def _summary(row: Row, outcome: Outcome | None, head: dict[str, Any]) -> dict[str, Any]:
-    changes = dict(row.changes if outcome is None else outcome.changes)
-    entry: dict[str, Any] = {"name": row.name, "keys": changes, "huge_pages": row.huge_pages}
-    if outcome is None or not (outcome.runs or outcome.problem):
-        return {**entry, "status": "waiting", "reason": "not measured yet"}
-    if not outcome.runs:
-        status = "failed" if outcome.failed else "skipped"
-        return {**entry, "status": status, "reason": outcome.problem}
-    micro = changes.get("batch.micro_batch_size", head["micro_batch_size"])
-    passes = changes.get("batch.gradient_accumulation_steps", 1)
-    rates = [micro * passes / seconds for run in outcome.runs for seconds in run["step_seconds"]]
-    tokens_per_second = statistics.median(rates) * head["seq_len"]
-    return {
-        **entry,
-        "status": "measured",
-        "reason": outcome.problem,
-        "micro_batch_size": micro,
-        "gradient_accumulation_steps": passes,
-        "samples_per_second": statistics.median(rates),
-        "samples_per_second_min": min(rates),
-        "samples_per_second_max": max(rates),
-        "tokens_per_second": tokens_per_second,
-        "mfu": tokens_per_second * head["flops_per_token"] / head["machine"]["matmul_flops"],
-        "peak_bytes": statistics.median(run["peak_bytes"] for run in outcome.runs),
-        "speed_ratio": None,
-        "memory_ratio": None,
-        "final_loss": statistics.median(run["losses"][-1] for run in outcome.runs),
-        "first_step_seconds": outcome.runs[0]["first_step_seconds"],
-        "runs": outcome.runs,
-    }
+class MethodRuns:
+    """The rows of both tables with their outcomes.
+
+    Args:
+        tables: the rows of ALONE and LADDER.
+
+    Attributes:
+        rows: table and row by their label, "table: name".
+        outcomes: outcomes by label.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.rows = {
+            f"{table}: {row.name}": (table, row) for table, rows in tables.items() for row in rows
+        }
+        self.outcomes: dict[str, MethodOutcome] = {}
+        self._by_recipe: dict[tuple[str, bool], MethodOutcome] = {}
+
+    def measure_all(self, work: MethodsWork, repeats: int, on_run: Callable[[], None]) -> None:
+        """Measure all rows in `repeats` turns, and call `on_run` after every run."""
+
+        def measure(label: str) -> Found:
+            changes = self._outcome(label).changes
+            return work.measure(changes, huge_pages=self.rows[label][1].huge_pages)
+
+        take_turns("methods", self._order(), repeats, self._outcome, measure, on_run)
+
+    def _order(self) -> list[str]:
+        """The ladder first, and what compiles last: where time is short, that is left out."""
+        ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
+        alone = [label for label in self.rows if label not in ladder]
+        compiling = [label for label in self.rows if "efficiency.compile" in self._changes(label)]
+        first = next((i for i, label in enumerate(ladder) if label in compiling), len(ladder))
+        return [
+            *ladder[:first],
+            *(label for label in alone if label not in compiling),
+            *ladder[first:],
+            *(label for label in alone if label in compiling),
+        ]
+
+    def _changes(self, label: str) -> Mapping[str, Any]:
+        return self.rows[label][1].changes
+
+    def _outcome(self, label: str) -> MethodOutcome:
+        """The row's outcome so far. A rung's recipe is made when it is first asked for."""
+        if label in self.outcomes:
+            return self.outcomes[label]
+        table, row = self.rows[label]
+        changes = dict(row.changes)
+        if table == LADDER:
+            ladder = self.tables[LADDER]
+            left_out = {
+                self.rows[other][1].name
+                for other, outcome in self.outcomes.items()
+                if self.rows[other][0] == LADDER and outcome.problem
+            }
+            changes = changes_up_to(ladder, list(ladder).index(row), left_out)
+        recipe = (json.dumps(changes, sort_keys=True), row.huge_pages)
+        # A recipe that stands in both tables has one outcome.
+        outcome = self._by_recipe.setdefault(recipe, MethodOutcome(changes=changes))
+        self.outcomes[label] = outcome
+        return outcome
+
+    def summaries(self, head: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        """Each table's rows; see `summarize`."""
+        return {
+            table: summarize(
+                [(row, self.outcomes.get(f"{table}: {row.name}")) for row in rows], head
+            )
+            for table, rows in self.tables.items()
+        }

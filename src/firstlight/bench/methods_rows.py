@@ -1,111 +1,38 @@
-"""The rows of `firstlight bench methods`: each a few keys of a recipe."""
+"""The rows of `firstlight bench methods`: the keys of a recipe that each sets, and its figures."""
 
 from __future__ import annotations
 
-import json
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.errors import ConfigError, nearest
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.runner import RowOutcome
+from firstlight.bench.steps import steps_title
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
-from firstlight.recipe import Recipe, load_recipe, parse_recipe
 
-#: The name of the small model of `--quick`.
-SMALL = "small"
+#: The tables' names: each method alone, and each added to those before it.
+ALONE, LADDER = "alone", "ladder"
 
-#: The `model` section of the models that can be named.
-MODELS: dict[str, dict[str, Any]] = {
-    # A vocabulary that no power of two divides, as GPT-2's.
-    SMALL: {
-        "model_type": "gpt2",
-        "vocab_size": 16001,
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    },
-    "gpt2-124m": {"model_type": "gpt2", "vocab_size": 50257},
-    "gpt2-350m": {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-    },
-    "gpt2-774m": {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "hidden_size": 1280,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 20,
-    },
-    "llama-110m": {
-        "model_type": "llama",
-        "vocab_size": 32768,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
-    # The shape of Llama 3.2 1B.
-    "llama-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
-}
-
-#: For a recipe's model that leaves its vocabulary to the tokenizer: GPT-2's.
-_VOCAB_SIZE = 50257
-
-
-def find_model(name: str) -> ModelConfig:
-    """The model of a name in `MODELS`, or of a recipe file's `model` section.
-
-    Raises:
-        ConfigError: there is no such model, or the recipe is wrong or has none.
-    """
-    if name in MODELS:
-        config = parse_recipe({"data": {"dir": "-"}, "model": MODELS[name]}, f"model {name}").model
-    elif name.endswith((".yaml", ".yml")):
-        config = load_recipe(name).model
-    else:
-        hint = nearest(name, MODELS) or f": use {', '.join(MODELS)}, or a RECIPE.yaml"
-        raise ConfigError(f"model '{name}' is unknown{hint}")
-    if config is None:
-        raise ConfigError(f"recipe {Path(name)} has no model: add a `model:` section")
-    if not config.vocab_size:
-        config = config.model_copy(update={"vocab_size": _VOCAB_SIZE})
-    return config
+_TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """One method.
 
     Attributes:
-        name: for people and for `--rows`.
-        changes: keys of the recipe (`section.key`) that it sets; a rung of the ladder has only
-            its own.
-        needs_gpu: why it is skipped on a CPU; "" is where it isn't.
-        in_quick: whether `--quick` has it; not what takes minutes to start, or is much like
-            another row.
-        huge_pages: whether torch takes huge pages for large tensors; `firstlight train` does not.
+        name: name in tables and for `--rows`.
+        changes: keys of the recipe (`section.key`) that the method sets; a rung of the ladder has
+            only its own.
+        needs_gpu: the reason why CPUs skip the row; "" if they don't.
+        in_quick: False leaves the row out of `--quick`: it takes minutes to start, or is much like
+            another one.
+        huge_pages: True lets torch take huge pages for large tensors; `firstlight train` does not.
     """
 
     name: str
@@ -115,7 +42,18 @@ class Row:
     huge_pages: bool = False
 
 
-PLAIN = Row("plain")
+@dataclass
+class MethodOutcome(RowOutcome):
+    """Results of one recipe, which may stand in both tables.
+
+    Attributes:
+        changes: keys (`section.key`) that differ from the plain recipe's.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = MethodRow("plain")
 
 
 def plain_recipe(
@@ -136,21 +74,13 @@ def plain_recipe(
             "learning_rate": 6e-4,
             "max_grad_norm": 0.0,
         },
-        "efficiency": {"precision": "fp32", "attention": "plain", "compile": False},
+        "efficiency": {
+            "precision": "fp32",
+            "attention": "plain",
+            "compile": False,
+            "loss_chunk_tokens": 0,
+        },
     }
-
-
-def recipe_of(plain: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
-    """The plain recipe with a row's keys set.
-
-    Raises:
-        ConfigError: they can't be meant together.
-    """
-    values: dict[str, Any] = json.loads(json.dumps(plain))
-    for name, value in changes.items():
-        section, key = name.split(".")
-        values.setdefault(section, {})[key] = value
-    return parse_recipe(values, "this method")
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
@@ -179,44 +109,48 @@ def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
 _IS_CPU = "needs a GPU: "
 
 
-def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[Row]:
+def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
     """Each method alone, the plain run first."""
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
-        Row("huge-pages", huge_pages=True),
-        Row("accumulation", accumulation(micro_batch_size)),
-        Row("checkpointing-full", {"efficiency.activation_checkpointing": "full"}),
-        Row("checkpointing-selective", {"efficiency.activation_checkpointing": "selective"}),
-        Row(
+        MethodRow("huge-pages", huge_pages=True),
+        MethodRow("accumulation", accumulation(micro_batch_size)),
+        MethodRow("checkpointing-full", {"efficiency.activation_checkpointing": "full"}),
+        MethodRow("checkpointing-selective", {"efficiency.activation_checkpointing": "selective"}),
+        MethodRow(
             "offload",
             {"efficiency.activation_offload": True},
             _IS_CPU + "a CPU's activations lie in its memory already",
         ),
-        Row("tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
-        Row("bf16", {"efficiency.precision": "bf16"}),
-        Row("bf16-params", {"efficiency.precision": "bf16_params"}),
-        Row("fp16", {"efficiency.precision": "fp16"}),
-        Row("fp8", {"efficiency.precision": "fp8"}, _IS_CPU + "CPUs have no fp8 matrix units"),
+        MethodRow("tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
+        MethodRow("bf16", {"efficiency.precision": "bf16"}),
+        MethodRow("bf16-params", {"efficiency.precision": "bf16_params"}),
+        MethodRow("fp16", {"efficiency.precision": "fp16"}),
+        MethodRow(
+            "fp8", {"efficiency.precision": "fp8"}, _IS_CPU + "CPUs have no fp8 matrix units"
+        ),
         *_optimizer_rows(),
         *_attention_rows(hardware),
-        Row(
+        MethodRow(
             "chunked-loss",
             {"efficiency.loss_chunk_tokens": _chunk_tokens(micro_batch_size, seq_len)},
         ),
-        Row("vocab-64", {"efficiency.vocab_multiple": 64}),
-        Row("larger-batch", larger_batch(micro_batch_size)),
-        Row("document-masking", {"data.document_masking": True}),
-        Row("lora", {"lora.rank": 8}),
-        Row("qlora", {"lora.rank": 8, "lora.quantize": "nf4"}, in_quick=False),
-        Row("compile", compiled),
-        Row("compile-regional", {**compiled, "efficiency.compile_regional": True}, in_quick=False),
-        Row(
+        MethodRow("vocab-64", {"efficiency.vocab_multiple": 64}),
+        MethodRow("larger-batch", larger_batch(micro_batch_size)),
+        MethodRow("document-masking", {"data.document_masking": True}),
+        MethodRow("lora", {"lora.rank": 8}),
+        MethodRow("qlora", {"lora.rank": 8, "lora.quantize": "nf4"}, in_quick=False),
+        MethodRow("compile", compiled),
+        MethodRow(
+            "compile-regional", {**compiled, "efficiency.compile_regional": True}, in_quick=False
+        ),
+        MethodRow(
             "compile-budget",
             {**compiled, "efficiency.activation_checkpointing": "budget"},
             in_quick=False,
         ),
-        Row(
+        MethodRow(
             "compile-cudagraphs",
             {**compiled, "efficiency.compile_mode": "reduce-overhead"},
             _IS_CPU + "CUDA graphs are CUDA's",
@@ -224,50 +158,50 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
     ]
 
 
-def _optimizer_rows() -> list[Row]:
+def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
         # Each as it comes when only its name is set.
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
     return [
-        Row("foreach", {"optimizer.implementation": "foreach"}, in_quick=False),
-        Row("fused", {"optimizer.implementation": "fused"}),
-        Row("adamw8bit", other("adamw8bit", eight_bit_library="bitsandbytes")),
-        Row(
+        MethodRow("foreach", {"optimizer.implementation": "foreach"}, in_quick=False),
+        MethodRow("fused", {"optimizer.implementation": "fused"}),
+        MethodRow("adamw8bit", other("adamw8bit", eight_bit_library="bitsandbytes")),
+        MethodRow(
             "adamw8bit-torchao",
             other("adamw8bit", eight_bit_library="torchao"),
             in_quick=False,
         ),
-        Row(
+        MethodRow(
             "paged-adamw8bit",
             other("paged_adamw8bit"),
             _IS_CPU + "its pages move between a GPU's memory and the CPU's",
         ),
-        Row("adafactor", other("adafactor", learning_rate=1e-2)),
-        Row("muon", other("muon")),
-        Row("sgd", other("sgd", learning_rate=0.1)),
-        Row("optimizer-in-backward", {"efficiency.optimizer_in_backward": True}),
+        MethodRow("adafactor", other("adafactor", learning_rate=1e-2)),
+        MethodRow("muon", other("muon")),
+        MethodRow("sgd", other("sgd", learning_rate=0.1)),
+        MethodRow("optimizer-in-backward", {"efficiency.optimizer_in_backward": True}),
     ]
 
 
-def _attention_rows(hardware: Hardware) -> list[Row]:
+def _attention_rows(hardware: Hardware) -> list[MethodRow]:
     no_kernel = _IS_CPU + "CPUs have no such kernel"
     # On GPUs these two compute in 16 bits only.
     half = {"efficiency.precision": "bf16"} if hardware.device.type == "cuda" else {}
     prefix = "bf16+" if half else ""
     return [
-        Row("sdpa", {"efficiency.attention": "sdpa"}),
-        Row(prefix + "flash", {"efficiency.attention": "flash", **half}, in_quick=False),
-        Row("math", {"efficiency.attention": "math"}, in_quick=False),
-        Row("blockwise", {"efficiency.attention": "blockwise"}, in_quick=False),
-        Row("efficient", {"efficiency.attention": "efficient"}, no_kernel),
-        Row(prefix + "cudnn", {"efficiency.attention": "cudnn", **half}, no_kernel),
-        Row("flex", {"efficiency.attention": "flex"}, no_kernel),
+        MethodRow("sdpa", {"efficiency.attention": "sdpa"}),
+        MethodRow(prefix + "flash", {"efficiency.attention": "flash", **half}, in_quick=False),
+        MethodRow("math", {"efficiency.attention": "math"}, in_quick=False),
+        MethodRow("blockwise", {"efficiency.attention": "blockwise"}, in_quick=False),
+        MethodRow("efficient", {"efficiency.attention": "efficient"}, no_kernel),
+        MethodRow(prefix + "cudnn", {"efficiency.attention": "cudnn", **half}, no_kernel),
+        MethodRow("flex", {"efficiency.attention": "flex"}, no_kernel),
     ]
 
 
-def ladder_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[Row]:
+def ladder_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
     """Each method added to those before it, the plain run first.
 
     Mixed precision is bf16 where the hardware multiplies it, and fp16 on GPUs that don't.
@@ -275,28 +209,30 @@ def ladder_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     return [
         PLAIN,
-        Row("+accumulation", accumulation(micro_batch_size)),
-        Row("+checkpointing", {"efficiency.activation_checkpointing": "full"}),
-        Row(f"+{low}", {"efficiency.precision": low}),
-        Row("+fused-optimizer", {"optimizer.implementation": "fused"}),
-        Row("+sdpa", {"efficiency.attention": "sdpa"}),
-        Row("+compile", {"efficiency.compile": True}),
-        Row(
+        MethodRow("+accumulation", accumulation(micro_batch_size)),
+        MethodRow("+checkpointing", {"efficiency.activation_checkpointing": "full"}),
+        MethodRow(f"+{low}", {"efficiency.precision": low}),
+        MethodRow("+fused-optimizer", {"optimizer.implementation": "fused"}),
+        MethodRow("+sdpa", {"efficiency.attention": "sdpa"}),
+        MethodRow("+compile", {"efficiency.compile": True}),
+        MethodRow(
             "+chunked-loss",
             {"efficiency.loss_chunk_tokens": _chunk_tokens(micro_batch_size, seq_len)},
         ),
-        Row("+vocab-64", {"efficiency.vocab_multiple": 64}),
-        Row("+larger-batch", larger_batch(micro_batch_size)),
+        MethodRow("+vocab-64", {"efficiency.vocab_multiple": 64}),
+        MethodRow("+larger-batch", larger_batch(micro_batch_size)),
     ]
 
 
-def changes_up_to(ladder: Sequence[Row], rung: int, left_out: Collection[str]) -> dict[str, Any]:
+def changes_up_to(
+    ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
+) -> dict[str, Any]:
     """The keys of a rung and of all before it, but for those that couldn't run.
 
     Args:
         ladder: the rungs.
-        rung: which, from 0.
-        left_out: names of rungs that stand no longer.
+        rung: number of the rung, from 0.
+        left_out: names of rungs that could not run.
     """
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
@@ -305,8 +241,8 @@ def changes_up_to(ladder: Sequence[Row], rung: int, left_out: Collection[str]) -
     return changes
 
 
-def why_skipped(row: Row, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """Why a row is not even tried on this machine; "" is where it is."""
+def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
+    """The reason why a row is not even tried on this machine; "" if it is."""
     if row.needs_gpu and hardware.device.type != "cuda":
         return row.needs_gpu
     if row.huge_pages and hardware.device.type != "cpu":
@@ -320,3 +256,107 @@ def why_skipped(row: Row, hardware: Hardware, micro_batch_size: int, quick: bool
     if quick and not row.in_quick:
         return "left out by --quick"
     return ""
+
+
+def summarize(
+    rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The medians of a table's rows and their ratios to its first row.
+
+    Args:
+        rows: rows with their outcomes; None is nothing yet.
+        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
+
+    Returns:
+        For each row its "name", its "keys" of the recipe, "status" ("measured", "skipped",
+        "failed", "waiting"), the "reason" for that, and where it is measured:
+        "micro_batch_size", "gradient_accumulation_steps"; "samples_per_second", the median over
+        all timed steps, with "_min" and "_max"; "tokens_per_second"; "mfu"; "peak_bytes";
+        "speed_ratio" and "memory_ratio", to the first row (None without it); "final_loss", the
+        last step's; "first_step_seconds" of the first turn; "runs".
+    """
+    result = [_summary(row, outcome, head) for row, outcome in rows]
+    if not result or result[0]["status"] != "measured":
+        return result
+    first = result[0]
+    for row in result:
+        if row["status"] == "measured":
+            row["speed_ratio"] = row["samples_per_second"] / first["samples_per_second"]
+            row["memory_ratio"] = row["peak_bytes"] / first["peak_bytes"]
+    return result
+
+
+def _summary(
+    row: MethodRow, outcome: MethodOutcome | None, head: Mapping[str, Any]
+) -> dict[str, Any]:
+    changes = dict(row.changes if outcome is None else outcome.changes)
+    entry: dict[str, Any] = {"name": row.name, "keys": changes, "huge_pages": row.huge_pages}
+    if outcome is None or not (outcome.runs or outcome.problem):
+        return {**entry, "status": "waiting", "reason": "not measured yet"}
+    if not outcome.runs:
+        status = "skipped" if outcome.refused else "failed"
+        return {**entry, "status": status, "reason": outcome.problem}
+    micro = changes.get("batch.micro_batch_size", head["micro_batch_size"])
+    passes = changes.get("batch.gradient_accumulation_steps", 1)
+    rates = [micro * passes / seconds for seconds in outcome.values("step_seconds")]
+    tokens_per_second = statistics.median(rates) * head["seq_len"]
+    return {
+        **entry,
+        "status": "measured",
+        "reason": outcome.problem,
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": passes,
+        "samples_per_second": statistics.median(rates),
+        "samples_per_second_min": min(rates),
+        "samples_per_second_max": max(rates),
+        "tokens_per_second": tokens_per_second,
+        "mfu": tokens_per_second * head["flops_per_token"] / head["machine"]["matmul_flops"],
+        "peak_bytes": outcome.median("peak_bytes"),
+        "speed_ratio": None,
+        "memory_ratio": None,
+        "final_loss": statistics.median(run["losses"][-1] for run in outcome.runs),
+        "first_step_seconds": outcome.runs[0]["first_step_seconds"],
+        "runs": outcome.runs,
+    }
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of `bench_methods`'s result: tokens/s and peak memory, a row of panels a table.
+
+    Rows that failed stand there without a bar; skipped ones are left out.
+    """
+    grid = [
+        _panels(_TITLES[table], rows)
+        for table in (ALONE, LADDER)
+        if (rows := [row for row in result[table] if row["status"] in ("measured", "failed")])
+    ]
+    return draw_panels(steps_title(result), grid)
+
+
+def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Speed and memory, the first row's bars in another colour."""
+    names = [row["name"] for row in rows]
+    colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
+    rates = [row.get("tokens_per_second", 0.0) for row in rows]
+    spread = [
+        (rate, rate)
+        if not rate
+        else tuple(
+            rate * row[f"samples_per_second_{end}"] / row["samples_per_second"]
+            for end in ("min", "max")
+        )
+        for rate, row in zip(rates, rows, strict=True)
+    ]
+
+    def labels(key: str) -> list[str]:
+        return [
+            "failed" if row["status"] == "failed" else f"{row[key]:.2f}x" if row[key] else ""
+            for row in rows
+        ]
+
+    speed_label = "tokens/s (median; line: slowest to fastest step)"
+    peaks = [row.get("peak_bytes", 0) / 1e9 for row in rows]
+    return [
+        Panel(speed_label, names, rates, labels("speed_ratio"), colors, spread, title=title),
+        Panel("peak memory (GB)", names, peaks, labels("memory_ratio"), colors),
+    ]

@@ -6,70 +6,22 @@ torch's allocator hands out there is known to the byte, compiled code included.
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from firstlight.bench.planner_memory_once import memory_once
+from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
+from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.planner_speed import percentile
+from firstlight.bench.planner_steps import memory_once
 
-#: What is asked of predictions: the error of 95 of 100, and how much may be missing.
+#: Goals of predictions: the error of 95 of 100, and the greatest shortage.
 ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
 
 _SECONDS = 300
-_GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration.
-
-    Attributes:
-        name: for people.
-        kind: "training", "evaluation" or "generation".
-        recipe: its values; for generation only the model counts.
-        generation: prompt_tokens, max_new_tokens, sequences, dtype.
-    """
-
-    name: str
-    kind: str
-    recipe: Mapping[str, Any]
-    generation: Mapping[str, Any] | None = None
-
-
-_GPT2 = {
-    "small": {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "medium": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "large": {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
-}
-_LLAMA = {
-    "small": {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "medium": {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "large": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
-}
 
 #: (row length, rows): from 256 to 8,192 tokens, from 1 to 32 rows.
 _SHAPES = ((256, 1), (256, 8), (256, 32), (512, 4), (1024, 2), (1024, 8), (2048, 2), (4096, 1))
@@ -105,15 +57,15 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: What "auto" comes to on CPUs where heads are large: family, size, row length and rows, and more.
-_BLOCKWISE: tuple[tuple[str, str, tuple[int, int], dict[str, dict[str, Any]]], ...] = (
-    ("llama", "large", (512, 4), {"bf16": {}}),
-    ("gpt2", "large", (1024, 2), {"compile bf16": {}}),
-    ("gpt2", "medium", (256, 8), {"dropout": {"model.attn_pdrop": 0.1}}),
-    ("llama", "medium", (1024, 2), {"bf16": {}, "documents": {}, "checkpointing": {}}),
+#: The attention that "auto" takes on CPUs where heads are large: model, shape, and methods.
+_BLOCKWISE: tuple[tuple[str, tuple[int, int], dict[str, dict[str, Any]]], ...] = (
+    ("llama large", (512, 4), {"bf16": {}}),
+    ("gpt2 large", (1024, 2), {"compile bf16": {}}),
+    ("gpt2 medium", (256, 8), {"dropout": {"model.attn_pdrop": 0.1}}),
+    ("llama medium", (1024, 2), {"bf16": {}, "documents": {}, "checkpointing": {}}),
 )
 
-#: What is drawn at random to stand together.
+#: Methods that are drawn at random to stand together, one of each line.
 _TOGETHER = (
     ("plain", "bf16", "bf16 weights", "fp16"),
     ("plain", "checkpointing", "selective"),
@@ -123,111 +75,75 @@ _TOGETHER = (
 )
 
 
-def memory_grid(*, quick: bool = False) -> list[Case]:
+def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
     """The configurations: each method alone with both families, rows of each length, methods drawn
     together, compiled steps of several lengths, evaluations and generations.
 
     Args:
-        quick: every eighth of them.
+        quick: True takes every eighth of them.
     """
     cases = list(_cases())
     return cases[::8] if quick else cases
 
 
-def _cases() -> Iterator[Case]:
+def _cases() -> Iterator[PlannerCase]:
     for number, (name, changes) in enumerate(_METHODS.items()):
         # Without a method there are rows of each length below.
         for family in ("gpt2", "llama") if changes else ():
             size = ("small", "medium")[number % 2]
-            yield _case(family, size, _SHAPES[number % 6], [name], changes)
+            yield _case(f"{family} {size}", _SHAPES[number % 6], [name], changes)
     for family in ("gpt2", "llama"):
         for shape in (*_SHAPES, _LONGEST):
-            yield _case(family, "small", shape, ["plain"], {})
-        yield _case(family, "large", (512, 4), ["plain"], {})
+            yield _case(f"{family} small", shape, ["plain"], {})
+        yield _case(f"{family} large", (512, 4), ["plain"], {})
     generator = random.Random("planner")
     for number in range(12):
         names = [generator.choice(names) for names in _TOGETHER]
         changes = {key: value for name in names for key, value in _METHODS[name].items()}
         family, shape = ("gpt2", "llama")[number % 2], _SHAPES[generator.randrange(7)]
-        size = ("small", "medium", "large")[number % 3]
-        yield _case(family, size, shape, [n for n in names if n != "plain"] or ["plain"], changes)
+        model = f"{family} {('small', 'medium', 'large')[number % 3]}"
+        yield _case(model, shape, [n for n in names if n != "plain"] or ["plain"], changes)
     for shape in ((256, 8), (2048, 2), (4096, 1)):
-        yield _case("llama", "small", shape, ["compile"], _METHODS["compile"])
-    for family, size, shape, more in _BLOCKWISE:
+        yield _case("llama small", shape, ["compile"], _METHODS["compile"])
+    for model, shape, more in _BLOCKWISE:
         changes = {"efficiency.attention": "blockwise"}
         for name, keys in more.items():
             changes |= _METHODS.get(name, {}) | keys
-        yield _case(family, size, shape, ["blockwise attention", *more], changes)
+        yield _case(model, shape, ["blockwise attention", *more], changes)
     for family, shape in (("gpt2", (1024, 8)), ("llama", (256, 32)), ("llama", (4096, 1))):
-        yield _case(family, "medium", shape, ["evaluation"], {}, kind="evaluation")
+        yield _case(f"{family} medium", shape, ["evaluation"], {}, kind="evaluation")
     for family, dtype, count in (
         ("gpt2", "float32", 1),
         ("llama", "bfloat16", 8),
         ("llama", "int8", 1),
     ):
-        lengths = {"prompt_tokens": 256, "max_new_tokens": 256}
-        yield Case(
-            f"{family} medium, generation, {dtype}, {count} texts",
-            "generation",
-            _recipe(family, "medium", (1024, 1), {}),
-            {**lengths, "sequences": count, "dtype": dtype},
-        )
+        options = {"prompt_tokens": 256, "max_new_tokens": 256, "sequences": count, "dtype": dtype}
+        title = f"{family} medium, generation, {dtype}, {count} texts"
+        model = f"{family} medium"
+        yield PlannerCase(model, 1, 1024, kind="generation", generation=options, title=title)
 
 
 def _case(
-    family: str,
-    size: str,
+    model: str,
     shape: tuple[int, int],
     names: list[str],
     changes: Mapping[str, Any],
     kind: str = "training",
-) -> Case:
+) -> PlannerCase:
     tokens, rows = shape
-    title = f"{family} {size}, {rows} x {tokens}, {', '.join(names)}"
-    return Case(title, kind, _recipe(family, size, shape, changes))
-
-
-def _recipe(
-    family: str, size: str, shape: tuple[int, int], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    tokens, rows = shape
-    model = {
-        "model_type": family,
-        "vocab_size": 4000,
-        "max_position_embeddings": max(tokens, 1024),
-        **(_GPT2 if family == "gpt2" else _LLAMA)[size],
-    }
-    values: dict[str, Any] = {
-        "run": {"device": "cpu"},
-        "data": {"dir": "-", "seq_len": tokens},
-        "model": model,
-        "batch": {"micro_batch_size": rows, "gradient_accumulation_steps": 1},
-        "optimizer": {"name": "adamw"},
-        "efficiency": {
-            "precision": "fp32",
-            "attention": "sdpa",
-            "compile": False,
-            "loss_chunk_tokens": 0,
-        },
-    }
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        if name:
-            values[section] = {**values.get(section, {}), name: value}
-        else:
-            values[section] = value
-    return values
+    title = f"{model}, {rows} x {tokens}, {', '.join(names)}"
+    return PlannerCase(model, rows, tokens, changes, kind, title=title)
 
 
 def bench_memory(
-    cases: list[Case],
+    cases: Sequence[PlannerCase],
     on_case: Callable[[dict[str, Any]], None],
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Predict and run every case.
 
     Args:
-        cases: which.
+        cases: the configurations.
         on_case: called with each result: "name", "kind", "predicted_bytes", "peak_bytes",
             "resident_bytes", "phase", "seconds" of the prediction, "error" as a share of the peak
             (negative: too little was predicted), and "reason" where it failed.
@@ -239,17 +155,16 @@ def bench_memory(
     # The profiler's library says when it begins and ends, at the highest level that it has, 5.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["firstlight.bench.planner_memory_once", "torch._dynamo"])
+    context.set_forkserver_preload(["firstlight.bench.planner_steps", "torch._dynamo"])
     results = []
     # A process for each: what one leaves in memory would be another's.
     pool = context.Pool(1, maxtasksperchild=1)
     try:
         for case in cases:
             advance(case.name)
-            request = {"kind": case.kind, "recipe": case.recipe, "generation": case.generation}
             result: dict[str, Any] = {"name": case.name, "kind": case.kind, "reason": ""}
             try:
-                found = pool.apply_async(memory_once, (request,)).get(_SECONDS)
+                found = pool.apply_async(memory_once, (case.request(),)).get(_SECONDS)
                 error = found["predicted_bytes"] / found["peak_bytes"] - 1
                 result |= found | {"error": error}
             except multiprocessing.TimeoutError:
@@ -264,8 +179,8 @@ def bench_memory(
     return results
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the errors come to.
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The errors of all results together.
 
     Returns:
         "count"; "error_95", the error that 95 of 100 are within; "worst_shortage", by how much too
@@ -288,26 +203,14 @@ def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
     """Predicted against measured peaks, and how the errors are spread, as a PNG.
 
     Args:
-        results: see `bench_memory`.
+        results: results of `bench_memory`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     good = [one for one in results if not one["reason"]]
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left: Any = figure.add_subplot(1, 2, 1)
-    measured = [one["peak_bytes"] / _GIB for one in good]
-    predicted = [one["predicted_bytes"] / _GIB for one in good]
-    ends = [min(measured, default=0.1) / 1.3, 1.3 * max(measured, default=1.0)]
-    left.plot(ends, ends, color="tab:gray", linewidth=0.8)
-    left.scatter(measured, predicted, s=14, color="tab:blue")
-    left.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
+    figure = new_figure(11, 4.6)
+    draw_peaks(figure.add_subplot(1, 2, 1), good)
     right: Any = figure.add_subplot(1, 2, 2)
-    errors = sorted(100 * one["error"] for one in good)
-    right.step(errors, [(i + 1) / len(errors) for i in range(len(errors))], where="post")
+    draw_shares(right, [100 * one["error"] for one in good], "tab:blue", "")
     right.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
     right.set(xlabel="error, % of the measured peak", ylabel="share of configurations")
     figure.suptitle(f"memory: {len(good)} configurations; green is what is allowed")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    return png_of(figure)

@@ -1,8 +1,8 @@
 """Speed predicted beside speed measured, on this machine: a part of `firstlight bench planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns
-(`planner_speed_once`), so that how fast the machine is in one minute and in the next falls on both.
-What is compared are the medians of the predictions and of the steps.
+(`python -m firstlight.bench.planner_speed REQUEST`), so that how fast the machine is in one minute
+and in the next falls on both. The medians of the predictions and of the steps are compared.
 
 Three errors are given for each. One is against the steps' time on the clock, which is what a person
 waits for. The other is against what the thread that starts the operators worked: on a machine that
@@ -12,236 +12,162 @@ first prediction's alone, against the clock: what a plan is right by that is mad
 
 from __future__ import annotations
 
-import io
+import importlib
+import itertools
 import math
-import os
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import ask, training_environment
-from firstlight.bench.methods_data import write_tokens
-from firstlight.bench.methods_rows import find_model
-from firstlight.console import progress_bar
+from firstlight.bench.corpus import Tokens, write_tokens
+from firstlight.bench.models import config_of
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.planner_cases import PlannerCase
+from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import find_hardware
-from firstlight.models import ModelConfig
-from firstlight.recipe import parse_recipe
+from firstlight.models import empty_model
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.speed.recipe import count_operators, predict_recipe_speed
+from firstlight.planner.speed.store import (
+    calibrate,
+    load_calibration,
+    measure_operators,
+    save_calibration,
+)
+from firstlight.planner.speed.throughput import SpeedPrediction
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+from firstlight.training.program import TrainingProgram
 
 #: Predictions are to be within this at the 95th percentile.
 GOAL = 0.15
 WARMUP_STEPS = 3
-_MODULE = "firstlight.bench.planner_speed_once"
+_MODULE = "firstlight.bench.planner_speed"
 
 
-@dataclass(frozen=True)
-class SpeedCase:
-    """One configuration.
+def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCase:
+    """A configuration.
 
-    Attributes:
-        model: a name of `methods_rows.MODELS`, or of `_MODELS` here.
-        seq_len, rows: of a micro-batch.
-        efficiency, optimizer, batch: further keys of those sections of the recipe.
+    Args:
+        model: name of a model.
+        seq_len: tokens of a sequence.
+        rows: sequences of a micro-batch.
+        changes: keys of the recipe as section__key.
     """
-
-    model: str
-    seq_len: int
-    rows: int
-    efficiency: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """For people; no two of a grid have the same."""
-        keys = {**self.efficiency, **self.optimizer, **self.batch}
-        said = " ".join(f"{key}={value}" for key, value in keys.items())
-        return f"{self.model} {self.rows}x{self.seq_len} {said}".strip()
-
-    @property
-    def passes(self) -> int:
-        """Micro-batches of a step."""
-        found: int = self.batch.get("gradient_accumulation_steps", 1)
-        return found
-
-    def recipe(self) -> dict[str, Any]:
-        """Its values."""
-        return {
-            "run": {"device": "cpu"},
-            "model": self.config().model_dump(),
-            "data": {"dir": "-", "seq_len": self.seq_len},
-            "batch": {"micro_batch_size": self.rows, **self.batch},
-            "optimizer": dict(self.optimizer),
-            "efficiency": {"precision": "fp32", "compile": False, **self.efficiency},
-        }
-
-    def config(self) -> ModelConfig:
-        """The model's."""
-        if self.model not in _MODELS:
-            return find_model(self.model)
-        values = {"data": {"dir": "-"}, "model": _MODELS[self.model]}
-        found = parse_recipe(values, f"model {self.model}").model
-        assert found is not None
-        return found
+    keys = {name.replace("__", "."): value for name, value in changes.items()}
+    said = " ".join(f"{name.partition('.')[2]}={value}" for name, value in keys.items())
+    return PlannerCase(model, rows, seq_len, keys, title=f"{model} {rows}x{seq_len} {said}".strip())
 
 
-#: Widths that `methods_rows.MODELS` lacks.
-_MODELS: dict[str, dict[str, Any]] = {
-    "gpt2-384": {
-        "model_type": "gpt2",
-        "vocab_size": 8192,
-        "hidden_size": 384,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 2048,
-    },
-    "llama-384": {
-        "model_type": "llama",
-        "vocab_size": 8192,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-    "llama-512": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-def speed_grid() -> tuple[SpeedCase, ...]:
+def speed_grid() -> tuple[PlannerCase, ...]:
     """The configurations: widths, lengths, batches, number formats, and methods."""
-    bf16 = {"precision": "bf16"}
-    full = {"activation_checkpointing": "full"}
+    bf16 = {"efficiency__precision": "bf16"}
+    full = {"efficiency__activation_checkpointing": "full"}
+    compiled = {"efficiency__compile": True}
     return (
-        SpeedCase("small", 256, 4),
-        SpeedCase("small", 128, 8, bf16),
-        SpeedCase("small", 1024, 1, full),
-        SpeedCase("small", 512, 2, {"loss_chunk_tokens": 256}),
-        SpeedCase("small", 256, 4, optimizer={"name": "adamw8bit"}),
-        SpeedCase("small", 256, 2, batch={"gradient_accumulation_steps": 4}),
-        SpeedCase("gpt2-384", 2048, 1),
-        SpeedCase("gpt2-384", 512, 4, bf16),
-        SpeedCase("gpt2-384", 1024, 2, full),
-        SpeedCase("gpt2-384", 256, 2, optimizer={"name": "muon"}),
-        SpeedCase("llama-384", 128, 1),
-        SpeedCase("llama-384", 2048, 1, full),
-        SpeedCase("llama-384", 512, 4),
-        SpeedCase("llama-384", 1024, 1, bf16),
-        SpeedCase("llama-512", 256, 2),
-        SpeedCase("llama-512", 512, 1, {"precision": "bf16_params"}),
-        SpeedCase("llama-110m", 256, 1),
-        SpeedCase("gpt2-124m", 256, 1),
-        SpeedCase("small", 256, 4, {"compile": True}),
-        SpeedCase("llama-384", 512, 2, {"compile": True}),
+        speed_case("small", 256, 4),
+        speed_case("small", 128, 8, **bf16),
+        speed_case("small", 1024, 1, **full),
+        speed_case("small", 512, 2, efficiency__loss_chunk_tokens=256),
+        speed_case("small", 256, 4, optimizer__name="adamw8bit"),
+        speed_case("small", 256, 2, batch__gradient_accumulation_steps=4),
+        speed_case("gpt2-384", 2048, 1),
+        speed_case("gpt2-384", 512, 4, **bf16),
+        speed_case("gpt2-384", 1024, 2, **full),
+        speed_case("gpt2-384", 256, 2, optimizer__name="muon"),
+        speed_case("llama-384", 128, 1),
+        speed_case("llama-384", 2048, 1, **full),
+        speed_case("llama-384", 512, 4),
+        speed_case("llama-384", 1024, 1, **bf16),
+        speed_case("llama-512", 256, 2),
+        speed_case("llama-512", 512, 1, efficiency__precision="bf16_params"),
+        speed_case("llama-110m", 256, 1),
+        speed_case("gpt2-124m", 256, 1),
+        speed_case("small", 256, 4, **compiled),
+        speed_case("llama-384", 512, 2, **compiled),
     )
 
 
 def bench_speed(
-    cases: Sequence[SpeedCase] | None = None,
+    cases: Sequence[PlannerCase],
+    on_row: Callable[[dict[str, Any]], None],
     *,
     steps: int = 4,
     turns: int = 3,
     seconds: float = 4.0,
     calibrate_seconds: float = 60.0,
-    folder: Path | None = None,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Predict and measure each configuration.
 
     Args:
-        cases: None is `speed_grid()`.
-        steps: timed steps of each turn.
-        turns: of predicting and training.
-        seconds: of measuring operators before each prediction.
-        calibrate_seconds: before all; 0 leaves it out.
-        folder: of the calibration; None is a temporary one, as on a machine that has none.
+        cases: the configurations.
         on_row: called with the result so far after each configuration.
+        steps: timed steps of each turn.
+        turns: turns of predicting and training.
+        seconds: duration of measuring operators before each prediction.
+        calibrate_seconds: duration of the calibration before all; 0 leaves it out.
 
     Returns:
-        What `summarize_speed` gives, and "machine" and "complete".
+        The result of `summarize_speed`, and "machine" and "complete".
 
     Raises:
         InputError: there is nothing to train on.
         StorageError: the disk refused.
         TrainingError: the calibration failed.
     """
-    cases = speed_grid() if cases is None else cases
-    environment = training_environment()
-    rows: list[dict[str, Any]] = []
-    machine = _machine()
-    with (
-        tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary,
-        progress_bar() as bar,
-    ):
-        shared = {
-            "calibration": str(folder or Path(temporary) / "calibration"),
-            "threads": torch.get_num_threads(),
-        }
-        task = bar.add_task("calibrating", total=len(cases))
+    environment, machine = training_environment(), machine_facts(find_hardware("cpu"))
+    by_name = {case.name: case for case in cases}
+    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
+        tokens = Path(temporary) / "tokens.safetensors"
+        # As on a machine that has no calibration.
+        calibration = str(Path(temporary) / "calibration")
+        shared = {"calibration": calibration, "threads": torch.get_num_threads()}
         if calibrate_seconds:
             filled = ask(_MODULE, {**shared, "calibrate": calibrate_seconds}, environment)
             if "error" in filled:
                 raise TrainingError(f"calibrating failed: {filled['error']['message']}")
-        for number, case in enumerate(cases):
-            bar.update(task, description=case.name)
-            request = {**shared, **_request(case, Path(temporary), steps, turns, seconds)}
-            rows.append(row_of(case, ask(_MODULE, request, environment)))
-            bar.advance(task)
-            complete = number == len(cases) - 1
-            result = {**summarize_speed(rows), "machine": machine, "complete": complete}
-            if on_row is not None:
-                on_row(result)
-    return {**summarize_speed(rows), "machine": machine, "complete": True}
+
+        def measure(name: str) -> Found:
+            case = by_name[name]
+            recipe = case.recipe()
+            count = WARMUP_STEPS + (steps + 1) * turns
+            count *= case.accumulation * case.rows * case.tokens
+            write_tokens(tokens, count + 1, config_of(recipe["model"]).vocab_size)
+            request = {
+                **shared,
+                "recipe": recipe,
+                "data": str(tokens),
+                "warmup_steps": WARMUP_STEPS,
+                "steps": steps,
+                "turns": turns,
+                "seconds": seconds,
+            }
+            return ask(_MODULE, request, environment)
+
+        def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
+            rows = [row_of(by_name[name], one) for name, one in outcomes.items() if _is_done(one)]
+            return {**summarize_speed(rows), "machine": machine}
+
+        return run_bench("speed", list(by_name), 1, measure, result, on_row)
 
 
-def _machine() -> dict[str, Any]:
-    hardware = find_hardware("cpu")
-    return {
-        "name": hardware.name,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-        "torch": str(torch.__version__),
-    }
+def _is_done(outcome: RowOutcome) -> bool:
+    return bool(outcome.runs or outcome.problem)
 
 
-def _request(
-    case: SpeedCase, folder: Path, steps: int, turns: int, seconds: float
-) -> dict[str, Any]:
-    values = case.recipe()
-    count = (WARMUP_STEPS + (steps + 1) * turns) * case.passes * case.rows * case.seq_len + 1
-    write_tokens(folder / "tokens.safetensors", count, case.config().vocab_size)
-    return {
-        "recipe": values,
-        "data": str(folder / "tokens.safetensors"),
-        "warmup_steps": WARMUP_STEPS,
-        "steps": steps,
-        "turns": turns,
-        "seconds": seconds,
-    }
-
-
-def row_of(case: SpeedCase, found: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
     """A row of the result.
 
     Args:
-        found: what `planner_speed_once` said.
+        case: the configuration.
+        outcome: its outcome; see `planner_speed_once`.
 
     Returns:
         "name"; "problem" where it went wrong; else seconds of a step: "measured" (the median),
@@ -250,8 +176,9 @@ def row_of(case: SpeedCase, found: Mapping[str, Any]) -> dict[str, Any]:
         "error_first" of the first prediction against what was measured (positive is too slow);
         "in_range", whether what was worked lies in a predicted range; and what was found.
     """
-    if "error" in found:
-        return {"name": case.name, "problem": found["error"]["message"]}
+    if outcome.problem:
+        return {"name": case.name, "problem": outcome.problem}
+    found = outcome.runs[0]
     measured = statistics.median(found["step_seconds"])
     worked = statistics.median(found["thread_seconds"])
     ranges = [one["step_seconds"] for one in found["predictions"]]
@@ -260,9 +187,7 @@ def row_of(case: SpeedCase, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": case.name,
         "problem": "",
-        "tokens_a_step": case.rows
-        * case.seq_len
-        * case.batch.get("gradient_accumulation_steps", 1),
+        "tokens_a_step": case.rows * case.tokens * case.accumulation,
         "measured": measured,
         "worked": worked,
         "predicted": predicted,
@@ -315,12 +240,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def draw_speed(result: Mapping[str, Any]) -> bytes:
     """A PNG of `bench_speed`'s result: tokens/s predicted against measured, with the predicted
     range, and the band of the goal."""
-    # Drawn without pyplot: no window system is looked for, no global state is left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in result["rows"] if not row["problem"]]
-    figure = Figure(figsize=(7, 6.5), layout="constrained")
+    figure = new_figure(7, 6.5)
     axes: Any = figure.subplots()
     for key, color, label in (
         ("worked", "tab:blue", "of the thread's own time"),
@@ -333,9 +254,7 @@ def draw_speed(result: Mapping[str, Any]) -> bytes:
     axes.set(xscale="log", yscale="log", xlabel="measured, tokens/s", ylabel="predicted, tokens/s")
     axes.legend(loc="upper left", fontsize="small")
     axes.set_title(result["machine"]["name"], fontsize="medium", parse_math=False)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    return png_of(figure)
 
 
 def _draw_band(axes: Any, rows: Sequence[Mapping[str, Any]], goal: float) -> None:
@@ -344,3 +263,87 @@ def _draw_band(axes: Any, rows: Sequence[Mapping[str, Any]], goal: float) -> Non
     axes.plot(ends, ends, color="black", linewidth=0.8)
     low, high = ([end / (1 + sign * goal) for end in ends] for sign in (1, -1))
     axes.fill_between(ends, low, high, color="tab:green", alpha=0.15, label=f"within {goal:.0%}")
+
+
+def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Predict the speed of one recipe's step and train it for some, in turns.
+
+    Args:
+        request: "recipe", "data" (a file of `corpus.write_tokens`), "calibration" (a folder for
+            what was measured of operators), "warmup_steps", "steps" (timed ones of each turn),
+            "turns", "threads", "seconds" of measuring operators before the first prediction (half
+            of it before the others); or, to fill the calibration, "calibrate" (seconds),
+            "calibration", "threads".
+
+    Returns:
+        "plan_seconds" of tracing, measuring and predicting before the first step; "predictions",
+        `SpeedPrediction.to_json` of each turn; "step_seconds" of each timed step;
+        "thread_seconds", the part of those in which the thread that starts the operators worked:
+        the rest went to other programs, or was waited for.
+
+    Raises:
+        FirstlightError: the recipe is refused.
+    """
+    torch.set_num_threads(request["threads"])
+    if "calibrate" in request:
+        calibrate(request["calibrate"], Path(request["calibration"]))
+        return {}
+    recipe = parse_resolved_recipe(request["recipe"])
+    folder, seconds = Path(request["calibration"]), request["seconds"]
+    importlib.import_module("torch._dynamo")  # which torch's optimizers import at their first step
+    start = time.perf_counter()
+    counted = count_operators(recipe)
+    predictions = [_predict(recipe, counted, folder, seconds)]
+    plan_seconds = time.perf_counter() - start
+    step = _steps(recipe, request)
+    walls: list[float] = []
+    threads: list[float] = []
+    for turn in range(request["turns"]):
+        if turn:
+            predictions.append(_predict(recipe, counted, folder, seconds / 2))
+        # What was measured has had the caches since.
+        for number in range(request["steps"] + (1 if turn else request["warmup_steps"])):
+            wall, thread = step()
+            if number >= (1 if turn else request["warmup_steps"]):
+                walls.append(wall)
+                threads.append(thread)
+    return {
+        "plan_seconds": plan_seconds,
+        "predictions": [one.to_json() for one in predictions],
+        "step_seconds": walls,
+        "thread_seconds": threads,
+    }
+
+
+def _predict(
+    recipe: ResolvedRecipe, prediction: MemoryPrediction, folder: Path, seconds: float
+) -> SpeedPrediction:
+    calibration = load_calibration(folder)
+    measure_operators(calibration, prediction.operators, seconds)
+    save_calibration(calibration, folder)
+    return predict_recipe_speed(recipe, calibration, prediction)
+
+
+def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+    """A function that trains a step and returns its seconds, and those that this thread worked."""
+    tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
+    torch.manual_seed(recipe.run.seed)
+    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+    program = TrainingProgram(recipe, model, find_hardware("cpu"))
+    rows = recipe.batch.rows
+    passes = recipe.batch.accumulation(recipe.data.seq_len)
+    numbers = itertools.count()
+
+    def step() -> tuple[float, float]:
+        first = next(numbers) * passes
+        batches = [tokens.batch((first + i) * rows, rows, False) for i in range(passes)]
+        wall, thread = time.perf_counter(), time.thread_time()
+        program.step(batches, lr_scale=1.0)
+        return time.perf_counter() - wall, time.thread_time() - thread
+
+    return step
+
+
+if __name__ == "__main__":
+    answer(planner_speed_once, sys.argv[1])

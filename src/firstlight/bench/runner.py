@@ -1,81 +1,35 @@
-"""Runs the rows of a benchmark, each in a fresh process, as far as the time allows.
+"""Runs the rows of every benchmark, each in a fresh process.
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
-object. Turns, the order, time limits, what failed, and the file of results are done here:
-
-- The rows of all parts are measured in the order of their `value`; those of one value take turns
-  (A B A B): all first turns come before the second ones.
-- A row whose seconds would not fit into the time that is left is left for the next call, and
-  those after it that do fit are measured.
-- results.json is replaced after every measurement, so that an interruption leaves it whole. The
-  next call goes on from there: the file is all that it needs.
-- Whatever becomes of a row's process (out of memory, a crash, its time limit) is the row's result,
-  and ends no other.
+object. Whatever becomes of a row's process (out of memory, a crash, its time limit) is the row's
+result, and ends no other. Rows take turns (A B A B), so that what else the machine does falls on
+all of them; what has failed once is not tried again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import importlib.util
+import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.console import say
-from firstlight.errors import InputError
-from firstlight.files.atomic import read_json, write_json
+import torch
 
-RESULTS_NAME = "results.json"
+from firstlight.console import progress_bar
+from firstlight.errors import ConfigError, nearest
+from firstlight.hardware.device import Hardware
 
-#: Of the minutes of a call, seconds in which nothing is measured any more.
-_MARGIN = 5.0
+#: Errors that say that a row can't be measured here, rather than that it went wrong.
+_REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
-#: The version of results.json.
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement.
-
-    Attributes:
-        name: unique within its part; it stands in tables.
-        module: the module that measures, run as `python -m MODULE REQUEST`; it ends in
-            `fresh_process.answer`.
-        request: JSON values for the measurement. "work" and "keep" are added to them: a folder for
-            files that further rows of the call may use, and the folder of the results, where
-            files that are small may be left to be kept.
-        seconds: expected duration of the first turn, the start of the process included; rather
-            too much than too little.
-        value: rows with the lower number are measured first, whatever their part.
-        turns: measurements of the row.
-        limit: seconds after which a turn is ended; None is three times `seconds` and a minute.
-        plain: the process gets the person's environment, without that of `firstlight train`.
-        skip: the reason why the row can't be measured on this machine; "" where it can.
-    """
-
-    name: str
-    module: str
-    request: Mapping[str, Any]
-    seconds: float
-    value: int = 5
-    turns: int = 1
-    limit: float | None = None
-    plain: bool = False
-    skip: str = ""
-
-    @property
-    def digest(self) -> str:
-        """Hash of the declaration: results of another declaration are measured again."""
-        content = json.dumps([self.module, self.request], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+#: Result of one measurement, or {"error": ...}; see `process.ask`.
+Found = Mapping[str, Any]
 
 
 @dataclass
-class Outcome:
+class RowOutcome:
     """Results of a row.
 
     Attributes:
@@ -84,6 +38,7 @@ class Outcome:
         seconds: duration of each turn, the start of its process included.
         problem: the reason why a turn has no result; "" while there is none.
         cut_after: seconds after which the end of a call cut a turn off; 0 if none did.
+        refused: True if the problem is that firstlight refused the row, or that time was up.
     """
 
     digest: str = ""
@@ -91,12 +46,22 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
     problem: str = ""
     cut_after: float = 0.0
+    refused: bool = False
 
-    def expected_seconds(self, row: Row) -> float:
-        """Expected duration of the row's next turn."""
+    def add(self, found: Found, seconds: float = 0.0) -> None:
+        """Note the result of a turn, or the reason why it has none."""
+        if "error" not in found:
+            self.runs.append(dict(found))
+            self.seconds.append(seconds)
+            return
+        self.problem = " ".join(str(found["error"]["message"]).split())[:400]
+        self.refused = found["error"]["type"] in _REFUSALS
+
+    def expected_seconds(self, declared: float) -> float:
+        """Expected duration of the next turn, if `declared` is that of the first."""
         if self.seconds:
             return 1.2 * self.seconds[-1]
-        return max(row.seconds, 1.5 * self.cut_after)
+        return max(declared, 1.5 * self.cut_after)
 
     def values(self, key: str) -> list[float]:
         """The numbers under a key of all turns; numbers in lists are put together."""
@@ -115,219 +80,118 @@ class Outcome:
         return statistics.median(found) if found else None
 
 
-#: Part -> row -> its outcome.
-Outcomes = dict[str, dict[str, Outcome]]
-
-
-@dataclass
-class Results:
-    """The file of results.
-
-    Attributes:
-        folder: the folder with the file.
-        machine: facts of the machine that measured; {} before the first call.
-        calls: one entry for each call: "date", "seconds", "turns", "command".
-        outcomes: of all rows that were tried.
-    """
-
-    folder: Path
-    machine: dict[str, Any] = field(default_factory=dict)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    outcomes: Outcomes = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path) -> Results:
-        """The results in a folder; empty ones where it has no such file.
-
-        Raises:
-            InputError: the file is not one of these.
-        """
-        path = folder / RESULTS_NAME
-        if not path.exists():
-            return cls(folder)
-        content = read_json(path)
-        try:
-            if content["format"] != _FORMAT:
-                raise ValueError
-            outcomes = {
-                part: {name: Outcome(**entry) for name, entry in rows.items()}
-                for part, rows in content["outcomes"].items()
-            }
-            return cls(folder, dict(content["machine"]), list(content["calls"]), outcomes)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise InputError(
-                f"{path} is not a file of results of this version: choose another folder"
-            ) from None
-
-    def write(self) -> None:
-        """Replace the file.
-
-        Raises:
-            StorageError: the disk refused.
-        """
-        outcomes = {
-            part: {name: asdict(outcome) for name, outcome in rows.items()}
-            for part, rows in self.outcomes.items()
-        }
-        content = {
-            "format": _FORMAT,
-            "machine": self.machine,
-            "calls": self.calls,
-            "outcomes": outcomes,
-        }
-        write_json(self.folder / RESULTS_NAME, content)
-
-    def outcome(self, part: str, row: Row, *, retry: bool = False) -> Outcome:
-        """The row's outcome so far, a new one where it is of another declaration.
-
-        Args:
-            part: the part's name.
-            row: one of the part.
-            retry: also a new one where a turn failed.
-        """
-        rows = self.outcomes.setdefault(part, {})
-        found = rows.get(row.name)
-        if found is None or found.digest != row.digest or (retry and found.problem):
-            found = rows[row.name] = Outcome(row.digest)
-        return found
-
-
-@dataclass(frozen=True)
-class Job:
-    """One turn of a row."""
-
-    part: str
-    row: Row
-    turn: int
-
-    @property
-    def title(self) -> str:
-        """Its name for people."""
-        turns = f", turn {self.turn + 1} of {self.row.turns}" if self.row.turns > 1 else ""
-        return f"{self.part}: {self.row.name}{turns}"
-
-
-def order(parts: Mapping[str, Sequence[Row]]) -> list[Job]:
-    """All turns of all rows in the order in which they are measured."""
-    keyed = [
-        ((row.value, turn, place, number), Job(part, row, turn))
-        for place, (part, rows) in enumerate(parts.items())
-        for number, row in enumerate(rows)
-        if not row.skip
-        for turn in range(row.turns)
-    ]
-    return [job for _, job in sorted(keyed, key=lambda entry: entry[0])]
-
-
-#: (row, its request, seconds that it may take) -> the measurement's result, or {"error": ...} as
-#: `fresh_process.ask` says it.
-Measure = Callable[[Row, dict[str, Any], float], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Call:
-    """How one call measures.
-
-    Attributes:
-        minutes: the time of the call.
-        work: folder of files that rows of the call share.
-        measure: runs the measurement.
-        begun: when the call began, by `clock`; None is now.
-        clock: seconds that only ever go on.
-    """
-
-    minutes: float
-    work: Path
-    measure: Measure
-    begun: float | None = None
-    clock: Callable[[], float] = time.monotonic
-
-
-def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Job]:
-    """Measure what has no result yet, as far as the call's time allows.
+def take_turns(
+    title: str,
+    names: Sequence[str],
+    turns: int,
+    outcome_of: Callable[[str], RowOutcome],
+    measure: Callable[[str], Found],
+    on_turn: Callable[[], None],
+    before_turn: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure all rows, turn after turn, with a progress bar.
 
     Args:
-        parts: each part's rows.
-        results: what is known; it is added to, and written after every turn.
-        call: the time and the measurement.
+        title: the benchmark's name.
+        names: the rows' names, in their order.
+        turns: measurements of each row.
+        outcome_of: function from a name to the outcome that the row's turns are added to; rows
+            that share one are measured once.
+        measure: function from a name to the result of one measurement.
+        on_turn: called after every measurement.
+        before_turn: called before each turn of all rows.
+    """
+    with progress_bar() as progress:
+        task = progress.add_task(title, total=turns * len(names))
+        for turn in range(turns):
+            before_turn()
+            for name in names:
+                progress.update(task, description=f"{title}: {name}")
+                outcome = outcome_of(name)
+                # What failed once fails again.
+                if not outcome.problem and len(outcome.runs) == turn:
+                    outcome.add(measure(name))
+                    on_turn()
+                progress.advance(task)
+
+
+def run_bench(
+    title: str,
+    names: Sequence[str],
+    turns: int,
+    measure: Callable[[str], Found],
+    summarize: Callable[[dict[str, RowOutcome]], dict[str, Any]],
+    on_run: Callable[[dict[str, Any]], None],
+    before_turn: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Measure all rows of a benchmark; see `take_turns`.
+
+    Args:
+        title, names, turns, measure, before_turn: arguments of `take_turns`.
+        summarize: function from the outcomes so far to the result.
+        on_run: called with the result so far after every measurement, so that an interruption
+            leaves it.
 
     Returns:
-        The turns that were left for the next call.
+        The result, with "complete".
+    """
+    outcomes = {name: RowOutcome() for name in names}
+
+    def result(complete: bool) -> dict[str, Any]:
+        return {**summarize(outcomes), "complete": complete}
+
+    take_turns(
+        title,
+        names,
+        turns,
+        outcomes.__getitem__,
+        measure,
+        lambda: on_run(result(False)),
+        before_turn,
+    )
+    done = result(True)
+    on_run(done)
+    return done
+
+
+def machine_facts(hardware: Hardware) -> dict[str, Any]:
+    """Facts of this machine that stand in every result."""
+    return {
+        "name": hardware.name,
+        "device": str(hardware.device),
+        "memory_bytes": hardware.memory_bytes,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "torch": str(torch.__version__),
+    }
+
+
+def has_package(name: str) -> bool:
+    """True if a package is installed."""
+    return importlib.util.find_spec(name) is not None
+
+
+def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Check names that a person gave.
+
+    Args:
+        kind: noun for the message.
+        names: names to check.
+        known: valid names.
 
     Raises:
-        StorageError: the disk refused.
+        ConfigError: a name is unknown.
     """
-    begun = call.clock() if call.begun is None else call.begun
-    end = begun + 60 * call.minutes - _MARGIN
-    entry = results.calls[-1] if results.calls else {}
-    left_over = []
-    waiting = [job for job in order(parts) if _is_waiting(job, results)]
-    for number, job in enumerate(waiting, start=1):
-        outcome = results.outcome(job.part, job.row)
-        # An earlier turn of it may have failed, or been left over, in this call.
-        if not _is_waiting(job, results):
-            continue
-        expected, left = outcome.expected_seconds(job.row), end - call.clock()
-        if expected > left or len(outcome.runs) < job.turn:
-            left_over.append(job)
-            continue
-        say(
-            f"[{number}/{len(waiting)}] {job.title}: about {expected:.0f} s; "
-            f"{_clock_text(left)} left"
-        )
-        cut = _take_turn(job, outcome, results, call, left)
-        if cut:
-            left_over.append(job)
-        entry["seconds"] = round(call.clock() - begun, 1)
-        entry["turns"] = entry.get("turns", 0) + (not cut)
-        results.write()
-    return left_over
+    known = list(known)
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known) or f": use {', '.join(known)}"
+            raise ConfigError(f"{kind} '{name}' is unknown{hint}")
 
 
-def _is_waiting(job: Job, results: Results) -> bool:
-    outcome = results.outcome(job.part, job.row)
-    return not outcome.problem and len(outcome.runs) <= job.turn
-
-
-def _take_turn(job: Job, outcome: Outcome, results: Results, call: Call, left: float) -> bool:
-    """Measure one turn, and put its result into the outcome; whether the call's end cut it off."""
-    row = job.row
-    limit = 3 * row.seconds + 60 if row.limit is None else row.limit
-    request = {**row.request, "work": str(call.work), "keep": str(results.folder)}
-    start = call.clock()
-    found = call.measure(row, request, min(limit, left))
-    seconds = round(call.clock() - start, 2)
-    error = found.get("error")
-    if error is None and not _is_finite(found):
-        error = {"type": "Failed", "message": "a figure of its result is not a finite number"}
-    if error is None:
-        outcome.runs.append(found)
-        outcome.seconds.append(seconds)
-        say(f"    {seconds:.0f} s" + (f": {found['line']}" if found.get("line") else ""))
-        return False
-    if error["type"] == "TimeoutError" and limit > left:
-        outcome.cut_after = seconds
-        say("    not done at the end of this call: it is tried again in the next")
-        return True
-    outcome.problem = " ".join(str(error["message"]).split())[:400]
-    say(f"    failed after {seconds:.0f} s: {outcome.problem}")
-    return False
-
-
-def _is_finite(found: Mapping[str, Any]) -> bool:
-    """Whether the file of results can hold a result: it has no NaN and no infinity."""
-    try:
-        json.dumps(found, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _clock_text(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    return f"{whole // 60}:{whole % 60:02d}"
-
-
-def waiting_seconds(jobs: Iterable[Job], results: Results) -> float:
-    """Expected duration of turns that are left."""
-    return sum(results.outcome(job.part, job.row).expected_seconds(job.row) for job in jobs)
+def require_positive(least: int = 1, **values: int) -> None:
+    """Check numbers that a person gave; raises a ConfigError for one below `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name} is {value}: at least {least} is needed")

@@ -3,34 +3,56 @@ number of processes.
 
 Each row is a run of its own processes on this machine, every one with the same micro-batch, so a
 step of n processes sees n times the tokens ("weak scaling"). On a CPU, n processes share its
-cores evenly; on GPUs each has its own. Those that compute the same rows together (tensor, pipeline)
-see the tokens of one process. The rows take turns; numbers are medians over the turns.
+cores evenly; on GPUs each has its own. Those that compute the same sequences together (tensor,
+pipeline) see the tokens of one process. The rows take turns; numbers are medians over the turns.
+
+A rank (`python -m firstlight.bench.scaling REQUEST`) trains a model of random weights on random
+tokens, first by the row's engine, and then alone, all ranks at the same time: the additional time
+of the engine's step goes to exchanging gradients and weights, and to waiting for each other.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
+import gc
+import importlib
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import last_words, training_environment
-from firstlight.bench.methods_rows import SMALL, find_model
-from firstlight.console import progress_bar
-from firstlight.errors import ConfigError, nearest
-from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.bench.memory import begin_peak, peaks
+from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.process import answer, error_of, last_words, training_environment
+from firstlight.bench.runner import (
+    Found,
+    RowOutcome,
+    has_package,
+    machine_facts,
+    require_known,
+    require_positive,
+    run_bench,
+)
+from firstlight.bench.training_once import EPOCH_TOKENS
+from firstlight.data.loader import Batch
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware, find_hardware, synchronize
+from firstlight.models import empty_model
 from firstlight.models.accounting import meta_model
-
-_MODULE = "firstlight.bench.scaling_once"
+from firstlight.parallel import barrier, find_world, gather_objects
+from firstlight.parallel.engine import Engine
+from firstlight.recipe import ResolvedRecipe, parse_recipe
+from firstlight.recipe.resolve import facts_here, resolve
+from firstlight.training.processes import run_processes
+from firstlight.training.program import TrainingProgram
 
 #: The `distributed` section of each engine, for a number of processes.
 ENGINES: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -46,56 +68,52 @@ ENGINES: dict[str, Callable[[int], dict[str, Any]]] = {
     "zero-3": lambda _: {"engine": "deepspeed", "zero_stage": 3},
 }
 
-#: Those whose processes compute the same rows together.
+#: Engines whose processes compute the same sequences together.
 _TOGETHER = ("tensor", "pipeline")
 
 
 @dataclass(frozen=True)
 class ScalingBench:
-    """What is to be measured.
+    """Options of `bench scaling`.
 
     Attributes:
-        processes: the most; 1, 2, 4, ... and this one are measured.
-        model: a name as for `bench methods`, or a recipe file.
+        nproc: the most processes; 1, 2, 4, ... and this number are measured.
+        model: name as for `bench methods`, or a recipe file.
         engines: names of `ENGINES`; empty is all that such a model, so many processes and what is
             installed can use.
-        seq_len, micro_batch_size, accumulation: of each process.
-        steps: timed in each turn.
-        repeats: turns of all rows.
+        seq_len, micro_batch_size, accumulation: tokens of a sequence, sequences of a micro-batch,
+            micro-batches of a step, of each process.
         precision: see the `efficiency` section.
+        steps: timed steps in each turn.
+        repeats: turns of all rows.
         device: "auto", "cpu", "cuda".
 
     Raises:
         ConfigError: a value is out of range, or a name unknown.
     """
 
-    processes: int = 2
+    nproc: int = 2
     model: str = SMALL
     engines: Sequence[str] = ()
     seq_len: int = 256
     micro_batch_size: int = 2
     accumulation: int = 1
+    precision: str = "fp32"
     steps: int = 5
     repeats: int = 3
-    precision: str = "fp32"
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("processes", "seq_len", "micro_batch_size", "accumulation", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: at least 1 is needed")
-        if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}: at least 1 is needed")
-        for name in self.engines:
-            if name not in ENGINES:
-                hint = nearest(name, ENGINES) or f": use {', '.join(ENGINES)}"
-                raise ConfigError(f"engine '{name}' is unknown{hint}")
+        require_positive(processes=self.nproc, seq_len=self.seq_len)
+        require_positive(micro_batch_size=self.micro_batch_size, accumulation=self.accumulation)
+        require_positive(steps=self.steps, repeats=self.repeats)
+        require_known("engine", self.engines, ENGINES)
 
     def rows(self) -> list[tuple[str, int]]:
         """(engine, processes) of each row; the first is one process without an engine."""
-        counts = sorted({2**power for power in range(1, 20) if 2**power < self.processes})
-        if self.processes > 1:
-            counts.append(self.processes)
+        counts = sorted({2**power for power in range(1, 20) if 2**power < self.nproc})
+        if self.nproc > 1:
+            counts.append(self.nproc)
         rows = [("none", 1)]
         for count in counts:
             for name in self.engines or self._usual():
@@ -111,12 +129,12 @@ class ScalingBench:
             left_out.add("tensor")
         if not model.has_pipeline:
             left_out.add("pipeline")
-        if importlib.util.find_spec("deepspeed") is None:
+        if not has_package("deepspeed"):
             left_out |= {"zero-1", "zero-2", "zero-3"}
         return [name for name in ENGINES if name not in left_out]
 
     def tokens(self, engine: str, count: int) -> int:
-        """Of one step of all processes together."""
+        """Tokens of one step of all processes together."""
         rows = self.micro_batch_size * (1 if engine in _TOGETHER else count)
         return self.seq_len * rows * self.accumulation
 
@@ -125,8 +143,8 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
     """Measure all rows.
 
     Args:
-        bench: what.
-        on_run: called with the result so far after every turn of a row.
+        bench: the options.
+        on_run: see `run_bench`.
 
     Returns:
         "model", "parameters", "seq_len", "micro_batch_size", "accumulation", "precision",
@@ -136,47 +154,38 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
         ConfigError: there are fewer GPUs than processes.
     """
     hardware = find_hardware(bench.device)
-    if hardware.device.type == "cuda" and bench.processes > torch.cuda.device_count():
+    if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():
         raise ConfigError(
-            f"{bench.processes} processes need as many GPUs, and this machine has "
+            f"{bench.nproc} processes need as many GPUs, and this machine has "
             f"{torch.cuda.device_count()}"
         )
-    config = find_model(bench.model)
+    model = meta_model(find_model(bench.model))
     head = {
         "model": bench.model,
-        "parameters": sum(p.numel() for p in meta_model(config).parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "seq_len": bench.seq_len,
         "micro_batch_size": bench.micro_batch_size,
         "accumulation": bench.accumulation,
         "precision": bench.precision,
         "repeats": bench.repeats,
-        "complete": False,
-        "machine": {
-            "name": hardware.name,
-            "device": hardware.device.type,
-            "cores": os.cpu_count(),
-            "torch": str(torch.__version__),
-        },
+        "machine": {**machine_facts(hardware), "cores": os.cpu_count()},
     }
-    rows = bench.rows()
-    replies: dict[tuple[str, int], list[dict[str, Any]]] = {row: [] for row in rows}
-    with progress_bar() as bar:
-        task = bar.add_task("scaling", total=bench.repeats * len(rows))
-        for _ in range(bench.repeats):
-            for row in rows:
-                bar.update(task, description=f"scaling: {row[0]}, {row[1]}")
-                # What failed once fails again.
-                if not any("error" in reply for reply in replies[row]):
-                    replies[row].append(_measure(bench, *row, hardware))
-                    on_run(head | {"rows": summarize(bench, replies)})
-                bar.advance(task)
-    done = head | {"complete": True, "rows": summarize(bench, replies)}
-    on_run(done)
-    return done
+    rows = {f"{engine}, {count}": (engine, count) for engine, count in bench.rows()}
+    return run_bench(
+        "scaling",
+        list(rows),
+        bench.repeats,
+        lambda name: _measure(bench, *rows[name], hardware),
+        lambda found: {
+            **head,
+            "rows": summarize(bench, {rows[name]: outcome for name, outcome in found.items()}),
+        },
+        on_run,
+    )
 
 
-def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> dict[str, Any]:
-    """Run one row's processes; what rank 0 said."""
+def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
+    """Run a row's processes once; the result of rank 0."""
     recipe = {
         "run": {"device": hardware.device.type},
         "data": {"dir": "-", "seq_len": bench.seq_len},
@@ -207,7 +216,7 @@ def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -
             }
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE, request],
+                    [sys.executable, "-P", "-m", "firstlight.bench.scaling", request],
                     env=training_environment() | place,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -223,30 +232,29 @@ def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -
             process.wait()
     for (_, err), code in ends:
         if code:
-            return {"error": last_words(code, err)}
+            return error_of("Failed", last_words(code, err))
     reply: dict[str, Any] = json.loads(ends[0][0][0].splitlines()[-1])
-    return {"error": reply["error"]["message"]} if "error" in reply else reply
+    return reply
 
 
 def summarize(
-    bench: ScalingBench, replies: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+    bench: ScalingBench, outcomes: Mapping[tuple[str, int], RowOutcome]
 ) -> list[dict[str, Any]]:
     """The medians of each row.
+
+    Args:
+        bench: the options.
+        outcomes: results by engine and number of processes.
 
     Returns:
         For each row its "engine", "processes", "reason" where it failed, and where it was measured
         "tokens_per_second" of all processes together, "speedup" over one process, "sharing_share":
         the part of a step that is not computing (None for one process), "peak_bytes" of each rank.
     """
-    alone = [reply for reply in replies[("none", 1)] if "error" not in reply]
-    result = []
-    for (engine, count), runs in replies.items():
-        good = [run for run in runs if "error" not in run]
-        entry: dict[str, Any] = {
-            "engine": engine,
-            "processes": count,
-            "reason": next((run["error"] for run in runs if "error" in run), ""),
-        }
+    alone, result = outcomes[("none", 1)].runs, []
+    for (engine, count), outcome in outcomes.items():
+        good = outcome.runs
+        entry: dict[str, Any] = {"engine": engine, "processes": count, "reason": outcome.problem}
         if good:
             tokens = bench.tokens(engine, count)
             rates = [tokens / run["step_seconds"] for run in good]
@@ -274,24 +282,83 @@ def summarize(
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """Tokens per second and each rank's memory by row, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in result["rows"] if "tokens_per_second" in row]
     names = [f"{row['engine']}, {row['processes']}" for row in rows]
-    figure = Figure(figsize=(11, 1.4 + 0.45 * len(rows)), layout="constrained")
-    figures = (
-        ("tokens/s of all processes", [row["tokens_per_second"] for row in rows]),
-        ("peak memory of a process, MB", [max(row["peak_bytes"]) / 1e6 for row in rows]),
-    )
-    for column, (title, values) in enumerate(figures):
-        axes: Any = figure.add_subplot(1, 2, column + 1)
-        bars = axes.barh(names, values, color="tab:blue" if column == 0 else "tab:orange")
-        axes.bar_label(bars, fmt="%.0f", padding=3)
-        axes.invert_yaxis()
-        axes.set(xlabel=title, xlim=(0, 1.15 * max(values, default=1)))
+    rates = [row["tokens_per_second"] for row in rows]
+    memory = [max(row["peak_bytes"]) / 1e6 for row in rows]
+    panels = [
+        Panel("tokens/s of all processes", names, rates),
+        Panel("peak memory of a process, MB", names, memory, colors="tab:orange"),
+    ]
     machine = result["machine"]
-    figure.suptitle(f"{result['model']} · {machine['name']}, {machine['cores']} cores")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    return draw_panels(f"{result['model']} · {machine['name']}, {machine['cores']} cores", [panels])
+
+
+def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Train as the module's head says, as one rank.
+
+    Args:
+        request: "recipe" with its model, "steps", "threads".
+
+    Returns:
+        "step_seconds" and "alone_seconds", medians over the steps after the first two, the
+        slowest rank's; "peak_bytes" of each rank above its level after the imports. The same on
+        all ranks. "alone_seconds" is None where there is one rank.
+    """
+    given = parse_recipe(request["recipe"])
+    if find_world().size == 1:
+        given = given.model_copy(update={"distributed": type(given.distributed)()})
+    torch.set_num_threads(request["threads"])
+    with run_processes(given) as (hardware, engine):
+        facts = facts_here(hardware, processes=engine.world.size, epoch_tokens=EPOCH_TOKENS)
+        recipe = resolve(given, facts)
+        if engine.keeps_shards:
+            # What comes late otherwise doesn't count as memory of the run.
+            importlib.import_module("torch.distributed.fsdp")
+        level = begin_peak()
+        seconds = _median_step(recipe, hardware, engine, request["steps"])
+        peak, _ = peaks(hardware.device, level)
+        gc.collect()
+        alone = None
+        if engine.world.size > 1:
+            alone = _median_step(recipe, hardware, None, request["steps"])
+        found = gather_objects([seconds, alone, peak])
+    alones = [entry[1] for entry in found if entry[1] is not None]
+    return {
+        "step_seconds": max(entry[0] for entry in found),
+        "alone_seconds": max(alones) if alones else None,
+        "peak_bytes": [entry[2] for entry in found],
+    }
+
+
+def _median_step(
+    recipe: ResolvedRecipe, hardware: Hardware, engine: Engine | None, steps: int
+) -> float:
+    """Seconds of a step, all ranks beginning each together."""
+    initial = torch.Generator().manual_seed(0)
+    if engine is None:
+        model = empty_model(recipe.model)
+        model.init_weights(initial)
+    else:
+        model = engine.new_model(recipe.model, recipe.efficiency.vocab_multiple, initial)
+    program = TrainingProgram(recipe, model, hardware, engine)
+    generator = torch.Generator().manual_seed(find_world().rank if engine is None else engine.rank)
+    shape = (recipe.batch.rows, recipe.data.seq_len + 1)
+    taken = []
+    for _ in range(2 + steps):
+        batches = []
+        for _ in range(recipe.batch.gradient_accumulation_steps or 1):
+            ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+            batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), ids[:, 1:].numel())
+            batches.append(batch.to(hardware.device))
+        barrier()
+        synchronize(hardware.device)
+        start = time.perf_counter()
+        program.step(batches, 0.1)
+        synchronize(hardware.device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+if __name__ == "__main__":
+    answer(scaling_once, sys.argv[1])

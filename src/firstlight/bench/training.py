@@ -14,8 +14,8 @@ firstlight's rows run in the environment of `firstlight train`, the others in th
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,23 +24,31 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import ask, plain_environment, training_environment
+from firstlight.bench.corpus import write_tokens
 from firstlight.bench.gemm import ceiling
-from firstlight.bench.methods_data import write_tokens
-from firstlight.bench.methods_rows import SMALL, find_model
+from firstlight.bench.models import find_model
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.process import ask, plain_environment, training_environment
+from firstlight.bench.runner import (
+    Found,
+    RowOutcome,
+    require_known,
+    run_bench,
+)
+from firstlight.bench.steps import StepsBench, StepsPlan, plan_steps, steps_title
 from firstlight.bench.training_once import EPOCH_TOKENS
-from firstlight.bench.training_report import FIRSTLIGHT, REFERENCE, Row, summarize
-from firstlight.console import progress_bar, say
-from firstlight.errors import ConfigError, nearest
+from firstlight.console import say
+from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
-from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
+from firstlight.hardware.device import Hardware, bf16_is_faster
 from firstlight.models import GPT2Config
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import facts_here, resolve
 
-#: What firstlight can be compared with.
+FIRSTLIGHT, REFERENCE = "firstlight", "reference"
+
+#: Programs that firstlight can be compared with.
 PROGRAMS = (REFERENCE, "reference-fp32", "pure-bf16", "trainer")
 
 #: Steps that are not timed.
@@ -54,87 +62,47 @@ _VARIABLE = ("batch", "data", "efficiency", "optimizer")
 
 
 @dataclass(frozen=True)
-class TrainingBench:
-    """What is to be measured.
+class TrainingBench(StepsBench):
+    """Options of `bench training`.
 
     Attributes:
-        model: a name or recipe, see `find_model`; None is gpt2-124m, or with `quick` the small
-            one. A recipe brings its optimizer and efficiency sections too.
-        seq_len: tokens a row; None is 1024, with `quick` 256, or the model's context where that
-            is less.
-        micro_batch_size: rows a step, which the other programs compute at once; None is 4 on a
-            CPU, 16 on a GPU.
-        steps: timed steps a run; None is 4 on a CPU, 20 on a GPU.
-        repeats: turns of all rows; None is 3, with `quick` 1.
-        programs: of `PROGRAMS`; None is "reference", and "reference-fp32" where bf16 products
-            are no faster.
-        variants: each is another row of firstlight: "section.key=value,section.key=value".
-        same_environment: the other programs get the environment of `firstlight train`, too.
-        device: as in a recipe's `run.device`.
-        quick: a small model, one turn.
+        programs: names of `PROGRAMS`; None is "reference", and "reference-fp32" where bf16
+            products are no faster.
+        variants: further rows of firstlight, each "section.key=value,section.key=value".
+        same_environment: True gives the other programs the environment of `firstlight train`, too.
     """
 
-    model: str | None = None
-    seq_len: int | None = None
-    micro_batch_size: int | None = None
-    steps: int | None = None
-    repeats: int | None = None
     programs: Sequence[str] | None = None
     variants: Sequence[str] = ()
     same_environment: bool = False
-    device: str = "auto"
-    quick: bool = False
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A `TrainingBench` with everything worked out; see there."""
+class TrainingRow:
+    """One program, with the recipe that it follows."""
 
     name: str
-    hardware: Hardware
-    seq_len: int
-    micro_batch_size: int
-    steps: int
-    repeats: int
-    same_environment: bool
-    rows: Sequence[Row]
+    program: str
+    recipe: Recipe
 
 
-def make_plan(bench: TrainingBench) -> Plan:
-    """Work out what is left open.
+def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
+    """The rows: firstlight's first, then its variants and the other programs.
 
     Raises:
-        ConfigError: a value is out of range, a name unknown, a variant no recipe, or methods in
-            it can't work together.
+        ConfigError: a name is unknown, a variant no recipe, or methods in it can't work together.
     """
-    hardware = find_hardware(bench.device)
-    if hardware.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"bench training runs on cpu and cuda, not on {hardware.device.type}")
-    name = bench.model or (SMALL if bench.quick else "gpt2-124m")
-    model = find_model(name)
-    on_gpu = hardware.device.type == "cuda"
-    limit = model.max_position_embeddings
-    numbers = {
-        "seq_len": (bench.seq_len, min(256 if bench.quick else 1024, limit)),
-        "micro_batch_size": (bench.micro_batch_size, 16 if on_gpu else 4),
-        "steps": (bench.steps, 20 if on_gpu else 4),
-        "repeats": (bench.repeats, 1 if bench.quick else 3),
-    }
-    chosen = {key: usual if given is None else given for key, (given, usual) in numbers.items()}
-    for key, value in chosen.items():
-        if value < 1:
-            raise ConfigError(f"{key} is {value}: at least 1 is needed")
-    if chosen["seq_len"] > limit:
-        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
-    values = _recipe_values(name, hardware, chosen["seq_len"], chosen["micro_batch_size"])
-    rows = [Row(FIRSTLIGHT, FIRSTLIGHT, make_recipe(values, "", hardware))]
+    hardware = plan.hardware
+    values = _recipe_values(plan.name, hardware, plan.seq_len, plan.micro_batch_size)
+    recipe = make_recipe(values, "", hardware)
+    rows = [TrainingRow(FIRSTLIGHT, FIRSTLIGHT, recipe)]
     rows += [
-        Row(f"{FIRSTLIGHT} {variant}", FIRSTLIGHT, make_recipe(values, variant, hardware))
+        TrainingRow(f"{FIRSTLIGHT} {variant}", FIRSTLIGHT, make_recipe(values, variant, hardware))
         for variant in dict.fromkeys(bench.variants)
     ]
-    programs = choose_programs(bench.programs, hardware, isinstance(model, GPT2Config), name)
-    rows += [Row(program, program, rows[0].recipe) for program in programs]
-    return Plan(name, hardware, rows=rows, same_environment=bench.same_environment, **chosen)
+    is_gpt2 = isinstance(plan.model, GPT2Config)
+    programs = choose_programs(bench.programs, hardware, is_gpt2, plan.name)
+    return rows + [TrainingRow(program, program, recipe) for program in programs]
 
 
 def _recipe_values(
@@ -158,9 +126,9 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
     """The recipe of `values` with a variant's keys set.
 
     Args:
-        values: of a recipe.
+        values: values of a recipe.
         variant: "section.key=value,section.key=value"; "" changes nothing.
-        hardware: to run on.
+        hardware: hardware to run on.
 
     Raises:
         ConfigError: the variant is not of that form, or no recipe that can run here.
@@ -180,8 +148,7 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
         write_json(path, values)
         try:
             recipe = load_recipe(path, overrides)
-            _require_same_batch(recipe, values, hardware)
-            require_combination(_decided(recipe, hardware), hardware)
+            require_combination(_decided(recipe, values, hardware), hardware)
         except ConfigError as error:
             message = str(error).removeprefix(f"{path}: ")
             where = f"--set {variant}: " if variant else ""
@@ -189,23 +156,22 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
     return recipe
 
 
-def _require_same_batch(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> None:
+def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> ResolvedRecipe:
+    """The recipe as it will be run, but with one sequence a micro-batch where the largest that fits
+    is yet to be found: that takes time, and other processes."""
     seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
     if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
         raise ConfigError(
             f"every row trains {tokens} tokens a step in rows of {seq_len}: use --seq-len and "
             "--micro-batch-size, and only batch.micro_batch_size to cut the step otherwise"
         )
-    _decided(recipe, hardware).batch.accumulation(seq_len)
-
-
-def _decided(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
-    """As it will be run, but with one row a micro-batch where the largest that fits is yet to be
-    found: that takes time, and other processes."""
     if recipe.batch.micro_batch_size == "auto":
         batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
         recipe = recipe.model_copy(update={"batch": batch})
-    return resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
+    decided = resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
+    # Raises an error where the micro-batches don't make up the step.
+    decided.batch.accumulation(seq_len)
+    return decided
 
 
 def choose_programs(
@@ -221,10 +187,8 @@ def choose_programs(
     if names is None:
         bf16 = hardware.bf16 and bf16_is_faster(hardware.device)
         return [REFERENCE] if bf16 else [REFERENCE, "reference-fp32"]
+    require_known("program", names, PROGRAMS)
     for name in names:
-        if name not in PROGRAMS:
-            hint = nearest(name, PROGRAMS) or f": use {', '.join(PROGRAMS)}"
-            raise ConfigError(f"program '{name}' is unknown{hint}")
         if name != "trainer" and not is_gpt2:
             raise ConfigError(
                 f"program '{name}' is a loop for GPT-2, and {model} is none: use --programs trainer"
@@ -237,12 +201,14 @@ def choose_programs(
     return [name for name in dict.fromkeys(names) if name != "trainer" or not missing]
 
 
-def bench_training(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def bench_training(
+    bench: TrainingBench, on_run: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Measure all rows.
 
     Args:
-        plan: what.
-        on_run: called with the result so far after every run, so that an interruption leaves it.
+        bench: the options.
+        on_run: see `run_bench`.
 
     Returns:
         "model" and its "parameters", "seq_len", "micro_batch_size", "steps", "warmup_steps",
@@ -250,47 +216,38 @@ def bench_training(plan: Plan, on_run: Callable[[dict[str, Any]], None]) -> dict
         "complete", and "rows" as `summarize` gives them.
 
     Raises:
+        ConfigError: an option can't be meant.
         InputError: there is nothing to train on.
         StorageError: the disk refused.
     """
-    head = _head(plan)
-    ceilings: dict[str, float] = head["machine"]["ceilings"]
-    replies: dict[str, list[dict[str, Any]]] = {row.name: [] for row in plan.rows}
+    plan = plan_steps(bench, "bench training")
+    rows = {row.name: row for row in training_rows(bench, plan)}
+    head = {**plan.head(WARMUP_STEPS), "same_environment": bench.same_environment}
+    dtypes = ["float32", "bfloat16"] if plan.hardware.bf16 else ["float32"]
+    ceilings = head["machine"]["ceilings"] = dict.fromkeys(dtypes, 0.0)
 
-    def result(complete: bool) -> dict[str, Any]:
-        return {**head, "complete": complete, "rows": summarize(plan.rows, replies, head)}
+    def raise_ceilings() -> None:
+        for dtype, before in ceilings.items():
+            ceilings[dtype] = max(before, ceiling(plan.hardware.device, getattr(torch, dtype)))
 
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="firstlight-bench-", ignore_cleanup_errors=True
-        ) as temporary,
-        progress_bar() as progress,
-    ):
+    with tempfile.TemporaryDirectory(
+        prefix="firstlight-bench-", ignore_cleanup_errors=True
+    ) as temporary:
         folder = Path(temporary)
         count = (WARMUP_STEPS + plan.steps) * plan.micro_batch_size * plan.seq_len + 1
-        assert plan.rows[0].recipe.model is not None
-        write_tokens(folder / "tokens", count, plan.rows[0].recipe.model.vocab_size)
-        task = progress.add_task("training", total=plan.repeats * (1 + len(plan.rows)))
-        for _ in range(plan.repeats):
-            progress.update(task, description="training: the machine's matrix products")
-            for dtype, before in ceilings.items():
-                found = ceiling(plan.hardware.device, getattr(torch, dtype))
-                ceilings[dtype] = max(before, found)
-            progress.advance(task)
-            for row in plan.rows:
-                progress.update(task, description=f"training: {row.name}")
-                # What failed once fails again.
-                if not any("error" in reply for reply in replies[row.name]):
-                    replies[row.name].append(_measure(row, plan, folder))
-                    on_run(result(False))
-                progress.advance(task)
-    done = result(True)
-    on_run(done)
-    return done
+        write_tokens(folder / "tokens", count, plan.model.vocab_size)
+        return run_bench(
+            "training",
+            list(rows),
+            plan.repeats,
+            lambda name: _measure(rows[name], plan, folder, bench.same_environment),
+            lambda found: {**head, "rows": summarize(list(rows.values()), found, head)},
+            on_run,
+            raise_ceilings,
+        )
 
 
-def _measure(row: Row, plan: Plan, folder: Path) -> dict[str, Any]:
-    """Run a row once; what `training_once` says."""
+def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, same_environment: bool) -> Found:
     request = {
         "program": row.program,
         "recipe": row.recipe.model_dump(),
@@ -300,36 +257,95 @@ def _measure(row: Row, plan: Plan, folder: Path) -> dict[str, Any]:
         "steps": plan.steps,
         "threads": torch.get_num_threads(),
     }
-    ours = row.program == FIRSTLIGHT or plan.same_environment
+    ours = row.program == FIRSTLIGHT or same_environment
     environment = training_environment() if ours else plain_environment()
     # The first turn compiles, whatever was compiled before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
     return ask("firstlight.bench.training_once", request, environment)
 
 
-def _head(plan: Plan) -> dict[str, Any]:
-    config, hardware = plan.rows[0].recipe.model, plan.hardware
-    assert config is not None
-    model = meta_model(config)
-    dtypes = ["float32", "bfloat16"] if hardware.bf16 else ["float32"]
+def summarize(
+    rows: Sequence[TrainingRow], outcomes: Mapping[str, RowOutcome], head: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The medians of each row and their ratios to the reference.
+
+    Args:
+        rows: all rows.
+        outcomes: results of `training_once` by the rows' names.
+        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
+
+    Returns:
+        For each row its "name", "program", "status" ("measured", "failed", "waiting"), the
+        "reason" for that, and where it is measured: "tokens_per_second", the median over all
+        timed steps, with "_min" and "_max"; "share_of_ceiling"; "cpu_seconds" a step;
+        "total_peak_bytes" and "peak_bytes"; to the row "reference" (None without it)
+        "speed_ratio", with the "_min" and "_max" of the turns' own, and "memory_ratio", of the
+        total peaks; "final_loss", the last step's; "first_step_seconds" of the first turn;
+        "chosen"; "runs".
+    """
+    result = [_summary(row, outcomes[row.name], head) for row in rows]
+    bases = (entry for entry in result if entry["name"] == REFERENCE)
+    base = next((entry for entry in bases if entry["status"] == "measured"), None)
+    for entry in result:
+        if base is not None and entry["status"] == "measured":
+            ratios = turn_ratios(entry["runs"], base["runs"])
+            entry["speed_ratio"] = entry["tokens_per_second"] / base["tokens_per_second"]
+            entry["speed_ratio_min"], entry["speed_ratio_max"] = min(ratios), max(ratios)
+            entry["memory_ratio"] = entry["total_peak_bytes"] / base["total_peak_bytes"]
+    return result
+
+
+def turn_ratios(runs: Sequence[Found], base: Sequence[Found]) -> list[float]:
+    """Ratio of the median step's time of the base to that of the runs, for each turn."""
+    return [
+        statistics.median(theirs["step_seconds"]) / statistics.median(ours["step_seconds"])
+        for ours, theirs in zip(runs, base, strict=False)
+    ]
+
+
+def _summary(row: TrainingRow, outcome: RowOutcome, head: Mapping[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": row.name, "program": row.program}
+    runs, problem = outcome.runs, outcome.problem
+    if not runs:
+        status = "failed" if problem else "waiting"
+        return {**entry, "status": status, "reason": problem or "not measured yet"}
+    tokens = head["seq_len"] * head["micro_batch_size"]
+    rates = [tokens / seconds for seconds in outcome.values("step_seconds")]
+    rate = statistics.median(rates)
+    best = max(head["machine"]["ceilings"].values())
+    ratios = ("speed_ratio", "speed_ratio_min", "speed_ratio_max", "memory_ratio")
     return {
-        "model": plan.name,
-        "parameters": count_parameters(model).total,
-        "seq_len": plan.seq_len,
-        "micro_batch_size": plan.micro_batch_size,
-        "steps": plan.steps,
-        "warmup_steps": WARMUP_STEPS,
-        "repeats": plan.repeats,
-        "same_environment": plan.same_environment,
-        "flops_per_token": train_flops_per_token(model, plan.seq_len),
-        "machine": {
-            "name": hardware.name,
-            "device": str(hardware.device),
-            "memory_bytes": hardware.memory_bytes,
-            "threads": torch.get_num_threads(),
-            "cpus": os.cpu_count(),
-            "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            "torch": str(torch.__version__),
-            "ceilings": dict.fromkeys(dtypes, 0.0),
-        },
+        **entry,
+        "status": "measured",
+        "reason": problem,
+        "tokens_per_second": rate,
+        "tokens_per_second_min": min(rates),
+        "tokens_per_second_max": max(rates),
+        "share_of_ceiling": rate * head["flops_per_token"] / best,
+        "cpu_seconds": outcome.median("step_cpu_seconds"),
+        "total_peak_bytes": outcome.median("total_peak_bytes"),
+        "peak_bytes": outcome.median("peak_bytes"),
+        **dict.fromkeys(ratios),
+        "final_loss": statistics.median(run["losses"][-1] for run in runs),
+        "first_step_seconds": runs[0]["first_step_seconds"],
+        "chosen": runs[0]["chosen"],
+        "runs": list(runs),
     }
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of `bench_training`'s result: tokens/s and peak memory of each row."""
+    rows = [row for row in result["rows"] if row["status"] == "measured"]
+    names = [row["name"].replace(",", ",\n") for row in rows]
+    colors = ["tab:blue" if row["program"] == FIRSTLIGHT else "tab:orange" for row in rows]
+    speed = Panel(
+        "tokens/s (median; line: slowest to fastest step)",
+        names,
+        [row["tokens_per_second"] for row in rows],
+        ["" if row["speed_ratio"] is None else f"{row['speed_ratio']:.2f}x" for row in rows],
+        colors,
+        [(row["tokens_per_second_min"], row["tokens_per_second_max"]) for row in rows],
+    )
+    peaks = [row["total_peak_bytes"] / 2**30 for row in rows]
+    memory = Panel("peak memory (GiB)", names, peaks, colors=colors)
+    return draw_panels(steps_title(result), [[speed, memory]])

@@ -1,31 +1,34 @@
-"""Train a few steps of GPT-2 with one program, in a process of its own, and say what they took.
+"""Train a few steps with one program, in a process of its own, and say what they took.
 
     python -m firstlight.bench.training_once REQUEST
 
 REQUEST is a JSON object:
 
-    program           "firstlight", a name of `reference_loops`, or "trainer"
+    program           "firstlight", a name of `reference_programs`, or "trainer"
     recipe            a recipe's values, with its model, data.seq_len and device
-    micro_batch_size  rows a step, which every program but firstlight computes at once
-    data              a file of `methods_data.write_tokens`, or a prepared corpus
+    resolved          true if the recipe has no open key; else it is resolved here
+    micro_batch_size  sequences of a step, which every program but firstlight computes at once
+    data              a file of `corpus.write_tokens`, or a prepared corpus
     warmup_steps      steps that are not timed
-    steps             steps that are
-    threads           for torch
+    steps             steps that are timed
+    threads           threads of torch
     compile           false compiles no other program than firstlight, for dry runs
 
 What is measured, in this order:
 
-1. Everything that the program needs is imported, torch's compiler too; then the resident memory
-   of the process is noted, and its peak set back to it.
-2. Model and optimizer are made.
-3. `first_step_seconds`: the first step, with compilation.
-4. `step_seconds`: of each timed step, from its batch on the device to the updated parameters;
+1. Everything that the program needs is imported, torch's compiler and 8-bit libraries too, and open
+   keys are decided; then the resident memory of the process is noted, and its peak set back to it.
+2. Model, optimizer and loss function are made, as `firstlight train` makes them.
+3. `first_step_seconds`: the first step, with compilation. It and the other warm-up steps are the
+   only ones that allocate and compile.
+4. `step_seconds`: of each timed step, from its batches on the device to the updated parameters;
    for the Trainer from its `on_step_begin` to its `on_step_end`. `step_cpu_seconds` is the
    processor's time in it, of all threads: it suffers less from other work on the machine, but
    counts threads that wait by spinning.
 
-Step s trains on rows s x rows a step and following, the same for all programs. `losses` are those
-before each update, of all steps. The learning rate rises over the first four steps and then stays.
+Step s trains on the sequences from s x sequences a step on, so that programs and recipes with as
+many of them see the same tokens. `losses` are those before each update, of all steps. The learning
+rate rises over the first four steps and then stays.
 
 `total_peak_bytes` is on a CPU the peak of the process's resident memory and `peak_bytes` what of
 that is above the level of step 1; on a GPU both are the peak of what was allocated.
@@ -36,59 +39,39 @@ recipe that were left to it; or {"error": {"type", "message"}} where firstlight 
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import importlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.fresh_process import answer
-from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
-from firstlight.bench.methods_data import ShardRows, Tokens, open_rows
-from firstlight.bench.reference_loops import LoopStep, autocast_loop, pure_bf16_loop
+from firstlight.bench.corpus import ShardRows, Tokens, open_rows
+from firstlight.bench.memory import begin_peak, peaks
+from firstlight.bench.process import answer
+from firstlight.bench.reference_programs import (
+    LoopStep,
+    StepClock,
+    autocast_loop,
+    pure_bf16_loop,
+    train_with_trainer,
+)
 from firstlight.data.loader import Batch
-from firstlight.hardware.device import Hardware, find_hardware, synchronize
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 from firstlight.training.fit import largest_micro_batch
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: Steps over which the learning rate rises.
 _RISE_STEPS = 4
 
-#: What is left open is decided as for a run of this length.
+#: Open keys are decided as for a run of this length.
 EPOCH_TOKENS = 10**9
-
-
-class StepClock:
-    """Notes what each step takes.
-
-    Attributes:
-        seconds: of each step so far.
-        cpu_seconds: the processor's, of all threads.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self._device = device
-        self._start = (0.0, 0.0)
-
-    def start(self) -> None:
-        """A step begins."""
-        synchronize(self._device)
-        self._start = (time.perf_counter(), time.process_time())
-
-    def stop(self) -> None:
-        """It is done."""
-        synchronize(self._device)
-        self.seconds.append(time.perf_counter() - self._start[0])
-        self.cpu_seconds.append(time.process_time() - self._start[1])
 
 
 def training_once(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,72 +83,89 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         FirstlightError: the recipe is refused, or the loss stopped being a number.
     """
-    recipe = parse_recipe(request["recipe"])
-    hardware = find_hardware(recipe.run.device)
-    _import_libraries(request["program"], recipe)
+    parse = parse_resolved_recipe if request.get("resolved") else parse_recipe
+    recipe: Recipe = parse(request["recipe"])
+    hardware, program = find_hardware(recipe.run.device), request["program"]
+    _import_libraries(program, recipe)
     torch.set_num_threads(request["threads"])
     torch.manual_seed(recipe.run.seed)
+    if program == "firstlight" and not isinstance(recipe, ResolvedRecipe):
+        recipe = _resolved(recipe, hardware)
     assert recipe.data.seq_len is not None
     tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
-    gc.collect()
-    reset_peak()
-    level = resident_bytes()
+    level = begin_peak()
     clock = StepClock(hardware.device)
     chosen: dict[str, Any] = {}
     steps = request["warmup_steps"] + request["steps"]
-    if request["program"] == "firstlight":
+    if isinstance(recipe, ResolvedRecipe):
         losses, chosen = _firstlight(recipe, tokens, steps, hardware, clock)
     else:
         rows = request["micro_batch_size"]
         batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
-        if request["program"] == "trainer":
-            from firstlight.bench.reference_trainer import train_with_trainer
-
-            compiles = request.get("compile", True)
+        compiles = request.get("compile", True)
+        if program == "trainer":
             losses = train_with_trainer(recipe, batches, steps, rows, clock, compile_model=compiles)
         else:
-            loop = _loop(request, recipe, hardware)
+            loop = _loop(program, recipe, hardware, compile_model=compiles)
             losses = _run_loop(loop, recipe, batches, hardware, clock)
-    # The kernel counts in batches, so that the peak may read lower than what was there.
-    peak = max(peak_resident_bytes(), level)
-    if hardware.device.type == "cuda":
-        peak, level = torch.cuda.max_memory_allocated(hardware.device), 0
+    peak, total = peaks(hardware.device, level)
     return {
         "first_step_seconds": clock.seconds[0],
         "step_seconds": clock.seconds[request["warmup_steps"] :],
         "step_cpu_seconds": clock.cpu_seconds[request["warmup_steps"] :],
         "losses": losses,
-        "peak_bytes": peak - level,
-        "total_peak_bytes": peak,
+        "peak_bytes": peak,
+        "total_peak_bytes": total,
         "chosen": chosen,
     }
 
 
 def _import_libraries(program: str, recipe: Recipe) -> None:
-    """Import what comes late otherwise, so that it doesn't count as the program's memory."""
-    importlib.import_module("torch._dynamo")
+    """Import what comes late otherwise, so that it doesn't count as the program's memory.
+
+    A missing library is refused later, by what needs it.
+    """
+    names = ["torch._dynamo"]  # which torch's optimizers import at their first step
     if program != "firstlight" or recipe.efficiency.compile:
-        importlib.import_module("torch._inductor.compile_fx")
+        names.append("torch._inductor.compile_fx")
     if program == "trainer":
-        importlib.import_module("transformers.trainer")
+        names.append("transformers.trainer")
+    if recipe.lora is not None and recipe.lora.quantize == "nf4":
+        names.append("bitsandbytes")
+    if "8bit" in recipe.optimizer.name:
+        library = recipe.optimizer.eight_bit_library
+        names.append("bitsandbytes" if library == "auto" else library)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
-def _share_of_peak(step: int) -> float:
-    return min(1.0, (step + 1) / _RISE_STEPS)
-
-
-def _firstlight(
-    recipe: Recipe, tokens: Tokens | ShardRows, steps: int, hardware: Hardware, clock: StepClock
-) -> tuple[list[float], dict[str, Any]]:
-    """The losses, and what was chosen for the keys that the recipe leaves open."""
+def _resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
     facts = facts_here(
         hardware,
         epoch_tokens=EPOCH_TOKENS,
         largest_micro_batch=lambda open_: largest_micro_batch(open_, hardware, lambda _: None),
     )
-    decided = resolve(recipe, facts)
+    return resolve(recipe, facts)
+
+
+def _lr_scale(step: int) -> float:
+    return min(1.0, (step + 1) / _RISE_STEPS)
+
+
+def _firstlight(
+    decided: ResolvedRecipe,
+    tokens: Tokens | ShardRows,
+    steps: int,
+    hardware: Hardware,
+    clock: StepClock,
+) -> tuple[list[float], dict[str, Any]]:
+    """The losses, and the values of the keys that a recipe may leave open."""
+    torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed))
+    if decided.lora is not None:
+        attach(model, decided, hardware)
     program = TrainingProgram(decided, model, hardware)
     micro, count = decided.batch.rows, decided.batch.accumulation(tokens.seq_len)
     masked = decided.data.document_masking
@@ -176,7 +176,7 @@ def _firstlight(
             tokens.batch(first + micro * i, micro, masked).to(hardware.device) for i in range(count)
         ]
         clock.start()
-        losses.append(program.step(batches, _share_of_peak(step)).loss)
+        losses.append(program.step(batches, _lr_scale(step)).loss)
         clock.stop()
     chosen = {
         "batch.micro_batch_size": micro,
@@ -189,14 +189,14 @@ def _firstlight(
     return losses, chosen
 
 
-def _loop(request: dict[str, Any], recipe: Recipe, hardware: Hardware) -> LoopStep:
-    program, config, compiles = request["program"], recipe.model, request.get("compile", True)
+def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bool) -> LoopStep:
+    config = recipe.model
     assert isinstance(config, GPT2Config | LlamaConfig)
     if program == "pure-bf16":
         assert isinstance(config, GPT2Config)
-        return pure_bf16_loop(config, hardware.device, compile_model=compiles)
+        return pure_bf16_loop(config, hardware.device, compile_model=compile_model)
     bf16 = program == "reference"
-    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compiles)
+    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compile_model)
 
 
 def _run_loop(
@@ -205,7 +205,7 @@ def _run_loop(
     losses = []
     for step, batch in enumerate(batches):
         batch = batch.to(hardware.device)
-        rate = recipe.optimizer.learning_rate * _share_of_peak(step)
+        rate = recipe.optimizer.learning_rate * _lr_scale(step)
         clock.start()
         losses.append(loop(batch.input_ids, batch.labels, rate))
         clock.stop()

@@ -1,8 +1,8 @@
-"""Training loops that benchmarks compare with: GPT-2, and Llama, in plain torch.
+"""Programs that benchmarks compare with: bare loops for GPT-2 and Llama, transformers' Trainer.
 
-Each is what a careful person writes in one file, without this library: the model of linear layers
-and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64, and
-torch's fused AdamW.
+Each loop is what a careful person writes in one file, without this library: the model of linear
+layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
+and torch's fused AdamW.
 
 - "reference", in the manner of nanoGPT's train.py: fp32 parameters, matrix products in bf16 by
   autocast, weight decay on matrices only, gradients clipped to a norm of 1.
@@ -17,13 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from firstlight.data.loader import Batch
+from firstlight.hardware.device import synchronize
 from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.recipe import Recipe
 
 _VOCAB_MULTIPLE = 64
 _BETAS = (0.9, 0.95)
@@ -61,7 +68,7 @@ class PlainGPT2(nn.Module):
     """GPT-2 with the head tied to the embedding; its mean loss over all labels.
 
     Args:
-        config: its shape; dropout is left out.
+        config: the model's shape; dropout is left out.
     """
 
     def __init__(self, config: GPT2Config) -> None:
@@ -82,7 +89,7 @@ class PlainGPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross-entropy (nats)."""
+        """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
         places_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         x_BTC = self.tokens(input_ids_BT) + self.positions(places_T)
         for layer in self.layers:
@@ -125,7 +132,7 @@ class PlainLlama(nn.Module):
     """Llama with the head tied to the embedding; its mean loss over all labels.
 
     Args:
-        config: its shape; rotary positions are not scaled.
+        config: the model's shape; rotary positions are not scaled.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -143,7 +150,7 @@ class PlainLlama(nn.Module):
                 nn.init.normal_(parameter, 0.0, config.initializer_range)
 
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross-entropy (nats)."""
+        """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
         device = input_ids_BT.device
         places_T = torch.arange(input_ids_BT.shape[1], device=device, dtype=torch.float32)
         exponents = torch.arange(self.pairs, device=device, dtype=torch.float32) / self.pairs
@@ -163,8 +170,8 @@ def autocast_loop(
 
     Args:
         config: the model's shape.
-        device: to run on.
-        bf16: matrix products by autocast.
+        device: device to run on.
+        bf16: matrix products in bf16, by autocast.
         compile_model: False leaves torch.compile out, for tests.
     """
     plain = PlainGPT2(config) if isinstance(config, GPT2Config) else PlainLlama(config)
@@ -216,3 +223,120 @@ def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: b
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+class StepClock:
+    """Notes the duration of each step.
+
+    Attributes:
+        seconds: seconds of each step so far.
+        cpu_seconds: the processor's seconds of each step, of all threads.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self._device = device
+        self._start = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin a step."""
+        synchronize(self._device)
+        self._start = (time.perf_counter(), time.process_time())
+
+    def stop(self) -> None:
+        """End a step."""
+        synchronize(self._device)
+        self.seconds.append(time.perf_counter() - self._start[0])
+        self.cpu_seconds.append(time.process_time() - self._start[1])
+
+
+class _Sequences(IterableDataset[dict[str, torch.Tensor]]):
+    """Single sequences of batches. The Trainer's models shift the labels themselves."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self._batches:
+            for row in batch.input_ids:
+                yield {"input_ids": row, "labels": row}
+
+
+def run_trainer(model: Any, dataset: Any, clock: StepClock, **options: Any) -> list[float]:
+    """Train a model with transformers' Trainer, and return the logged losses.
+
+    Args:
+        model: one of transformers' models.
+        dataset: training examples.
+        clock: clock that is told when each step begins and ends.
+        options: further `TrainingArguments`.
+    """
+    import transformers
+    from transformers.trainer_callback import PrinterCallback
+
+    class Times(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.stop()
+
+    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, save_strategy="no", report_to=[], disable_tqdm=True, **options
+        )
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=dataset, callbacks=[Times()]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_with_trainer(
+    recipe: Recipe,
+    batches: Iterator[Batch],
+    steps: int,
+    rows: int,
+    clock: StepClock,
+    *,
+    compile_model: bool,
+) -> list[float]:
+    """Train a fresh model of the recipe's shape; the loss of each step.
+
+    The vocabulary is not padded, dropout is off, attention is torch's, the optimizer is the
+    Trainer's default with clipping to 1; the learning rate is constant.
+
+    Args:
+        recipe: recipe with the model, learning rate, seed and device.
+        batches: a batch for each step.
+        steps: number of steps.
+        rows: sequences of a batch.
+        clock: clock that is told when each step begins and ends.
+        compile_model: False leaves torch.compile out, for dry runs.
+    """
+    import transformers
+
+    assert recipe.model is not None
+    values = recipe.model.to_hf()
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return run_trainer(
+        model,
+        _Sequences(batches),
+        clock,
+        max_steps=steps,
+        per_device_train_batch_size=rows,
+        bf16=True,
+        torch_compile=compile_model,
+        use_cpu=recipe.run.device == "cpu",
+        learning_rate=recipe.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=recipe.optimizer.weight_decay,
+        max_grad_norm=1.0,
+        adam_beta2=0.95,
+        seed=recipe.run.seed % 2**32,
+        logging_steps=1,
+        dataloader_pin_memory=False,
+    )

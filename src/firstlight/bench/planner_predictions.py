@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.gpu_machine import Machine
+from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.errors import FirstlightError
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
@@ -28,20 +28,20 @@ from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import predict_evaluation, predict_generation, trace_memory
 from firstlight.planner.memory.trace import Layout, Operator
 from firstlight.planner.speed.recipe import all_micro_batches
-from firstlight.recipe import parse_resolved_recipe
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 
 #: Cores from which on predictions have processes of their own.
 _MANY_CORES = 4
 
 #: How long predictions are waited for once the measurement is done, all of them together: less than
-#: a row may take longer than expected (`runner.Row.limit`), which would cost the measurement.
+#: a row may take longer than expected (`calls.Row.limit`), which would cost the measurement.
 _SECONDS = 60.0
 
 #: A function of a module with its arguments.
 Predict = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 
-def target_request(machine: Machine) -> dict[str, Any] | None:
+def target_request(machine: BenchMachine) -> dict[str, Any] | None:
     """The device of a machine for requests; None is the CPU that predicts."""
     if machine.device == "cpu":
         return None
@@ -61,7 +61,7 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
     """The predicted memory of one configuration, and the operators of its step.
 
     Args:
-        case: see `gpu_steps_once`.
+        case: see `PlannerCase.request`.
         target: see `target_request`.
 
     Returns:
@@ -71,21 +71,37 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
     """
     start = time.perf_counter()
     recipe, device = parse_resolved_recipe(case["recipe"]), target_of(target)
-    counted: MemoryPrediction | None = None
-    if case["kind"] == "generation":
-        found = predict_generation(recipe.model, **case["generation"], target=device)
-    elif case["kind"] == "evaluation":
-        found = predict_evaluation(recipe, device)
-    else:
-        counted = found = trace_memory(recipe, device)
+    found = predict_memory(recipe, case["kind"], case["generation"], device)
     seconds = time.perf_counter() - start
     entry = memory_entry(found) | {"prediction_seconds": round(seconds, 2)}
-    if counted is None:
+    if case["kind"] != "training":
         return entry
     if recipe.efficiency.compile is True:
-        counted = trace_memory(uncompiled(recipe), device)
-    counted = all_micro_batches(counted, recipe.batch.accumulation(recipe.data.seq_len))
+        found = trace_memory(uncompiled(recipe), device)
+    counted = all_micro_batches(found, recipe.batch.accumulation(recipe.data.seq_len))
     return entry | {"operators": packed(counted.operators)}
+
+
+def predict_memory(
+    recipe: ResolvedRecipe,
+    kind: str,
+    generation: Mapping[str, Any] | None,
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """The predicted memory of a recipe.
+
+    Args:
+        recipe: recipe with its model.
+        kind: "training", "evaluation" or "generation".
+        generation: see `PlannerCase`.
+        target: device that is predicted for; None is this CPU.
+    """
+    if kind == "generation":
+        assert generation is not None
+        return predict_generation(recipe.model, **generation, target=target)
+    if kind == "evaluation":
+        return predict_evaluation(recipe, target)
+    return trace_memory(recipe, target)
 
 
 def memory_entry(found: MemoryPrediction) -> dict[str, Any]:
@@ -144,8 +160,9 @@ def predicting(
     """Predict while the block runs; yields what waits for the predictions, in the calls' order.
 
     Args:
-        calls: what makes each prediction. What it raises is its result: "prediction_problem".
-        beside: whether to take processes of their own, where there are cores for them; else they
+        calls: function and arguments of each prediction. An error is its result:
+            "prediction_problem".
+        beside: True takes processes of their own, where there are cores for them; else predictions
             are made when they are waited for.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

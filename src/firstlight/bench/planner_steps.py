@@ -1,16 +1,15 @@
 """Memory and speed of recipes' steps on a device, several recipes in one process.
 
-    python -m firstlight.bench.gpu_steps_once REQUEST
+    python -m firstlight.bench.planner_steps REQUEST
 
 REQUEST is a JSON object:
 
-    cases    list of {"name", "kind", "recipe", "generation"}, see `planner_memory.Case`
+    cases    list of `PlannerCase.request`
     device   "cuda", or "cpu" of a dry run
     steps    steps that are timed, at most
     seconds  of timing a recipe, after which no step begins
-    threads  for torch; absent leaves torch's choice
-    target   the device that is predicted for, see `gpu_predictions.target_request`; absent predicts
-             nothing
+    target   the device that is predicted for, see `planner_predictions.target_request`; absent
+             predicts nothing
 
 Random weights are made on the device, and the tokens are random. On a GPU, what is measured of a
 recipe, in this order:
@@ -26,7 +25,7 @@ recipe, in this order:
 5. `step_seconds` of each timed step, from the batch on the device to the updated parameters.
 
 Evaluations and generations are no steps: they have 1 to 4 alone. On a CPU the peak is that of
-torch's allocator (`planner_memory_once`), and nothing is known of a driver.
+torch's allocator (`measure_on_cpu`), and nothing is known of a driver.
 
 The one line on stdout is a JSON object with "cases", a list of such figures with the recipe's
 "name" and the "reason" why it could not be measured ("" where it was); and "line", them as text.
@@ -43,34 +42,167 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.driver_memory import driver_used_bytes
-from firstlight.bench.fresh_process import answer
-from firstlight.bench.gpu_predictions import predict_case, predicting
-from firstlight.bench.planner_memory_once import measure_on_cpu, random_batch
-from firstlight.bench.random_model import random_model
+from firstlight.bench.memory import MeasuredMemory, driver_used_bytes, measured_memory
+from firstlight.bench.models import random_model
+from firstlight.bench.planner_predictions import predict_case, predict_memory, predicting
+from firstlight.bench.process import answer
+from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
+from firstlight.generation.few_rows import use_few_rows
+from firstlight.generation.int8 import quantize_int8
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
+from firstlight.models import Model, empty_model
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: What may be left of the recipe before: cuBLAS's handles, tables of libraries.
+#: Answers in a sequence of preference pairs.
+_ANSWERS = 6
+
+
+def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict and measure the memory of one configuration on this machine's CPU.
+
+    Args:
+        request: see `PlannerCase.request`.
+
+    Returns:
+        "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
+    """
+    recipe, kind = parse_resolved_recipe(request["recipe"]), request["kind"]
+    start = time.perf_counter()
+    predicted = predict_memory(recipe, kind, request["generation"])
+    seconds = time.perf_counter() - start
+    torch._dynamo.reset()
+    found = measure_on_cpu(recipe, kind, request["generation"])
+    return {
+        "predicted_bytes": predicted.peak_bytes,
+        "phase": predicted.phase,
+        "parts": predicted.parts,
+        "seconds": seconds,
+        "peak_bytes": found.peak_bytes,
+        "resident_bytes": found.resident_bytes,
+    }
+
+
+def measure_on_cpu(
+    recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
+) -> MeasuredMemory:
+    """The memory of a recipe's steps on this machine's CPU.
+
+    Args:
+        recipe: recipe with its model.
+        kind: "training", "evaluation" or "generation".
+        generation: see `PlannerCase`.
+    """
+    if kind == "generation":
+        assert generation is not None
+        return _generation(recipe, generation)
+    return _training(recipe, evaluates=kind == "evaluation")
+
+
+def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
+    """Three steps from nothing on; or one, and then an evaluation, which alone is measured."""
+    hardware = find_hardware("cpu")
+    compiles = recipe.efficiency.compile is True
+    with measured_memory() as whole:
+        model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+        model.init_weights(torch.Generator().manual_seed(0))
+        if recipe.lora is not None:
+            attach(model, recipe, hardware)
+        program = TrainingProgram(recipe, model, hardware)
+        batch = random_batch(recipe)
+        batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
+        for _ in range(1 if evaluates or compiles else 3):
+            program.step(batches, lr_scale=1.0)
+        held = sum(t.nbytes for t in _held(program))
+    if not evaluates and not compiles:
+        return whole
+    program.optimizer.zero_grad()
+    # What compiling itself takes is not the step's.
+    with measured_memory() as later:
+        if evaluates:
+            program.model.eval()
+            with torch.inference_mode():
+                program.evaluation_loss(*batch.inputs)
+        else:
+            for _ in range(2):
+                program.step(batches, lr_scale=1.0)
+    inputs = batch.input_ids.nbytes + batch.labels.nbytes
+    level = held + inputs
+    return MeasuredMemory(later.peak_bytes + level, later.resident_bytes + level)
+
+
+def _held(program: TrainingProgram) -> list[torch.Tensor]:
+    """Weights and the optimizer's state; no gradients."""
+    found: dict[int, torch.Tensor] = {}
+    tensors = [*program.model.parameters(), *program.model.buffers()]
+    for optimizer in program.optimizer._torch_optimizers:
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+    return list(found.values())
+
+
+def random_batch(recipe: ResolvedRecipe) -> Batch:
+    """One micro-batch of random tokens [rows, seq_len] on the CPU; with document masking of several
+    documents a row, and of preference pairs with references."""
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+    if not recipe.data.document_masking:
+        return Batch(ids, ids.clone(), ids.numel())
+    length = 100 if recipe.preference is None else -(-shape[1] // _ANSWERS)
+    documents = (torch.arange(shape[1]) // length).to(torch.int32).expand(shape).contiguous()
+    references = None
+    if recipe.preference is not None:
+        references = torch.zeros((shape[0], _ANSWERS), dtype=torch.float64)
+    return Batch(ids, ids.clone(), ids.numel(), documents, references)
+
+
+def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredMemory:
+    model = empty_model(recipe.model)
+    model.init_weights(torch.Generator().manual_seed(0))
+    dtype = DTYPES[options["dtype"]]
+    assert dtype is not None
+    model = model.to(dtype).eval()
+    if options["dtype"] == "int8":
+        quantize_int8(model)
+    use_few_rows(model)
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    with measured_memory() as found, torch.inference_mode():
+        _decode(model, options)
+    return MeasuredMemory(found.peak_bytes + held, found.resident_bytes + held)
+
+
+def _decode(model: Model, options: Mapping[str, Any]) -> None:
+    """Continue prompts of zeros."""
+    prompt, new, count = (options[key] for key in ("prompt_tokens", "max_new_tokens", "sequences"))
+    decoder = BatchDecoder(model, count, prompt + new)
+    for _ in range(count):
+        decoder.add([0] * prompt)
+    for _ in range(new - 1):
+        decoder.step([0] * count)
+
+
+#: Bytes that may be left of the recipe before: cuBLAS's handles, tables of libraries.
 _MOST_LEFT = 16 * 2**20
 
 #: Steps before any is timed.
 _WARMUP_STEPS = 3
 
 
-def gpu_steps_once(request: dict[str, Any]) -> dict[str, Any]:
+def planner_steps(request: dict[str, Any]) -> dict[str, Any]:
     """Measure the cases of a request, see the module's head."""
-    if "threads" in request:
-        torch.set_num_threads(request["threads"])
-    idle = driver_used_bytes() if request["device"] == "cuda" else None
-    cases = request["cases"]
+    on_gpu, cases = request["device"] == "cuda", request["cases"]
+    idle = driver_used_bytes() if on_gpu else None
     calls = [(predict_case, (case, request["target"])) for case in cases if "target" in request]
-    with predicting(calls, beside=request["device"] == "cuda") as predictions:
+    with predicting(calls, beside=on_gpu) as predictions:
         found = [_case(case, request, idle) for case in cases]
         for result, prediction in zip(found, predictions(), strict=False):
             result.update(prediction)
@@ -84,14 +216,8 @@ def _case(case: Mapping[str, Any], request: Mapping[str, Any], idle: int | None)
     except FirstlightError as error:
         return result | {"reason": str(error)}
     except Exception as error:  # noqa: BLE001  (whatever a recipe ran into is its result)
-        return result | {"reason": _reason(error)}
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    if is_out_of_memory(error):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}"
+        kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
+        return result | {"reason": f"{kind}: {' '.join(str(error).split())[:300]}"}
 
 
 def _in_words(result: Mapping[str, Any]) -> str:
@@ -110,7 +236,7 @@ def _measure(
 ) -> dict[str, Any]:
     recipe, kind = parse_resolved_recipe(case["recipe"]), case["kind"]
     if request["device"] == "cpu":
-        peak = measure_on_cpu(recipe, kind, case.get("generation"))
+        peak = measure_on_cpu(recipe, kind, case["generation"])
         found: dict[str, Any] = {"peak_bytes": peak.peak_bytes}
         if kind == "training":
             found |= _train(recipe, request, contextlib.nullcontext)
@@ -127,7 +253,7 @@ class _Peaks:
     """The memory of one recipe on a GPU.
 
     Args:
-        idle: bytes that the driver said were in use before this process.
+        idle: bytes in use before this process, by the driver; None if unknown.
 
     Attributes:
         found: the figures of the module's head.
@@ -174,10 +300,13 @@ def _train(
     *,
     evaluates: bool = False,
 ) -> dict[str, Any]:
-    """The seconds of steps, and tokens of one; with `evaluates` neither.
+    """The seconds of steps and the tokens of one, {} of an evaluation.
 
     Args:
-        measured: a context for that of which memory is measured.
+        recipe: the recipe.
+        request: the measurement's request.
+        measured: context in which memory is measured.
+        evaluates: True measures an evaluation in place of steps.
     """
     hardware = find_hardware(request["device"])
     device = hardware.device
@@ -219,18 +348,13 @@ def _steps(program: TrainingProgram, batches: list[Any]) -> None:
 
 
 def _generate(recipe: ResolvedRecipe, options: Mapping[str, Any], peaks: _Peaks) -> None:
-    prompt, new = options["prompt_tokens"], options["max_new_tokens"]
     model = random_model(recipe.model, torch.device("cuda"))
     dtype = DTYPES[options["dtype"]]
     assert dtype is not None
     model = model.to(dtype).eval()
     with peaks.measured(), torch.inference_mode():
-        decoder = BatchDecoder(model, options["sequences"], prompt + new)
-        for _ in range(options["sequences"]):
-            decoder.add([0] * prompt)
-        for _ in range(new - 1):
-            decoder.step([0] * options["sequences"])
+        _decode(model, options)
 
 
 if __name__ == "__main__":
-    answer(gpu_steps_once, sys.argv[1])
+    answer(planner_steps, sys.argv[1])

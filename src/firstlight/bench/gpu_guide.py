@@ -1,0 +1,430 @@
+"""Part of `firstlight bench gpu`: the table of Hugging Face's guide for one GPU.
+
+The guide ("Methods and tools for efficient training on a single GPU", transformers 4.20 to 4.29)
+fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads memory with the
+driver's tool.
+
+    python -m firstlight.bench.gpu_guide REQUEST
+
+REQUEST is a JSON object:
+
+    device         "cuda", or "cpu" of a dry run
+    config         keys of transformers' BertConfig
+    seq_len        tokens of a row
+    rows           of a micro-batch
+    accumulation   micro-batches of a step
+    steps          steps; the first three are not timed
+    checkpointing  whether activations are computed again
+    fp16           autocast to fp16 with loss scaling (on a CPU to bf16)
+    optimizer      the Trainer's `optim`, such as "adamw_torch", "adafactor", "adamw_bnb_8bit"
+    loop           "trainer", or "accelerate": the guide's own loop
+    target         see `planner_predictions.target_request`
+
+The model is transformers' BertForSequenceClassification with random weights, attention as it was
+when the guide's figures were published (two products and a softmax), and dropout; the data are
+random token ids and labels.
+
+The one line on stdout is a JSON object: "samples_per_second" over the timed steps, "peak_bytes" and
+"reserved_bytes" of torch's allocator, "driver_bytes" that the GPU holds more than before this
+process began to use it (NVML, as the guide reads it), "context_bytes" of these before the model was
+made; and what the planner predicts: see `planner_predictions.memory_entry`, with "operators".
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.bench.calls import Row
+from firstlight.bench.gpu_machine import BenchMachine
+from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
+from firstlight.bench.memory import driver_used_bytes
+from firstlight.bench.planner_predictions import (
+    memory_entry,
+    packed,
+    predicting,
+    target_of,
+    target_request,
+    unpacked,
+)
+from firstlight.bench.process import answer
+from firstlight.bench.reference_programs import StepClock, run_trainer
+from firstlight.planner.memory.module import plan_module
+from firstlight.planner.speed.recipe import all_micro_batches
+from firstlight.planner.speed.throughput import Workload, predict_speed
+
+NAME = "guide"
+
+_MODULE = "firstlight.bench.gpu_guide"
+
+_MIB = 2**20
+
+_BERT_LARGE = {
+    "vocab_size": 30522,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+_TINY = {
+    "vocab_size": 1000,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+@dataclass(frozen=True)
+class GuideRow:
+    """One row of the guide's table.
+
+    Attributes:
+        name: name in tables.
+        options: keys of the request that differ from the plain row's.
+        samples, megabytes: published samples/s and MB of the driver on the V100; None where the
+            guide has no figure.
+        needs: packages that must be installed.
+        value: see `calls.Row`.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    samples: float | None = None
+    megabytes: int | None = None
+    needs: Sequence[str] = ()
+    value: int = 4
+
+
+_SMALL = {"rows": 1, "accumulation": 4}
+_ALL = {**_SMALL, "checkpointing": True, "fp16": True}
+_EIGHT_BIT = {"optimizer": "adamw_bnb_8bit"}
+_ADAFACTOR = {"optimizer": "adafactor"}
+_BNB = ("bitsandbytes",)
+
+GUIDE: tuple[GuideRow, ...] = (
+    GuideRow("batch 4", {}, 8.86, 14949, value=3),
+    GuideRow("batch 1 x 4 accumulated", _SMALL, 7.75, 8681),
+    GuideRow("batch 1 x 4, checkpointing", {**_SMALL, "checkpointing": True}, 5.99, 6775),
+    GuideRow("batch 4, fp16", {"fp16": True}, 18.64, 13939, value=3),
+    GuideRow("batch 1 x 4, checkpointing, fp16", _ALL, 10.09, 7275),
+    GuideRow("batch 4, Adafactor", _ADAFACTOR, 7.96, 12295),
+    GuideRow(
+        "batch 1 x 4, checkpointing, fp16, Adafactor", {**_ALL, **_ADAFACTOR}, 9.06, 4847, value=3
+    ),
+    GuideRow("batch 4, 8-bit Adam", _EIGHT_BIT, 9.15, 13085, _BNB),
+    GuideRow(
+        "batch 1 x 4, checkpointing, fp16, 8-bit Adam", {**_ALL, **_EIGHT_BIT}, 10.35, 5363, _BNB
+    ),
+    # The guide's loop has the 8-bit optimizer, and no figures.
+    GuideRow(
+        "the same by the Accelerate loop", {**_ALL, **_EIGHT_BIT, "loop": "accelerate"}, needs=_BNB
+    ),
+    GuideRow(
+        "batch 1 x 4, checkpointing, fp16, Adafactor by the Accelerate loop",
+        {**_ALL, **_ADAFACTOR, "loop": "accelerate"},
+    ),
+)
+
+
+def _guide(machine: BenchMachine) -> tuple[GuideRow, ...]:
+    if not machine.dry:
+        return GUIDE
+    wanted = ("batch 4", "batch 1 x 4, checkpointing, fp16, Adafactor by the Accelerate loop")
+    return tuple(row for row in GUIDE if row.name in wanted or row.needs)
+
+
+def _rows(machine: BenchMachine) -> list[Row]:
+    rows = []
+    for entry in _guide(machine):
+        request = {
+            "device": machine.device,
+            "config": _TINY if machine.dry else _BERT_LARGE,
+            "seq_len": 32 if machine.dry else 512,
+            "rows": 4,
+            "accumulation": 1,
+            "steps": 5 if machine.dry else 23,
+            "checkpointing": False,
+            "fp16": False,
+            "optimizer": "adamw_torch",
+            "loop": "trainer",
+            "target": target_request(machine),
+            **entry.options,
+        }
+        # bitsandbytes has no figure of its own in a dry run, which is to be quick.
+        lacks = machine.lacks("transformers", "accelerate", *entry.needs)
+        if machine.dry and entry.needs and not lacks:
+            continue
+        seconds = 10.0 if machine.dry else 32.0
+        rows.append(
+            Row(entry.name, _MODULE, request, seconds=seconds, value=entry.value, skip=lacks)
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A row with its figures.
+
+    Attributes:
+        entry: row of the guide.
+        run: result of the measurement; see the module's head.
+        predicted_samples: samples/s by the planner; None where the GPU has no data sheet.
+    """
+
+    entry: GuideRow
+    run: Mapping[str, Any]
+    predicted_samples: float | None
+
+
+def _measured(found: Findings) -> Iterator[_Measured]:
+    rows = {row.name: row for row in found.measured(NAME)}
+    gpu = found.machine.gpu
+    for entry in _guide(found.machine):
+        if entry.name not in rows:
+            continue
+        run, request = found.outcome(NAME, entry.name).runs[0], rows[entry.name].request
+        predicted = None
+        if gpu is not None and "operators" in run:
+            tokens = request["rows"] * request["accumulation"] * request["seq_len"]
+            work = Workload(tokens, 1.0, "fp16" if request["fp16"] else "fp32")
+            speed = predict_speed(unpacked(run["operators"]), work, gpu)
+            predicted = speed.tokens_per_second.expected / request["seq_len"]
+        yield _Measured(entry, run, predicted)
+
+
+def _page(found: Findings) -> Page:
+    measured = list(_measured(found))
+    header = (
+        *("bert-large, 512 tokens", "samples/s", "planner", "V100, published"),
+        *("driver, MB", "planner", "V100, published", "allocator's peak, MB", "planner"),
+    )
+    text = [
+        markdown_table(header, [_cells(one) for one in measured]),
+        "Published figures: Hugging Face's guide, on a V100 with 16 GB; it has none for the\n"
+        "Accelerate loop. All rows are trained as the guide does it (transformers' Trainer, or\n"
+        "Accelerate), with attention as two products, as it was then, and AdamW as torch has it\n"
+        "today. The driver's figure is NVML's, less what the GPU held before the process; the\n"
+        "planner's is the allocator's reserve, and the context as it was measured here (the\n"
+        "guide's V100 had 1,343 MB of context). MB are 2^20 bytes, as in the guide.\n",
+        "![samples per second](../images/gpu-guide.png)\n",
+    ]
+    bars = [(one.entry.name, one.run["samples_per_second"]) for one in measured]
+    pictures = {"gpu-guide.png": draw_bars("bert-large, 512 tokens", "samples/s", bars)}
+    return Page("\n".join(_summary(measured)), "\n".join(text), pictures)
+
+
+def _cells(one: _Measured) -> tuple[str, ...]:
+    run, entry = one.run, one.entry
+
+    def megabytes(size: float | None) -> str:
+        return "" if size is None else f"{size / _MIB:,.0f}"
+
+    driver = run.get("predicted_reserved_bytes")
+    driver = None if driver is None or "context_bytes" not in run else driver + run["context_bytes"]
+    return (
+        entry.name,
+        f"{run['samples_per_second']:.2f}",
+        "" if one.predicted_samples is None else f"{one.predicted_samples:.2f}",
+        "" if entry.samples is None else f"{entry.samples:.2f}",
+        megabytes(run.get("driver_bytes")),
+        megabytes(driver),
+        "" if entry.megabytes is None else f"{entry.megabytes:,}",
+        megabytes(run.get("peak_bytes")),
+        megabytes(run.get("predicted_bytes")),
+    )
+
+
+def _summary(measured: Sequence[_Measured]) -> Iterator[str]:
+    for one in measured:
+        if one.entry.samples is None:
+            continue
+        ratio = one.run["samples_per_second"] / one.entry.samples
+        memory = ""
+        if "driver_bytes" in one.run:
+            memory = f", {one.run['driver_bytes'] / _MIB:,.0f} MB of the driver"
+        yield (
+            f"- {one.entry.name}: {one.run['samples_per_second']:.1f} samples/s{memory}; "
+            f"{ratio:.1f} times the published V100."
+        )
+
+
+GUIDE_PART = Part(
+    NAME,
+    "The guide's table",
+    "bert-large as Hugging Face's guide for one GPU fine-tunes it, beside the guide's figures of a "
+    "V100 and the planner's prediction.",
+    _rows,
+    _page,
+)
+
+
+_WARMUP_STEPS = 3
+
+
+def _measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Train and predict as the module's head says."""
+    on_gpu = request["device"] == "cuda"
+    idle = driver_used_bytes() if on_gpu else None
+    with predicting([(predict_bert, (request,))], beside=on_gpu) as predictions:
+        found = _train(request, idle)
+        found |= predictions()[0]
+    memory = "" if "peak_bytes" not in found else f", {found['peak_bytes'] / 2**20:,.0f} MiB"
+    return found | {"line": f"{found['samples_per_second']:.2f} samples/s{memory}"}
+
+
+def _model(request: dict[str, Any], device: str) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.BertConfig(**request["config"], attn_implementation="eager")
+    with torch.device(device):
+        return transformers.BertForSequenceClassification(config)
+
+
+def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
+    on_gpu = request["device"] == "cuda"
+    found: dict[str, Any] = {}
+    if on_gpu:
+        # One small tensor loads the kernels, as in the guide.
+        torch.ones((1, 1), device="cuda") + 1
+        used = driver_used_bytes()
+        if used is not None and idle is not None:
+            found["context_bytes"] = used - idle - torch.cuda.memory_reserved()
+    torch.manual_seed(0)
+    clock = StepClock(torch.device(request["device"]))
+    loop = _accelerate_loop if request["loop"] == "accelerate" else _trainer_loop
+    loop(_model(request, request["device"]), request, clock)
+    seconds = clock.seconds[_WARMUP_STEPS:]
+    samples = request["rows"] * request["accumulation"]
+    found |= {"samples_per_second": samples / statistics.median(seconds), "step_seconds": seconds}
+    if on_gpu:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        used = driver_used_bytes()
+        if used is not None and idle is not None:
+            found["driver_bytes"] = used - idle
+    return found
+
+
+class _DummyData(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random rows of token ids, with the label 0.
+
+    Args:
+        request: request of the measurement.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        count = request["rows"] * request["accumulation"] * request["steps"]
+        generator = torch.Generator().manual_seed(0)
+        shape = (count, request["seq_len"])
+        self._ids = torch.randint(100, request["config"]["vocab_size"], shape, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"input_ids": self._ids[number], "labels": torch.tensor(0)}
+
+
+def _trainer_loop(model: Any, request: dict[str, Any], clock: StepClock) -> None:
+    on_cpu = request["device"] == "cpu"
+    run_trainer(
+        model,
+        _DummyData(request),
+        clock,
+        max_steps=request["steps"],
+        per_device_train_batch_size=request["rows"],
+        gradient_accumulation_steps=request["accumulation"],
+        gradient_checkpointing=request["checkpointing"],
+        fp16=request["fp16"] and not on_cpu,
+        bf16=request["fp16"] and on_cpu,
+        optim=request["optimizer"],
+        use_cpu=on_cpu,
+        logging_strategy="no",
+        dataloader_pin_memory=not on_cpu,
+    )
+
+
+def _accelerate_loop(model: Any, request: dict[str, Any], clock: StepClock) -> None:
+    """The guide's loop, with an optimizer of torch where bitsandbytes is not installed."""
+    from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
+
+    on_cpu = request["device"] == "cpu"
+    if request["checkpointing"]:
+        model.gradient_checkpointing_enable()
+    precision = _precision(request)
+    mixed = "no" if precision == "fp32" else precision
+    accelerator = Accelerator(mixed_precision=mixed, cpu=on_cpu)
+    loader = torch.utils.data.DataLoader(_DummyData(request), batch_size=request["rows"])
+    optimizer = _OPTIMIZERS[request["optimizer"]](model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for number, batch in enumerate(loader):
+        if number % request["accumulation"] == 0:
+            clock.start()
+        loss = model(**batch).loss / request["accumulation"]
+        accelerator.backward(loss)
+        if (number + 1) % request["accumulation"] == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.stop()
+
+
+def _adafactor(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    optimizer: torch.optim.Optimizer = Adafactor(
+        parameters, scale_parameter=False, relative_step=False, lr=5e-5
+    )
+    return optimizer
+
+
+def _eight_bit_adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters)
+    return optimizer
+
+
+#: The optimizers of the Trainer's names.
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw_torch": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adafactor": _adafactor,
+    "adamw_bnb_8bit": _eight_bit_adam,
+}
+
+
+def _precision(request: dict[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
+    if not request["fp16"]:
+        return "fp32"
+    return "bf16" if request["device"] == "cpu" else "fp16"
+
+
+def predict_bert(request: dict[str, Any]) -> dict[str, Any]:
+    """The planner's memory and operators for a request."""
+    ids = torch.empty(request["rows"], request["seq_len"], dtype=torch.int64, device="meta")
+    labels = torch.empty(request["rows"], dtype=torch.int64, device="meta")
+    found = plan_module(
+        _model(request, "meta"),
+        {"input_ids": ids, "labels": labels},
+        optimizer=_OPTIMIZERS[request["optimizer"]],
+        precision=_precision(request),
+        gradient_accumulation_steps=request["accumulation"],
+        activation_checkpointing=request["checkpointing"],
+        # The guide's own loop doesn't clip.
+        max_grad_norm=1.0 if request["loop"] == "trainer" else 0.0,
+        target=target_of(request["target"]),
+    )
+    counted = all_micro_batches(found, request["accumulation"])
+    return memory_entry(found) | {"operators": packed(counted.operators)}
+
+
+if __name__ == "__main__":
+    answer(_measure, sys.argv[1])

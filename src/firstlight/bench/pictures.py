@@ -1,0 +1,125 @@
+"""Pictures of benchmarks: horizontal bars in panels, as PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of horizontal bars.
+
+    Attributes:
+        xlabel: quantity and unit.
+        names: the bars' names, from the top.
+        values: the bars' lengths.
+        labels: texts beside the bars; None writes the values.
+        colors: the bars' colors.
+        spread: least and greatest value of each bar; None draws no error lines.
+        inner: lengths of thin black bars inside the others.
+        line: name and value of a dashed vertical line, such as a goal or a ceiling.
+        title: heading of the panel.
+    """
+
+    xlabel: str
+    names: Sequence[str]
+    values: Sequence[float]
+    labels: Sequence[str] | None = None
+    colors: Sequence[str] | str = "tab:blue"
+    spread: Sequence[tuple[float, float]] | None = None
+    inner: Sequence[float] = ()
+    line: tuple[str, float] | None = None
+    title: str = ""
+
+
+def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
+    """A PNG of panels.
+
+    Args:
+        title: heading of the picture.
+        grid: rows of panels; those of a row have the same bars.
+    """
+    # Where nothing was measured, the picture has its heading alone.
+    grid = grid or [[Panel("", [], [])]]
+    heights = [len(panels[0].names) + 3.5 for panels in grid]
+    figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
+    ratios = {"height_ratios": heights}
+    axes = figure.subplots(len(grid), len(grid[0]), squeeze=False, gridspec_kw=ratios)
+    for row, panels in zip(axes, grid, strict=True):
+        for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
+            _draw(place, panel)
+            # Panels of a row that have the same bars name them once.
+            if number and panel.names == panels[0].names:
+                place.set_yticklabels([])
+    # A model's path or a GPU's name may have dollar signs.
+    figure.suptitle(title, parse_math=False)
+    return png_of(figure)
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    places = range(len(panel.names))
+    bars = axes.barh(places, panel.values, color=panel.colors)
+    if panel.inner:
+        axes.barh(places, panel.inner, color="black", height=0.15)
+    most = max([*panel.values, 1e-12])
+    if panel.spread is not None:
+        low = [value - least for value, (least, _) in zip(panel.values, panel.spread, strict=True)]
+        high = [most_ - value for value, (_, most_) in zip(panel.values, panel.spread, strict=True)]
+        style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        axes.errorbar(panel.values, places, xerr=(low, high), **style)
+        most = max(most, *(greatest for _, greatest in panel.spread))
+    labels = panel.labels
+    if labels is None:
+        labels = [f"{value:,.0f}" if most >= 10 else f"{value:.2f}" for value in panel.values]
+    # Beside the error lines a label could not be read.
+    place = "center" if panel.spread is not None else "edge"
+    axes.bar_label(bars, labels, label_type=place, padding=0 if place == "center" else 3)
+    axes.set_yticks(places, panel.names, parse_math=False)
+    axes.invert_yaxis()
+    if panel.line is not None:
+        name, value = panel.line
+        axes.axvline(value, color="black", linestyle="--", linewidth=0.8, label=name)
+        axes.legend(loc="lower right", fontsize="small")
+        most = max(most, value)
+    axes.set(xlabel=panel.xlabel, xlim=(0, 1.15 * most))
+    axes.set_title(panel.title, loc="left", fontsize="medium")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure; sizes in inches.
+
+    It is made without pyplot: no window system is looked for, no global state is left behind.
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def png_of(figure: Any) -> bytes:
+    """A matplotlib figure as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> None:
+    """Draw the share of errors (in percent) up to each size as steps; nothing without errors."""
+    ordered = sorted(errors)
+    shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+    if ordered:
+        axes.step(ordered, shares, where="post", color=color, label=label)
+
+
+def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
+    """Draw "predicted_bytes" against "peak_bytes" of results as points beside the diagonal."""
+    measured = [one["peak_bytes"] / 2**30 for one in results]
+    predicted = [one["predicted_bytes"] / 2**30 for one in results]
+    ends = [min(measured, default=0.1) / 1.3, 1.3 * max(measured, default=1.0)]
+    axes.plot(ends, ends, color="tab:gray", linewidth=0.8)
+    axes.scatter(measured, predicted, s=14, color="tab:blue")
+    axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")

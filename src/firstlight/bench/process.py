@@ -1,0 +1,257 @@
+"""Measurements in processes of their own: nothing of another one is in their memory or caches.
+
+`ask` starts a process from nothing. `ForkServer` forks one that has imported everything already:
+importing torch takes longer than a few steps of a small model do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from firstlight.errors import FirstlightError
+from firstlight.hardware.environment import TRAINING
+
+
+def training_environment() -> dict[str, str]:
+    """The environment of `firstlight train`, in which the variables of this process stand."""
+    return TRAINING | os.environ
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment of this process without the variables that firstlight has set."""
+    return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
+
+
+def ask(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Run `python -m MODULE REQUEST`, and return the JSON object of its last line on stdout.
+
+    Whatever interrupts this ends the process, and those that it started.
+
+    Args:
+        module: name of a module that ends in `answer`.
+        request: argument of the module, passed as JSON.
+        environment: the process's environment.
+        seconds: time limit of the process; None is no limit.
+
+    Returns:
+        The object; {"error": {"type", "message"}} if firstlight refused, with the type "Failed" if
+        the process failed, and "TimeoutError" if it reached the limit.
+    """
+    process = None
+    try:
+        with signals_waiting():
+            process = subprocess.Popen(
+                # -P: what lies in the current folder is not imported.
+                [sys.executable, "-P", "-m", module, json.dumps(request)],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                # A group of its own, torch.compile's helpers among them.
+                start_new_session=True,
+            )
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return error_of("TimeoutError", f"took more than {seconds:.0f} s")
+    finally:
+        if process is not None:
+            with process:  # waits for it and closes its pipes
+                # No helper outlives its run: it would slow the next one.
+                end_group(process.pid)
+    return _result(process.returncode, out, err)
+
+
+def error_of(kind: str, message: str) -> dict[str, Any]:
+    """The result of a measurement that failed."""
+    return {"error": {"type": kind, "message": message}}
+
+
+def _result(code: int, out: str, err: str) -> dict[str, Any]:
+    """The result of a process that has ended; see `ask`."""
+    if code:
+        return error_of("Failed", last_words(code, err))
+    try:
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return error_of("Failed", "the process ended without a result")
+    return result
+
+
+def last_words(code: int, err: str) -> str:
+    """The reason why a process failed, in one line."""
+    if code == -signal.SIGKILL:
+        return "killed by signal 9: most likely out of memory"
+    if code < 0:
+        return f"killed by signal {-code}"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {code}"
+
+
+def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
+    """Measure, and write the result as the process's last line; a FirstlightError is a result too.
+
+    Args:
+        measure: function from the request to the result.
+        request: JSON object.
+    """
+    # Where memory runs out, Linux ends this process and not the one that reports it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        result = measure(json.loads(request))
+    except FirstlightError as error:
+        result = error_of(type(error).__name__, str(error))
+    # Past what a library may have printed; what it printed and holds back goes nowhere.
+    os.write(1, (json.dumps(result) + "\n").encode())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class ForkServer:
+    """Runs `training_once` in forks of a process that has imported it. On CPUs: a process that has
+    looked at a GPU can't be forked.
+
+    Args:
+        environment: environment of all processes.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        with signals_waiting():
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "firstlight.bench.process"],
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._unread = b""
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self._server:  # waits for it and closes its pipes
+            end_group(self._server.pid)
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """The result of one run; see `ask`."""
+        with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            job = {"request": request, "out": str(out), "err": str(err)}
+            assert self._server.stdin is not None
+            with signals_waiting():
+                self._server.stdin.write((json.dumps(job) + "\n").encode())
+                self._server.stdin.flush()
+                process = int(self._line(None))
+            code = None
+            try:
+                code = int(self._line(seconds))
+            except TimeoutError:
+                return error_of("TimeoutError", f"took more than {seconds:.0f} s")
+            finally:
+                end_group(process)
+                if code is None:
+                    self._line(None)
+            said = (path.read_text(encoding="utf-8", errors="replace") for path in (out, err))
+            return _result(code, *said)
+
+    def _line(self, seconds: float | None) -> bytes:
+        """The server's next line."""
+        assert self._server.stdout is not None
+        end = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            left = None if end is None else max(end - time.monotonic(), 0.0)
+            if not select.select([self._server.stdout], [], [], left)[0]:
+                raise TimeoutError
+            part = os.read(self._server.stdout.fileno(), 4096)
+            if not part:
+                raise ChildProcessError("the process that starts the runs has ended")
+            self._unread += part
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+
+@contextlib.contextmanager
+def signals_waiting() -> Iterator[None]:
+    """Inside the block, signals that would raise an exception wait until its end: a process that
+    is being started would be lost."""
+    arrived: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda got, _: arrived.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for got in arrived:
+        signal.raise_signal(got)
+
+
+def end_group(group: int) -> None:
+    """Kill all processes of a group, if there are any."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _serve() -> None:
+    """Fork a process for each line of stdin; write its number, and its exit code at its end."""
+    # Without torch's compiler, which starts threads.
+    module = importlib.import_module("firstlight.bench.training_once")
+    importlib.import_module("torch._dynamo")
+    for line in sys.stdin:
+        job = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            _child(module.training_once, job)
+        os.write(1, f"{process}\n".encode())
+        _, status = os.waitpid(process, 0)
+        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _child(measure: Any, job: dict[str, Any]) -> None:
+    """Measure as a job says, and end."""
+    code = 1
+    try:
+        # A group of its own, torch.compile's helpers among them.
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(job["err"], os.O_WRONLY | os.O_CREAT), 2)
+        answer(measure, json.dumps(job["request"]))
+        code = 0
+    finally:
+        # The error is written here: the process ends, whatever it is.
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
