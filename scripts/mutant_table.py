@@ -406,7 +406,7 @@ MUTANTS = [
     # Checkpoints
     Mutant(
         "partial folder chosen",
-        "firstlight/checkpoint/history.py",
+        "firstlight/checkpoint/manifest.py",
         "if step is None or not (folder / MANIFEST_NAME).is_file():",
         "if step is None:",
         (_CHECKPOINTS + "a_partial_folder_is_chosen",),
@@ -420,14 +420,14 @@ MUTANTS = [
     ),
     Mutant(
         "limit of one deletes all",
-        "firstlight/checkpoint/retention.py",
+        "firstlight/checkpoint/history.py",
         "if one.folder not in kept:",
         "if one.folder not in kept or keep_last == 1:",
         (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
     ),
     Mutant(
         "deleted before saved",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "        folder = save_checkpoint(",
         "        import shutil\n\n"
         "        shutil.rmtree(self._run_folder / 'checkpoints', ignore_errors=True)\n"
@@ -436,14 +436,14 @@ MUTANTS = [
     ),
     Mutant(
         "deleted before verified",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "        verify_checkpoint(folder, from_disk=True)\n",
         "",
         (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
     ),
     Mutant(
         "retention after a rollback by step",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "after = self.saved_step if self.saved_step >= 0 else None",
         "after = None",
         (_CHECKPOINTS + "after_a_rollback_the_newest_save_is_deleted",),
@@ -457,7 +457,7 @@ MUTANTS = [
     ),
     Mutant(
         "best is worst",
-        "firstlight/checkpoint/retention.py",
+        "firstlight/checkpoint/history.py",
         "best_first(past)[:keep_best]",
         "best_first(past)[-keep_best:]",
         (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),
@@ -479,21 +479,21 @@ MUTANTS = [
     ),
     Mutant(
         "asynchronous save of later weights",
-        "firstlight/checkpoint/snapshot.py",
+        "firstlight/checkpoint/saver.py",
         "buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         "self._buffers[name] = tensor.detach()",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "asynchronous save of a later state",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "copy.deepcopy(checkpoint.trainer_state)",
         "checkpoint.trainer_state",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "failed save not heard of",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "self._writing.result()",
         "self._writing.exception()",
         (_CHECKPOINTS + "a_failed_asynchronous_save_is_never_heard_of",),
@@ -770,28 +770,28 @@ MUTANTS = [
     ),
     Mutant(
         "asynchronous save not waited for",
-        "firstlight/checkpoint/snapshot.py",
+        "firstlight/checkpoint/saver.py",
         "            torch.cuda.synchronize(device)\n",
         "            pass\n",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "asynchronous save waits for another GPU",
-        "firstlight/checkpoint/snapshot.py",
+        "firstlight/checkpoint/saver.py",
         "            torch.cuda.synchronize(device)\n",
         "            torch.cuda.synchronize()\n",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "save through memory that may be moved",
-        "firstlight/checkpoint/snapshot.py",
+        "firstlight/checkpoint/saver.py",
         "pin_memory=tensor.is_cuda",
         "pin_memory=False",
         (_LATE + "a_snapshot_is_whole_when_it_is_given",),
     ),
     Mutant(
         "page-locked memory written again too early",
-        "firstlight/checkpoint/saving.py",
+        "firstlight/checkpoint/saver.py",
         "        self.wait()\n        checkpoint = capture()\n",
         "        checkpoint = capture()\n",
         (_LATE + "a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on",),

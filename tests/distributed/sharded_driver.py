@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from firstlight.checkpoint.checkpoint import Checkpoint, newest_checkpoint, verify_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, verify_checkpoint
+from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.checkpoint.sharded import MOMENTS, WEIGHTS, read_pieces, read_wholes
-from firstlight.checkpoint.sharded_saving import ShardedSaver
+from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files import disk
 from firstlight.parallel import World, barrier, find_world, process_group

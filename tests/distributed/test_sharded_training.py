@@ -16,7 +16,8 @@ from spawned import free_port, run_ranks
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import firstlight
-from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state
+from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.checkpoint.sharded import MOMENTS, read_wholes
 from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state, verify_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.training.metrics import read_json_lines
 
 #: [recipe, faults], one after the other; see run_driver.py.

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from firstlight.checkpoint.history import sealed
+from firstlight.checkpoint.manifest import sealed
 
 SPARSE_BYTES = 1 << 30
 DEEP = 100_000

@@ -27,7 +27,8 @@ import yaml
 
 import firstlight.training.loop
 import firstlight.training.run
-from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines
 

@@ -43,7 +43,8 @@ import torch
 import firstlight.training.loop
 import firstlight.training.run
 import firstlight.training.scaling
-from firstlight.checkpoint.checkpoint import load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.training.loop import train

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, verify_checkpoint
-from firstlight.checkpoint.history import saved_checkpoints
+from firstlight.checkpoint.manifest import saved_checkpoints
 from firstlight.errors import CheckpointError
 
 

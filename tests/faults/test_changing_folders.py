@@ -13,7 +13,8 @@ import pytest
 from driven import MEASURED, newest, one_thread
 from small import make_split
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.shards import BLOCK_BYTES
 from firstlight.errors import CheckpointError, DataError

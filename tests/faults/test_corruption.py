@@ -11,12 +11,8 @@ import pytest
 from scale import cases
 from small_checkpoints import content, holds
 
-from firstlight.checkpoint.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from firstlight.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError
 
 _SEED = 4

@@ -17,8 +17,9 @@ from disks import FailingDisk, ShortDisk, Unsynced, UnsyncedFailing, WatchedDisk
 from scale import cases
 from small_checkpoints import content, holds, is_sound, litter, sound_steps
 
-from firstlight.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint
-from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.checkpoint.saver import CheckpointSaver
+from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.errors import FirstlightError, StorageError

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+from firstlight.checkpoint.checkpoint import verify_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.metrics import read_json_lines

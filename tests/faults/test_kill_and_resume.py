@@ -15,7 +15,8 @@ import pytest
 import yaml
 from scale import cases
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+from firstlight.checkpoint.checkpoint import verify_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.training.metrics import read_json_lines
 
 _DRIVER = Path(__file__).with_name("crash_driver.py")

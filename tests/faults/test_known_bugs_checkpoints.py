@@ -14,17 +14,16 @@ import safetensors.torch
 import torch
 from small import LLAMA, new_model
 
-from firstlight.checkpoint import saving
+from firstlight.checkpoint import saver as saving
 from firstlight.checkpoint.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
-    list_checkpoints,
     load_checkpoint,
-    newest_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.checkpoint.saver import CheckpointSaver
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, FirstlightError, ModelError, StorageError
 from firstlight.generation.engine import load
 from firstlight.recipe import CheckpointConfig

@@ -15,7 +15,7 @@ from driven import MEASURED, one_thread
 from scale import cases
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import list_checkpoints
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
 from firstlight.training.loop import train

@@ -32,17 +32,15 @@ from small_checkpoints import content, holds, litter, sound_steps
 
 from firstlight.checkpoint.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
-    list_checkpoints,
     load_checkpoint,
     load_trainer_state,
-    newest_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import Saved, own_past, saved_checkpoints, step_of
-from firstlight.checkpoint.retention import kept_checkpoints, prune_checkpoints
-from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.history import kept_checkpoints, own_past, prune_checkpoints
+from firstlight.checkpoint.manifest import Saved, checkpoint_folder, saved_checkpoints, step_of
+from firstlight.checkpoint.saver import CheckpointSaver
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files.atomic import remove_leftovers
 from firstlight.recipe import CheckpointConfig

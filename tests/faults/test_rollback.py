@@ -11,7 +11,8 @@ import pytest
 from driven import MEASURED, one_thread
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
 from firstlight.training.loop import train

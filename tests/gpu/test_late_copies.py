@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from firstlight.checkpoint.saving import CheckpointSaver
-from firstlight.checkpoint.snapshot import Snapshot
+from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.efficiency.memory import offloaded_activations

@@ -14,7 +14,7 @@ from small import LLAMA, SEQ_LEN, batch_of, new_model
 from spawned import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from firstlight.checkpoint.checkpoint import list_checkpoints
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.hardware.device import Hardware
 from firstlight.optim.dtensors import full_tensor

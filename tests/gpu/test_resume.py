@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+from firstlight.checkpoint.checkpoint import verify_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.training.metrics import read_json_lines
 
 _DRIVER = Path(__file__).parents[1] / "distributed" / "train_driver.py"

@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.checkpoint import saving
-from firstlight.checkpoint.checkpoint import (
-    Checkpoint,
-    checkpoint_folder,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
-from firstlight.checkpoint.config import CheckpointConfig
-from firstlight.checkpoint.saving import CheckpointSaver
-from firstlight.checkpoint.snapshot import Snapshot
+from firstlight.checkpoint import saver as saving
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from firstlight.checkpoint.history import CheckpointConfig
+from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.recipe import parse_recipe
 from firstlight.training.loop import train
 

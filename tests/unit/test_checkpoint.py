@@ -17,20 +17,20 @@ import safetensors.torch
 import torch
 
 from firstlight.checkpoint.checkpoint import (
-    CHECKPOINTS,
-    MANIFEST_NAME,
     OPTIMIZER_NAME,
     STATE_NAME,
     Checkpoint,
-    list_checkpoints,
     load_checkpoint,
-    newest_checkpoint,
-    resolve_model_folder,
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import sealed
-from firstlight.checkpoint.retention import prune_checkpoints
+from firstlight.checkpoint.history import prune_checkpoints
+from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, sealed
+from firstlight.checkpoint.selection import (
+    list_checkpoints,
+    newest_checkpoint,
+    resolve_model_folder,
+)
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk

@@ -13,12 +13,9 @@ import pytest
 import yaml
 from report_runs import Page, record, validation, write_run
 
-from firstlight.checkpoint.checkpoint import (
-    checkpoint_folder,
-    load_trainer_state,
-    resolve_model_folder,
-)
-from firstlight.checkpoint.history import saved_checkpoints
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.manifest import checkpoint_folder, saved_checkpoints
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError

@@ -11,7 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstlight.checkpoint.checkpoint import MANIFEST_NAME, resolve_model_folder
+from firstlight.checkpoint.manifest import MANIFEST_NAME
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate

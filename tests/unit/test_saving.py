@@ -17,16 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint import saving
-from firstlight.checkpoint.checkpoint import (
-    Checkpoint,
-    checkpoint_folder,
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
-from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint import saver as saving
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.checkpoint.saver import CheckpointSaver
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
@@ -312,7 +307,7 @@ from firstlight.files import disk as seam
 from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.files.disk import Disk
 from firstlight.recipe import CheckpointConfig
-from firstlight.checkpoint.saving import CheckpointSaver
+from firstlight.checkpoint.saver import CheckpointSaver
 
 ending = threading.Event()
 threading._register_atexit(ending.set)  # called when the main thread has nothing left to do

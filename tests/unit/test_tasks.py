@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from firstlight.checkpoint.checkpoint import list_checkpoints
+from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.errors import (
     ConfigError,

@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 import yaml
 
-from firstlight.checkpoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from firstlight.checkpoint.checkpoint import verify_checkpoint
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.errors import (

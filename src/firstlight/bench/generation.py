@@ -30,7 +30,7 @@ from firstlight.bench.runner import (
     require_positive,
     run_bench,
 )
-from firstlight.checkpoint.checkpoint import resolve_model_folder
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import new_folder, write_json

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,63 +33,30 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from firstlight.checkpoint.history import (
-    CHECKPOINTS,
+from firstlight.checkpoint.manifest import (
     MANIFEST_NAME,
-    Saved,
-    best_saved,
-    own_past,
-    read_manifest,
-    require_plain_file,
-    saved_checkpoints,
-)
-from firstlight.checkpoint.publication import (
     checkpoint_folder,
     file_marks,
     new_checkpoint,
+    read_manifest,
+    require_plain_file,
     write_manifest,
     write_texts,
 )
 from firstlight.checkpoint.sharded import shard_names
-from firstlight.console import say
 from firstlight.errors import (
     CheckpointError,
-    ConfigError,
     InputError,
     ModelError,
     describe_os_error,
-    nearest,
 )
 from firstlight.files.atomic import forget_cached, read_json, sha256_of
 from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.lora.config import ADAPTER_CONFIG_NAME
-from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_chain, is_adapter
-from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME
+from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
-
-__all__ = [
-    "CHECKPOINTS",
-    "MANIFEST_NAME",
-    "OPTIMIZER_NAME",
-    "STATE_NAME",
-    "Checkpoint",
-    "checkpoint_bytes",
-    "checkpoint_folder",
-    "checkpoint_texts",
-    "is_in_shards",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_trainer_state",
-    "newest_checkpoint",
-    "require_finite",
-    "resolve_model_folder",
-    "save_checkpoint",
-    "saved_vocab_multiple",
-    "trained_on",
-    "verify_checkpoint",
-]
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
@@ -205,11 +172,6 @@ def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
     return 4 * model_parameters + optimizer_state_bytes
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The complete checkpoints of a run in the order in which they were saved."""
-    return [saved.folder for saved in saved_checkpoints(run_folder)]
-
-
 def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
     """Compare every file with the manifest.
 
@@ -244,56 +206,6 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 def _weights_name(names: Container[str]) -> str:
     """The file of a checkpoint's weights, by the names of its other files."""
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
-
-
-def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
-
-    One of a dead branch (see history.py) is taken only where no other verifies.
-
-    Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
-    """
-    saved = saved_checkpoints(run_folder)
-    past = own_past(saved)
-    dead = [one for one in saved if one.sequence and one not in past]
-    unreadable = [one for one in saved if not one.sequence]
-    folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
-    if folder is None and problems:
-        raise CheckpointError(
-            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
-            "anew in another run.dir; --init-from takes weights of another run)"
-        )
-    return folder, problems
-
-
-def _first_sound(candidates: Iterable[Saved]) -> tuple[Path | None, list[str]]:
-    """The first checkpoint that verifies, None if there is none, and the errors of those before."""
-    problems: list[str] = []
-    for one in candidates:
-        try:
-            verify_checkpoint(one.folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return one.folder, problems
-    return None, problems
-
-
-def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the lowest validation loss that verifies, and what is wrong with better
-    ones.
-
-    Raises:
-        CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
-    """
-    folder, problems = _first_sound(best_saved(run_folder))
-    if folder is not None:
-        return folder, problems
-    why = "; ".join(problems) or "the validation loss was measured at none of them"
-    raise CheckpointError(
-        f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
-    )
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
@@ -368,66 +280,3 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise CheckpointError(f"{path} is damaged: '{name}' is no object")
-
-
-def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
-    checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
-    downloaded where there are no others.
-
-    Args:
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
-
-    Raises:
-        ConfigError: `best` of something that is no run folder.
-        CheckpointError: a run folder without a usable checkpoint.
-        ModelError: nothing is there.
-    """
-    path = Path(name).expanduser()
-    is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
-    if best and not is_run:
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = "" if path.exists() else nearest(path.name, siblings)
-        raise ConfigError(f"--best is for a run folder, and {name} is none{hint}")
-    if is_run:
-        newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
-        for problem in problems:
-            say(
-                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is taken"
-            )
-        if newest is None:
-            raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
-        return newest
-    folder = find_model_folder(name, pickled=pickled)
-    if (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
-        verify_checkpoint(folder)
-    return folder
-
-
-def resolve_tokenizer(name: str | Path) -> Path:
-    """The place of the tokenizer that a person names: its own folder or file, or that of a model,
-    named as for `resolve_model_folder`. An adapter that brings none has its base's.
-
-    Raises:
-        CheckpointError, ModelError: as `resolve_model_folder`.
-    """
-    path = Path(name).expanduser()
-    if path.is_file() or has_tokenizer(path):
-        return path
-    if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        return path  # a mistake: reading it says so
-    if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
-        return path
-    # Of a model of the hub, no weights are downloaded.
-    is_here = path.is_dir()
-    folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
-    return next(filter(has_tokenizer, adapter_chain(folder)), folder)
-
-
-def trained_on(folder: Path) -> dict[str, Any]:
-    """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
-    other folders."""
-    if not (folder / STATE_NAME).is_file():
-        return {}
-    data = load_trainer_state(folder).get("data")
-    return data if isinstance(data, dict) else {}

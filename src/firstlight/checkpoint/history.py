@@ -1,96 +1,53 @@
-"""Which checkpoints a run has, and which of them are its own past.
+"""The history of a run by its checkpoints: its own past, dead branches, and which are kept.
 
-Each manifest says which save of the run folder it is, counted from 1 (`sequence`), and after which
-one its run went on (`parent`). A run that goes on from an older checkpoint, because newer ones are
-damaged or at a rollback, leaves those in between behind as a dead branch. Steps don't tell:
-the first checkpoint of the new branch may be of an earlier step than all of the dead one.
+A run that goes on from an older checkpoint, because newer ones are damaged or at a rollback, leaves
+those in between behind as a dead branch. Steps don't tell dead branches: the first checkpoint of
+the new branch may be of an earlier step than all of the dead one. Manifests do, by `sequence` and
+`parent`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from firstlight.errors import CheckpointError, InputError, describe_os_error
-from firstlight.files.atomic import json_text, read_json
+from pydantic import Field
 
-CHECKPOINTS = "checkpoints"
-MANIFEST_NAME = "manifest.json"
-FORMAT = "firstlight-checkpoint"
-VERSION = 2
-
-#: How the text of a JSON object ends.
-_END = "\n}\n"
-
-_STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint, by its manifest.
-
-    Attributes:
-        folder: where it lies.
-        step: of its run.
-        sequence: which save of the run folder it is; 0 where the manifest is damaged.
-        parent: the sequence of the checkpoint after which its run went on; 0: from the start.
-        val_loss: the validation loss at its step, if it was measured there.
-    """
-
-    folder: Path
-    step: int
-    sequence: int = 0
-    parent: int = 0
-    val_loss: float | None = None
-
-    def leaves_behind(self, other: Saved) -> bool:
-        """Whether this one's run went on from before the other: that is of a dead branch."""
-        return other.sequence < self.sequence and (
-            other.sequence > self.parent or other.step >= self.step
-        )
+from firstlight.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    Saved,
+    saved_checkpoints,
+    step_folders,
+)
+from firstlight.files.atomic import (
+    remove_folder,
+    remove_leftovers,
+    storage_errors,
+)
+from firstlight.section import Section
 
 
-def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint folder's name says; None for a folder of another name."""
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else None
+class CheckpointConfig(Section):
+    """The `checkpoint` section. One is always written at the end."""
 
-
-def step_folders(run_folder: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, complete or not, by name."""
-    folder = run_folder / CHECKPOINTS
-    found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted(path for path in found if step_of(path) is not None and path.is_dir())
-
-
-def saved_checkpoints(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints of a run in the order in which they were saved.
-
-    One whose manifest is damaged stands after those of lower steps.
-    """
-    found: list[Saved] = []
-    for folder in step_folders(run_folder):
-        step = step_of(folder)
-        if step is None or not (folder / MANIFEST_NAME).is_file():
-            continue
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointError:
-            found.append(Saved(folder, step))
-        else:
-            sequence, parent = manifest["sequence"], manifest["parent"]
-            found.append(Saved(folder, step, sequence, parent, manifest["val_loss"]))
-
-    def place(saved: Saved) -> tuple[int, int]:
-        below = (other.sequence for other in found if other.step <= saved.step)
-        return saved.sequence or max(below), saved.step
-
-    return sorted(found, key=place)
+    every_steps: int = Field(200, ge=0)
+    """a checkpoint after every so many steps; 0 is at the end only."""
+    keep_last: int = Field(2, ge=1)
+    """how many of the newest are kept."""
+    keep_every: int = Field(0, ge=0)
+    """those of steps that are multiples of it are kept for good; 0 is none."""
+    keep_best: int = Field(1, ge=0)
+    """how many with the lowest val/loss at their step are kept beside, and each new lowest val/loss
+    is saved, unless every_steps is 0; 0 is none. Without validation there are none."""
+    asynchronous: bool | None = None
+    """copy the state and write the copy while training goes on; null is where memory for the copy
+    is free at the first save."""
+    sharded: bool = False
+    """with distributed.engine fsdp, each process writes the pieces that it holds, and nothing is
+    put together: for models that are too large for that. Any engine goes on from it, with any
+    number of processes. The last checkpoint of a run is a Hugging Face model folder too;
+    `firstlight convert` makes one of an earlier one."""
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
@@ -126,85 +83,42 @@ def _line(found: Sequence[Saved]) -> list[Saved]:
     return line
 
 
-def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """The sequence of the checkpoint of a step, or else of the last one before; 0: none.
+def prune_checkpoints(
+    run_folder: Path, newest: Path, *, keep_last: int, keep_every: int = 0, keep_best: int = 0
+) -> None:
+    """Delete the checkpoints that are not to be kept, and what killed runs left behind.
+
+    Those of a dead branch (see history.py) and those with a damaged manifest never count, and go.
 
     Args:
-        step: None is that of the last one saved.
-    """
-    return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
-
-
-def sealed(content: Mapping[str, Any]) -> str:
-    """A manifest's text: its content as JSON, and as the last key the SHA-256 of that text."""
-    return _seal(json_text(content))
-
-
-def _seal(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text.removesuffix(_END)},{_END[:-2]}  "sha256": "{digest}"{_END}'
-
-
-def _is_sealed(text: str) -> bool:
-    """Whether not one character of a manifest's text is changed."""
-    return text == _seal(text[: -len(_seal(_END))] + _END)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: not one byte of it is changed.
+        newest: the checkpoint saved last, which has been verified since.
+        keep_last: so many of the newest stay,
+        keep_every: those whose step is a multiple of it (0: none),
+        keep_best: and so many with the lowest validation loss at their step.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format or version.
+        StorageError: the disk refuses; `newest` is untouched.
     """
-    path = folder / MANIFEST_NAME
-    require_plain_file(path)
-    try:
-        manifest = read_json(path)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a checkpoint")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
-        )
-    if not _is_sealed(path.read_bytes().decode(errors="replace")):
-        raise CheckpointError(f"{path} is damaged: its sha256 is not that of its content")
-    _require_fields(path, manifest)
-    if step_of(folder) not in (None, manifest["step"]):
-        raise CheckpointError(f"{folder} is not what its name says, but of step {manifest['step']}")
-    return manifest
+    saved = saved_checkpoints(run_folder)
+    past = kept_checkpoints(own_past(saved), keep_last, keep_every, keep_best)
+    kept = {one.folder for one in past}
+    kept.add(newest)
+    # The oldest first: what tells that one is of a dead branch was saved after it.
+    for one in saved:
+        if one.folder not in kept:
+            remove_folder(one.folder)
+    with storage_errors(run_folder):
+        for folder in step_folders(run_folder):
+            if not (folder / MANIFEST_NAME).is_file():
+                remove_folder(folder)
+        remove_leftovers(run_folder / CHECKPOINTS)
 
 
-def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
-    loss, files = manifest.get("val_loss", False), manifest.get("files")
-    # A bool is an int to Python.
-    sound = loss is None or type(loss) is float
-    for name, least in (("step", 0), ("sequence", 1), ("parent", 0)):
-        sound = sound and type(manifest.get(name)) is int and manifest[name] >= least
-    sound = sound and isinstance(files, dict)
-    for entry in files.values() if sound and files else ():
-        sound = (
-            sound
-            and isinstance(entry, dict)
-            and type(entry.get("bytes")) is int
-            and type(entry.get("sha256")) is str
-        )
-    if not sound:
-        raise CheckpointError(f"{path} lacks what a checkpoint's manifest has")
-
-
-def require_plain_file(path: Path) -> None:
-    """Refuse what is no file, or only a link to one.
-
-    Raises:
-        CheckpointError: it is so.
-    """
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is a link or no file: a checkpoint's files lie in it")
+def kept_checkpoints(
+    past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
+) -> set[Saved]:
+    """Those of a run's own past, oldest first, that stay. See `prune_checkpoints`."""
+    kept = set(past[-keep_last:])
+    if keep_every:
+        kept |= {one for one in past if one.step % keep_every == 0}
+    return kept | set(best_first(past)[:keep_best])

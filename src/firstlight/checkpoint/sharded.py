@@ -33,6 +33,7 @@ from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.models import Model, ModelConfig, allocate
 from firstlight.optim.dtensors import is_sharded
+from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
@@ -297,6 +298,48 @@ def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Mod
                 f"{list(shape)}"
             )
     return model
+
+
+def restore_pieces(
+    folder: Path,
+    model: Model,
+    optimizer: Optimizer,
+    vocab_multiple: int,
+    *,
+    other_prefix: str,
+    has_moments: bool,
+) -> dict[str, Tensor]:
+    """Put a checkpoint's weights and moments back where they belong: each process reads its own.
+
+    Args:
+        folder: a sharded checkpoint.
+        model: changed in place; its parameters may be sharded in any way.
+        optimizer: the model's, changed in place.
+        vocab_multiple: the padding of the model's vocabulary.
+        other_prefix: the beginning of the names of tensors that are not moments.
+        has_moments: True if a checkpoint without moments is an error.
+
+    Returns:
+        The tensors that are not moments, on the CPU.
+
+    Raises:
+        CheckpointError: it is damaged, or not of this model and optimizer.
+    """
+    fitting_model(model.config, folder, vocab_multiple)
+    with optimizer.master_weights(changed=True):
+        read_pieces(folder, WEIGHTS, dict(model.named_parameters()))
+    names = stored_wholes(folder, MOMENTS).keys()
+    others = {name for name in names if name.startswith(other_prefix)}
+    if moments := names - others:
+        for name in sorted(moments ^ optimizer.state_names):
+            raise CheckpointError(
+                "the saved optimizer state is not that of this model and optimizer: "
+                f"'{name}' is in only one of them"
+            )
+        optimizer.fill_state(lambda tensors: read_pieces(folder, MOMENTS, tensors))
+    elif has_moments and optimizer.state_names:
+        raise CheckpointError(f"{folder} holds no optimizer state")
+    return read_wholes(folder, MOMENTS, others)
 
 
 def _files(folder: Path, kind: str) -> list[Path]:

@@ -67,7 +67,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _model(checkpoint: str, best: bool) -> dict[str, Any]:
-    from firstlight.checkpoint.checkpoint import resolve_model_folder, trained_on
+    from firstlight.checkpoint.selection import resolve_model_folder, trained_on
     from firstlight.lora.files import adapter_chain
     from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
     from firstlight.weights.huggingface import read_config, tokenizer_of

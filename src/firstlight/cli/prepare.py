@@ -106,7 +106,7 @@ def prepare_command(
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
-    from firstlight.checkpoint.checkpoint import resolve_tokenizer
+    from firstlight.checkpoint.selection import resolve_tokenizer
 
     place = resolve_tokenizer(tokenizer)
     if kind == "text":

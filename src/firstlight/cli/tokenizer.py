@@ -110,7 +110,7 @@ def extend_command(
     --add. The new tokens get the ids after the last one; every text keeps the ids it had. Tokens
     that a built-in chat template needs are added as well.
     """
-    from firstlight.checkpoint.checkpoint import resolve_tokenizer
+    from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import Tokenizer
 

@@ -226,7 +226,7 @@ def _best_of(init_from: str | None) -> str:
         ConfigError: no run is named.
         CheckpointError: it has none.
     """
-    from firstlight.checkpoint.checkpoint import resolve_model_folder
+    from firstlight.checkpoint.selection import resolve_model_folder
 
     if init_from is None:
         raise ConfigError("--best is for --init-from: name the run to start from")
@@ -243,7 +243,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     """The recipe as `--plan auto` sets it; on resume, as the run was started."""
     from pathlib import Path
 
-    from firstlight.checkpoint.checkpoint import list_checkpoints
+    from firstlight.checkpoint.selection import list_checkpoints
     from firstlight.hardware.device import find_hardware
     from firstlight.parallel import find_world
     from firstlight.planner.plan.automatic import planned_elsewhere

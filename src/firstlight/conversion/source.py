@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import (
-    CHECKPOINTS,
-    is_in_shards,
-    load_trainer_state,
-    resolve_model_folder,
-    saved_vocab_multiple,
-)
+from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state, saved_vocab_multiple
+from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import resolve_model_folder, trained_on
+from firstlight.checkpoint.selection import resolve_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch

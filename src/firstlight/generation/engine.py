@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from firstlight.checkpoint.checkpoint import resolve_model_folder
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.config import SamplingConfig

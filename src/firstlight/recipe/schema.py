@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from firstlight.checkpoint.config import CheckpointConfig
+from firstlight.checkpoint.history import CheckpointConfig
 from firstlight.data.config import DataConfig
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError

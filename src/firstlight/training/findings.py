@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firstlight.checkpoint.history import Saved, best_saved
+from firstlight.checkpoint.history import best_saved
+from firstlight.checkpoint.manifest import Saved
 from firstlight.errors import CheckpointError
 from firstlight.report.run import RunRecord
 from firstlight.report.series import Floats, Series

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firstlight.checkpoint.checkpoint import checkpoint_folder
+from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.table import compiles_update

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from firstlight.checkpoint.checkpoint import load_trainer_state, resolve_model_folder
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset
 from firstlight.data.loader import rows_to_batch

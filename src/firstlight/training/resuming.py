@@ -9,13 +9,15 @@ from typing import Any
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
     is_in_shards,
-    list_checkpoints,
     load_checkpoint,
     load_trainer_state,
+)
+from firstlight.checkpoint.manifest import MANIFEST_NAME, step_folders
+from firstlight.checkpoint.selection import (
+    list_checkpoints,
     newest_checkpoint,
     resolve_model_folder,
 )
-from firstlight.checkpoint.history import MANIFEST_NAME, step_folders
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import yaml
 
-from firstlight.checkpoint.checkpoint import CHECKPOINTS, Checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import DataError, TrainingError

@@ -6,8 +6,9 @@ import contextlib
 from pathlib import Path
 
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from firstlight.checkpoint.saving import CheckpointSaver, PassiveSaver, checkpoint_before
-from firstlight.checkpoint.sharded_saving import ShardedSaver
+from firstlight.checkpoint.saver import CheckpointSaver, Saver
+from firstlight.checkpoint.selection import checkpoint_before
+from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files.atomic import remove_file
 from firstlight.parallel import barrier
@@ -29,13 +30,13 @@ class RunCheckpoints:
     def __init__(self, run: Run) -> None:
         self.run = run
         config, engine = run.recipe.checkpoint, run.engine
-        self.saver: CheckpointSaver | PassiveSaver | ShardedSaver
+        self.saver: Saver
         if config.sharded:
             self.saver = ShardedSaver(run.folder, config, engine, run.max_steps)
         elif engine.is_main:
             self.saver = CheckpointSaver(run.folder, config, run.require_folder)
         else:
-            self.saver = PassiveSaver()
+            self.saver = Saver()
         self.saver.saved_step = run.saved_step
 
     def __enter__(self) -> RunCheckpoints:

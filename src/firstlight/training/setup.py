@@ -17,7 +17,8 @@ import numpy as np
 import psutil
 import torch
 
-from firstlight.checkpoint.checkpoint import checkpoint_bytes, resolve_model_folder
+from firstlight.checkpoint.checkpoint import checkpoint_bytes
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError

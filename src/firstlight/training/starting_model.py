@@ -17,9 +17,9 @@ from firstlight.checkpoint.checkpoint import (
     is_in_shards,
     load_checkpoint,
     load_trainer_state,
-    resolve_model_folder,
     saved_vocab_multiple,
 )
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.checkpoint.sharded import restore_pieces
 from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.lora.files import adapter_files, adapter_tensors, fill_adapter
@@ -23,7 +24,6 @@ from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
-from firstlight.training.sharded_state import restore_pieces
 from firstlight.training.starting_model import AdapterBase
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_tensors
@@ -140,7 +140,20 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     if checkpoint.pieces is None:
         randoms = _restore_tensors(checkpoint, program, has_moments)
     else:
-        randoms = restore_pieces(checkpoint.pieces, program, _RNG_PREFIX, has_moments)
+        if program.recipe.lora is not None:
+            raise CheckpointError(
+                f"{checkpoint.pieces} holds all weights in pieces, and the recipe has a lora "
+                "section: take that out, or start a new run from what `firstlight convert` makes "
+                "of it"
+            )
+        randoms = restore_pieces(
+            checkpoint.pieces,
+            program.model,
+            program.optimizer,
+            program.recipe.efficiency.vocab_multiple,
+            other_prefix=_RNG_PREFIX,
+            has_moments=has_moments,
+        )
     _restore_own_states(randoms, program, state.step)
     saved = checkpoint.trainer_state
     _restore_python_random_states(randoms, saved.get("random", {}))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firstlight.checkpoint.checkpoint import resolve_model_folder
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Kind
 from firstlight.data.examples import kind_of, open_split
 from firstlight.data.shards import MANIFEST_NAME

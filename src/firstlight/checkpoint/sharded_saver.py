@@ -14,19 +14,19 @@ import torch
 
 from firstlight.checkpoint.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
     checkpoint_texts,
     require_finite,
     saved_vocab_multiple,
 )
-from firstlight.checkpoint.config import CheckpointConfig
-from firstlight.checkpoint.publication import (
+from firstlight.checkpoint.history import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.manifest import (
+    checkpoint_folder,
     file_marks,
     new_checkpoint,
     write_manifest,
     write_texts,
 )
-from firstlight.checkpoint.retention import prune_checkpoints
+from firstlight.checkpoint.saver import COPY_SHARE, Saver, Snapshot
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
@@ -36,7 +36,6 @@ from firstlight.checkpoint.sharded import (
     sharded_model,
     write_pieces,
 )
-from firstlight.checkpoint.snapshot import Snapshot
 from firstlight.errors import CheckpointError, FirstlightError, StorageError
 from firstlight.files.atomic import forget_cached, sha256_of, storage_errors
 from firstlight.files.disk import HashedFile
@@ -47,9 +46,6 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Of the memory that is free at the first save, the copies of all processes may take this share.
-_SHARE = 0.5
-
 _Pieces = dict[str, dict[str, Piece]]
 
 
@@ -57,9 +53,9 @@ class _DiscardedError(Exception):
     """A checkpoint that will not be finished."""
 
 
-class ShardedSaver:
-    """Has the methods of `CheckpointSaver`, and all processes of a run call them, at the same
-    places.
+class ShardedSaver(Saver):
+    """Saves checkpoints of which each process writes its shards; all processes of a run call the
+    methods, at the same places.
 
     Each writes its own files and reads them again, in a thread of its own if that is asked for;
     nothing is sent meanwhile. Then, between two steps, all say what they have written, and the
@@ -70,15 +66,11 @@ class ShardedSaver:
         config: the recipe's `checkpoint` section.
         engine: what the processes of the run share the model by.
         last_step: of the run; its checkpoint gets the weights in one file beside.
-
-    Attributes:
-        saved_step: as `CheckpointSaver` has it.
     """
 
     def __init__(
         self, run_folder: Path, config: CheckpointConfig, engine: Engine, last_step: int
     ) -> None:
-        self.saved_step = -1
         self._run_folder, self._config = run_folder, config
         self._world, self._is_main = engine.world, engine.is_main
         self._last_step = last_step
@@ -167,7 +159,7 @@ class ShardedSaver:
         if self._asynchronous is None:
             needed = sum(p.tensor.nbytes for part in pieces.values() for p in part.values())
             free = free_memory_bytes(torch.device("cpu")) / self._world.local_size
-            self._asynchronous = not agree(needed > _SHARE * free)
+            self._asynchronous = not agree(needed > COPY_SHARE * free)
         return self._asynchronous
 
     def _snapshot(self, pieces: _Pieces) -> _Pieces:

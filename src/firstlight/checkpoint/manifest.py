@@ -1,0 +1,256 @@
+"""A checkpoint's folder and its manifest: a folder appears with all of its files or not at all.
+
+The manifest has the size and SHA-256 of every file. It also says which save of the run folder the
+checkpoint is, counted from 1 (`sequence`), and after which save its run went on (`parent`): see
+history.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firstlight.errors import CheckpointError, InputError, describe_os_error
+from firstlight.files.atomic import json_text, new_folder, read_json, storage_errors
+from firstlight.files.disk import HashedFile, OutputFile
+
+CHECKPOINTS = "checkpoints"
+MANIFEST_NAME = "manifest.json"
+FORMAT = "firstlight-checkpoint"
+VERSION = 2
+
+#: How the text of a JSON object ends.
+_END = "\n}\n"
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint, by its manifest.
+
+    Attributes:
+        folder: where it lies.
+        step: of its run.
+        sequence: which save of the run folder it is; 0 where the manifest is damaged.
+        parent: the sequence of the checkpoint after which its run went on; 0: from the start.
+        val_loss: the validation loss at its step, if it was measured there.
+    """
+
+    folder: Path
+    step: int
+    sequence: int = 0
+    parent: int = 0
+    val_loss: float | None = None
+
+    def leaves_behind(self, other: Saved) -> bool:
+        """Whether this one's run went on from before the other: that is of a dead branch."""
+        return other.sequence < self.sequence and (
+            other.sequence > self.parent or other.step >= self.step
+        )
+
+
+def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_folder / CHECKPOINTS / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint folder's name says; None for a folder of another name."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def step_folders(run_folder: Path) -> list[Path]:
+    """The folders that have a checkpoint's name, complete or not, by name."""
+    folder = run_folder / CHECKPOINTS
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted(path for path in found if step_of(path) is not None and path.is_dir())
+
+
+def saved_checkpoints(run_folder: Path) -> list[Saved]:
+    """The complete checkpoints of a run in the order in which they were saved.
+
+    One whose manifest is damaged stands after those of lower steps.
+    """
+    found: list[Saved] = []
+    for folder in step_folders(run_folder):
+        step = step_of(folder)
+        if step is None or not (folder / MANIFEST_NAME).is_file():
+            continue
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            found.append(Saved(folder, step))
+        else:
+            sequence, parent = manifest["sequence"], manifest["parent"]
+            found.append(Saved(folder, step, sequence, parent, manifest["val_loss"]))
+
+    def place(saved: Saved) -> tuple[int, int]:
+        below = (other.sequence for other in found if other.step <= saved.step)
+        return saved.sequence or max(below), saved.step
+
+    return sorted(found, key=place)
+
+
+def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
+    """The sequence of the checkpoint of a step, or else of the last one before; 0: none.
+
+    Args:
+        step: None is that of the last one saved.
+    """
+    return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """A manifest's text: its content as JSON, and as the last key the SHA-256 of that text."""
+    return _seal(json_text(content))
+
+
+def _seal(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text.removesuffix(_END)},{_END[:-2]}  "sha256": "{digest}"{_END}'
+
+
+def _is_sealed(text: str) -> bool:
+    """Whether not one character of a manifest's text is changed."""
+    return text == _seal(text[: -len(_seal(_END))] + _END)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint: not one byte of it is changed.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format or version.
+    """
+    path = folder / MANIFEST_NAME
+    require_plain_file(path)
+    try:
+        manifest = read_json(path)
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
+        )
+    if not _is_sealed(path.read_bytes().decode(errors="replace")):
+        raise CheckpointError(f"{path} is damaged: its sha256 is not that of its content")
+    _require_fields(path, manifest)
+    if step_of(folder) not in (None, manifest["step"]):
+        raise CheckpointError(f"{folder} is not what its name says, but of step {manifest['step']}")
+    return manifest
+
+
+def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
+    loss, files = manifest.get("val_loss", False), manifest.get("files")
+    # A bool is an int to Python.
+    sound = loss is None or type(loss) is float
+    for name, least in (("step", 0), ("sequence", 1), ("parent", 0)):
+        sound = sound and type(manifest.get(name)) is int and manifest[name] >= least
+    sound = sound and isinstance(files, dict)
+    for entry in files.values() if sound and files else ():
+        sound = (
+            sound
+            and isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and type(entry.get("sha256")) is str
+        )
+    if not sound:
+        raise CheckpointError(f"{path} lacks what a checkpoint's manifest has")
+
+
+def require_plain_file(path: Path) -> None:
+    """Refuse what is no file, or only a link to one.
+
+    Raises:
+        CheckpointError: it is so.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is a link or no file: a checkpoint's files lie in it")
+
+
+@contextlib.contextmanager
+def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes the checkpoint of a step when the block ends
+    well. `OutputFile` writes all files in it, the manifest last: see `write_manifest`.
+
+    Raises:
+        StorageError: the disk refuses; the checkpoint does not appear.
+    """
+    folder = checkpoint_folder(run_folder, step)
+    aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
+    with (
+        storage_errors(folder),
+        new_folder(folder, replace=True, aside=aside, synced=True) as temporary,
+    ):
+        yield temporary
+
+
+def write_manifest(
+    folder: Path,
+    run_folder: Path,
+    step: int,
+    marks: Mapping[str, Mapping[str, Any]],
+    *,
+    val_loss: float | None = None,
+    after: int | None = None,
+) -> None:
+    """Write what makes a folder a checkpoint.
+
+    Args:
+        folder: that of `new_checkpoint`.
+        marks: `file_marks` of all files in it.
+        val_loss: the validation loss at this step.
+        after: the step of the checkpoint after which the run went on: those saved since then
+            are of a dead branch. None: the last one saved.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    saved = saved_checkpoints(run_folder)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "sequence": sequence_at(saved, None) + 1,
+        "parent": sequence_at(saved, after),
+        "val_loss": None if val_loss is None else float(val_loss),
+        "files": {name: marks[name] for name in sorted(marks)},
+    }
+    with OutputFile(folder / MANIFEST_NAME) as file:
+        file.write(sealed(manifest).encode())
+
+
+def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of files: `bytes` and `sha256` by name."""
+    return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
+    """Write text files into a folder; return them, for their sizes and hashes.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    return [_write_text(folder / name, content) for name, content in texts.items()]
+
+
+def _write_text(path: Path, content: str) -> HashedFile:
+    with HashedFile(path) as file:
+        file.write(content.encode("utf-8"))
+    return file

@@ -1,0 +1,206 @@
+"""Saving checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firstlight.checkpoint.checkpoint import (
+    Checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from firstlight.checkpoint.history import CheckpointConfig, prune_checkpoints
+from firstlight.hardware.device import free_memory_bytes
+
+#: Share of the memory that is free at the first save, at most, for the copies of all processes.
+COPY_SHARE = 0.5
+
+
+class Saver:
+    """Saves checkpoints of a run: the interface of a saver, and the saver of a process that gives
+    its part of a checkpoint to the main process and writes nothing.
+
+    Attributes:
+        saved_step: the step of the run's newest complete checkpoint; -1 if there is none. A run
+            that goes on from another checkpoint (a resume, a rollback) sets it to that one's step,
+            when nothing is being written (see `wait`): later saves are of a dead branch then.
+    """
+
+    saved_step = -1
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """Save a checkpoint of this moment; return the seconds that training stood still.
+
+        Waits first for what is still being written.
+
+        Args:
+            capture: the function that gives this process' part of the state. Its tensors may be on
+                any device and in any layout, share memory, and change after this call. Tensors on
+                a GPU are best left there: they are copied into page-locked memory.
+
+        Raises:
+            CheckpointError, StorageError: this one could not be written (asynchronously: from a
+                later call), or the one before.
+        """
+        capture()
+        self.saved_step = step
+        return 0.0
+
+    def require_written(self) -> None:
+        """Raise the error of the background writer since the last call, once. Does not wait.
+
+        Raises:
+            CheckpointError, StorageError: the checkpoint could not be written.
+        """
+
+    def wait(self) -> None:
+        """Wait until what is being written is a checkpoint.
+
+        Raises:
+            CheckpointError, StorageError: it could not be written.
+        """
+
+    def close(self) -> None:
+        """Give threads and memory back."""
+
+
+class CheckpointSaver(Saver):
+    """Writes a run's checkpoints, verifies each, and deletes those that are too many.
+
+    Asynchronously, the tensors are copied into memory that is kept from save to save, and one
+    thread does the rest while training goes on. A process that ends waits for that thread.
+
+    Args:
+        run_folder: the run's.
+        config: the recipe's `checkpoint` section.
+        require_folder: called before anything is written or deleted; raises an error if the run
+            folder is no longer this run's.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: CheckpointConfig,
+        require_folder: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._require_folder = require_folder
+        self._run_folder, self._config = run_folder, config
+        self._asynchronous = config.asynchronous
+        self._copies = Snapshot()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """See `Saver.save`."""
+        start = time.perf_counter()
+        self.wait()
+        checkpoint = capture()
+        if self._is_asynchronous(checkpoint):
+            snapshot = self._snapshot(checkpoint)
+            self._writing = self._executor.submit(self._write, step, snapshot)
+        else:
+            self._write(step, checkpoint)
+        return time.perf_counter() - start
+
+    def require_written(self) -> None:
+        """See `Saver.require_written`."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """See `Saver.wait`."""
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        finally:
+            if self._writing.done():  # not where the waiting was interrupted
+                self._writing = None
+
+    def close(self) -> None:
+        """`wait`, and give the thread and the memory back."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            self._copies.clear()
+
+    def _is_asynchronous(self, checkpoint: Checkpoint) -> bool:
+        if self._asynchronous is None:
+            if checkpoint.is_copy:
+                return True
+            needed = sum(tensor.nbytes for _, tensor in _tensors(checkpoint))
+            self._asynchronous = needed <= COPY_SHARE * free_memory_bytes(torch.device("cpu"))
+        return self._asynchronous
+
+    def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint that does not change with the run."""
+        model, optimizer = checkpoint.model, checkpoint.optimizer
+        if not checkpoint.is_copy:
+            copies = self._copies.take(dict(_tensors(checkpoint)))
+            model = {name: copies[f"model {name}"] for name in model}
+            optimizer = {name: copies[f"optimizer {name}"] for name in optimizer}
+        state = copy.deepcopy(checkpoint.trainer_state)
+        return Checkpoint(dict(checkpoint.files), model, optimizer, state)
+
+    def _write(self, step: int, checkpoint: Checkpoint) -> None:
+        after = self.saved_step if self.saved_step >= 0 else None
+        self._require_folder()
+        folder = save_checkpoint(self._run_folder, step, checkpoint, after)
+        verify_checkpoint(folder, from_disk=True)
+        self.saved_step = step
+        self._require_folder()
+        prune_checkpoints(
+            self._run_folder,
+            folder,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            keep_best=self._config.keep_best,
+        )
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
+    """All tensors of a checkpoint, each with a key of its own."""
+    parts: dict[str, Mapping[str, Tensor]] = {
+        "model": checkpoint.model,
+        "optimizer": checkpoint.optimizer,
+    }
+    return ((f"{part} {name}", parts[part][name]) for part in parts for name in parts[part])
+
+
+class Snapshot:
+    """Takes copies of the same tensors again and again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that don't change with the tensors; they are valid until the next are taken.
+
+        Args:
+            tensors: on any device, in any layout; they may share memory. Those on a GPU are
+                copied into page-locked memory.
+        """
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+                )
+                self._buffers[name] = buffer
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        # Without an argument, the current device would be waited for, which may be another.
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return {name: self._buffers[name] for name in tensors}
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()

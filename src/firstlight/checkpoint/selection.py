@@ -1,0 +1,186 @@
+"""The checkpoint or model folder that a person or a run means: newest, best, or before a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from firstlight.checkpoint.checkpoint import (
+    STATE_NAME,
+    load_trainer_state,
+    verify_checkpoint,
+)
+from firstlight.checkpoint.history import best_saved, own_past
+from firstlight.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    Saved,
+    saved_checkpoints,
+)
+from firstlight.console import say
+from firstlight.errors import (
+    CheckpointError,
+    ConfigError,
+    nearest,
+)
+from firstlight.lora.files import adapter_chain, is_adapter
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """The complete checkpoints of a run in the order in which they were saved."""
+    return [saved.folder for saved in saved_checkpoints(run_folder)]
+
+
+def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
+
+    One of a dead branch (see history.py) is taken only where no other verifies.
+
+    Raises:
+        CheckpointError: there are checkpoints, and every one is damaged.
+    """
+    saved = saved_checkpoints(run_folder)
+    past = own_past(saved)
+    dead = [one for one in saved if one.sequence and one not in past]
+    unreadable = [one for one in saved if not one.sequence]
+    folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
+    if folder is None and problems:
+        raise CheckpointError(
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
+            "anew in another run.dir; --init-from takes weights of another run)"
+        )
+    return folder, problems
+
+
+def _first_sound(candidates: Iterable[Saved]) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that verifies, None if there is none, and the errors of those before."""
+    problems: list[str] = []
+    for one in candidates:
+        try:
+            verify_checkpoint(one.folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return one.folder, problems
+    return None, problems
+
+
+def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint with the lowest validation loss that verifies, and what is wrong with better
+    ones.
+
+    Raises:
+        CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
+    """
+    folder, problems = _first_sound(best_saved(run_folder))
+    if folder is not None:
+        return folder, problems
+    why = "; ".join(problems) or "the validation loss was measured at none of them"
+    raise CheckpointError(
+        f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
+    )
+
+
+def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
+    """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
+    checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
+    downloaded where there are no others.
+
+    Args:
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+
+    Raises:
+        ConfigError: `best` of something that is no run folder.
+        CheckpointError: a run folder without a usable checkpoint.
+        ModelError: nothing is there.
+    """
+    path = Path(name).expanduser()
+    is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
+    if best and not is_run:
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = "" if path.exists() else nearest(path.name, siblings)
+        raise ConfigError(f"--best is for a run folder, and {name} is none{hint}")
+    if is_run:
+        newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
+        for problem in problems:
+            say(
+                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is taken"
+            )
+        if newest is None:
+            raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
+        return newest
+    folder = find_model_folder(name, pickled=pickled)
+    if (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
+        verify_checkpoint(folder)
+    return folder
+
+
+def resolve_tokenizer(name: str | Path) -> Path:
+    """The place of the tokenizer that a person names: its own folder or file, or that of a model,
+    named as for `resolve_model_folder`. An adapter that brings none has its base's.
+
+    Raises:
+        CheckpointError, ModelError: as `resolve_model_folder`.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or has_tokenizer(path):
+        return path
+    if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
+        return path  # a mistake: reading it says so
+    if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
+        return path
+    # Of a model of the hub, no weights are downloaded.
+    is_here = path.is_dir()
+    folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
+    return next(filter(has_tokenizer, adapter_chain(folder)), folder)
+
+
+def trained_on(folder: Path) -> dict[str, Any]:
+    """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
+    other folders."""
+    if not (folder / STATE_NAME).is_file():
+        return {}
+    data = load_trainer_state(folder).get("data")
+    return data if isinstance(data, dict) else {}
+
+
+def checkpoint_before(
+    run_folder: Path, step: int, saved_step: int, every_steps: int
+) -> Path | None:
+    """The folder of the newest checkpoint of an earlier step that verifies, or None.
+
+    Those that stand where they were due, from before the trouble began, come first, so that a
+    run that was stopped and resumed in between (which leaves a checkpoint more) goes back to
+    where it would have gone without.
+
+    Args:
+        run_folder: of the run.
+        step: the one that failed, or that the last rollback was to, in vain.
+        saved_step: of the last checkpoint of what the run has done; later ones are of a dead
+            branch.
+        every_steps: `checkpoint.every_steps`.
+    """
+    found = []
+    for one in own_past(saved_checkpoints(run_folder)):
+        if one.step < step and one.step <= saved_step:
+            with contextlib.suppress(CheckpointError):
+                state = load_trainer_state(one.folder)
+                # One without any update is what the run began with.
+                if state.get("skipped_steps", 0) < one.step:
+                    found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
+    for *_, folder in sorted(found, reverse=True):
+        with contextlib.suppress(CheckpointError):
+            verify_checkpoint(folder)
+            return folder
+    return None
+
+
+def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
+    """(whether the last step was not skipped, whether it was due)."""
+    is_calm = not state.get("skipped")
+    was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
+    return is_calm, was_due
