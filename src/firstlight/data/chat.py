@@ -61,12 +61,12 @@ class ChatOptions:
     """How conversations become examples.
 
     Attributes:
-        kind: of the records: "chat", or "preference", whose records are two answers to a prompt
-            (see `conversations`) and become two examples, the chosen one first.
-        form: of the records; "auto" tells each by its keys.
-        train_on: "assistant" learns what the assistant says with the end of its turns, "all"
-            every token but an example's first.
-        on_bad: what happens with a record that is no conversation: "refuse" all, or "skip" it.
+        kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
+            `conversations`), which become two examples, the chosen one first.
+        form: form of the records; "auto" tells each by its keys.
+        train_on: "assistant" makes labels of the assistant's tokens with the ends of its turns,
+            "all" of every token but an example's first.
+        on_bad: treatment of a record that is no conversation: "refuse" all, or "skip" it.
         val_fraction: share of the examples that is held out for validation, each next one
             whenever validation has fallen behind its share. Equal examples stay together, and all
             pairs of one prompt.
@@ -95,7 +95,8 @@ def prepare_chat(
     Args:
         inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG]".
         tokenizer: a tokenizer, or the folder or file of one.
-        val_inputs: those to validate on; then nothing of `inputs` is held out.
+        out: the folder to write.
+        val_inputs: inputs to validate on; nothing of `inputs` is then held out.
         template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is the tokenizer's.
         options: see `ChatOptions`.
         overwrite: replace `out` if it is a prepared folder.
@@ -151,7 +152,7 @@ class _ChatPreparation:
         self._warning: str | None = None
 
     def run(self, sources: dict[str, list[DataSource]]) -> Iterator[int]:
-        """Write everything; after each example, how many there are.
+        """Write everything; yield the number of examples after each record.
 
         Raises:
             DataError, InputError: see `prepare_chat`.
@@ -221,8 +222,7 @@ class _ChatPreparation:
         return chat
 
     def _split_of(self, chats: list[LabelledChat]) -> str:
-        """The split of an example: equal ones get the same, so that none is validated on that is
-        learned; pairs of one prompt too."""
+        """The split of examples: the same for equal ones and for pairs of one prompt."""
         if not self._fraction:
             return "train"
         ids = chats[0].ids

@@ -1,4 +1,4 @@
-"""The `data` section of a recipe: what is trained on, and how it becomes rows."""
+"""The `data` section of a recipe: the training data, and how they become rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MixedCorpus(Section):
     dir: str = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL."""
     weight: float = Field(gt=0)
-    """how many rows it gives in relation to the others' weights."""
+    """number of rows it gives in relation to the others' weights."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
     """name in val/loss/NAME and epoch/NAME; null is the last part of `dir`."""
 
@@ -39,31 +39,30 @@ class DataConfig(Section):
     """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
     https://), from which it is fetched into a cache."""
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
-    """several of them, prepared with one tokenizer: a list of {dir, weight}. Each gives rows in
+    """several prepared folders with one tokenizer: a list of {dir, weight}. Each gives rows in
     proportion to its weight, exactly, in its own shuffled order, again and again. An epoch is as
     many rows as the corpora have together. val/loss is the mean of their losses by weight; each
-    one's stands beside it."""
+    corpus's own loss stands beside it."""
     files: list[str] | None = Field(None, min_length=1)
-    """with kind chat, conversations (with kind preference, pairs) that are prepared when the run
-    starts, and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
-    hf:NAME[:CONFIG]."""
+    """conversations (with kind preference, pairs) that are prepared when the run starts, and kept
+    in the cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG]."""
     val_files: list[str] | None = Field(None, min_length=1)
-    """of `files`, those to validate on; null holds val_fraction of the conversations out."""
+    """files to validate on, beside `files`; null holds val_fraction of the conversations out."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """of `files`: the share that is held out for validation; 0 is none."""
+    """share of `files` that is held out for validation; 0 is none."""
     format: ChatForm = "auto"
-    """of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys."""
+    """format of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys."""
     template: str | None = Field(None, min_length=1)
     """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null is the
     tokenizer's own. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
-    """of `files`: a folder or file; null is that of --init-from."""
+    """tokenizer of `files`, a folder or file; null is that of --init-from."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """of `files`: assistant learns what the assistant says and where it ends, all every token."""
+    """labels of `files`: the assistant's tokens with the ends of its turns, or all tokens."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """of `files`: whether to refuse or skip records that are no conversations."""
+    """treatment of records of `files` that are no conversations: refuse all, or skip the record."""
     long: LongPolicy = "refuse"
-    """of conversations that are longer than a row: refuse them all, drop them, or cut their ends
+    """treatment of conversations longer than a row: refuse them all, drop them, or cut their ends
     off."""
     seq_len: int | None = Field(None, gt=0)
     """tokens a training row; null is the model's max_position_embeddings."""

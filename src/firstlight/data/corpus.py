@@ -125,8 +125,8 @@ class Corpus(Protocol):
 
 
 class TokenDataset(Corpus):
-    """The tokens of one split, as if they were one long array. A shard is checked each time it is
-    read: one that changes or is cut short while it is in use is an error (see `shards`).
+    """The tokens of one split, as if they were one long array. Each block of a shard is checked
+    when it is read: a shard that changes while it is in use is an error (see `shards`).
 
     Args:
         folder: a folder that `prepare` wrote.

@@ -1,6 +1,6 @@
-"""Encode the pieces of documents on one machine, in their order, here or in processes beside.
+"""Encode the pieces of documents on one machine, in their order, in this process or in others.
 
-A process that is killed is replaced, and what it had been handed is encoded again.
+A process that is killed is replaced, and its batches are encoded again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class TextPiece(NamedTuple):
 
 #: Each piece with its tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: An engine: whatever does the work, the same comes out.
+#: An engine; all engines give the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: A worker is handed about this many characters at a time.
 _BATCH_CHARACTERS = 1 << 20
-#: How many times in a row processes may be killed before the same batch is given up.
+#: Number of times in a row that processes may be killed before a batch is given up.
 _ATTEMPTS = 3
 
 
@@ -106,11 +106,7 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """Ids in the type of the shards, which would silently cut off what is too large.
-
-    Raises:
-        DataError: an id is beyond the vocabulary.
-    """
+    """Ids in the type of the shards, which would silently cut off larger ids."""
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(
             f"the tokenizer gives id {ids.max()}, beyond its own vocabulary of {vocab_size} "

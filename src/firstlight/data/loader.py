@@ -27,17 +27,17 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens.
+    """Rows of tokens: B rows of T positions.
 
     Attributes:
         input_ids: int64 [B, T].
         labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
-        num_valid: how many labels are not -100.
+        num_valid: number of labels that are not -100.
         document_ids: int32 [B, T]: the number of each input token's document, counted from 0
             within its row; None without document masking.
-        references: of preference pairs, fp64 [B, D]: what the answer of each document had as its
-            log-probability before training (0 where it is not known); NaN where there is no such
-            document. Documents 2 i and 2 i + 1 are a pair.
+        references: log-probability before training of each document's answer, fp64 [B, D], for
+            preference pairs: 0 if it is not known, NaN without such a document. Documents 2 i and
+            2 i + 1 are a pair.
     """
 
     input_ids: Tensor
@@ -48,14 +48,14 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """What the loss is a sum over: valid labels, or pairs."""
+        """The number of terms of the loss: valid labels, or pairs."""
         if self.references is None:
             return self.num_valid
         return int(self.references.isfinite().sum()) // 2
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """What a loss function is called with."""
+        """The arguments of a loss function."""
         further = () if self.references is None else (self.references,)
         return self.input_ids, self.labels, self.document_ids, *further
 
@@ -64,7 +64,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """The same tokens, of which nothing counts: no labels, no pairs."""
+        """The same tokens without labels and pairs."""
         references = self.references
         return replace(
             self,
@@ -74,7 +74,7 @@ class Batch:
         )
 
     def split(self, rows: int) -> list[Batch]:
-        """The batch as micro-batches of `rows` rows, of which it has a multiple, in their order."""
+        """The batch as micro-batches of `rows` rows, in their order; B is a multiple of `rows`."""
         count = len(self.input_ids)
         assert count % rows == 0
         return [self] if count == rows else [self._part(i, rows) for i in range(0, count, rows)]
@@ -107,13 +107,12 @@ def rows_to_batch(
 ) -> Batch:
     """The given rows of a split as one batch.
 
-    A short last row is filled up with `fill_id`, its labels with -100; what fills it is a
-    document of its own. So are rows of examples, wherever they end, and the labels of what is not
-    learned; they need document masking.
+    A short row is filled up with `fill_id` and labels of -100, as a document of its own. Rows of
+    examples need document masking.
 
     Args:
         dataset: the split.
-        rows: which rows.
+        rows: numbers of the rows.
         seq_len: predictions a row.
         fill_id: any token.
         document_masking: number the documents, and predict tokens from their own document
@@ -160,7 +159,7 @@ class TokenLoader:
         seed: decides the order.
         rows_seen: position to start from, of a `state_dict()` of any rank.
         document_masking: number the documents, and predict tokens from their own only.
-        rank, world_size: which part of each global batch is read here, and of how many.
+        rank, world_size: this rank's part of each global batch, and the number of parts.
         workers: threads that read ahead; more than one helps where the disk is slow; 0 reads
             in the calling thread, when a batch is asked for.
         prefetch: batches that are read ahead.
@@ -211,7 +210,7 @@ class TokenLoader:
     def next_batch(self) -> Batch:
         """This rank's `micro_batch_size` rows of the next global batch.
 
-        What a thread ran into while reading them is raised here, and again by every later call.
+        An error of a reading thread is raised here, and again by every later call.
         """
         if self._readers is None:
             batch = self._read(self.rows_seen)
@@ -223,8 +222,8 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands, the same on every rank; what was read ahead but not handed
-        out does not count."""
+        """The loader's position, the same on every rank; batches that were read ahead but not
+        handed out do not count."""
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:

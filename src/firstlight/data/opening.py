@@ -1,4 +1,4 @@
-"""Open files of text: what they are compressed with, and which encoding they have.
+"""Open files of text: their compression and their encoding.
 
 UTF-8 and UTF-16 with a byte-order mark are read, and the mark is never part of the text. Any other
 encoding is refused with the command that converts the file; which encoding it is can be told for
@@ -23,7 +23,7 @@ from firstlight.errors import MissingDependencyError
 
 #: Bytes at the start of a file that its encoding is told by.
 _HEAD_BYTES = 1 << 16
-#: What a compressed file may unpack to: text has 3 to 10 times its compressed bytes, logs 50.
+#: Limits of an unpacked file: text has 3 to 10 times its compressed bytes, logs 50.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
 _PIECE_BYTES = 1 << 17
 #: UTF-32 begins as UTF-16 does.
@@ -34,7 +34,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: What a decompressor and its compressor are called, by the ending of a file.
+#: Commands of a decompressor and its compressor, by the ending of a file.
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
@@ -47,7 +47,7 @@ class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document
 
     Attributes:
         reason: a key of `records.REASONS`.
-        line: where it begins, from 1 on.
+        line: first bad line, counted from 1.
     """
 
     def __init__(self, reason: str, detail: str, line: int = 1) -> None:
@@ -154,7 +154,7 @@ def _utf8_of_utf16(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def bad_byte(byte: int, path: Path) -> str:
-    """What is wrong with a byte of a file that is not UTF-8, and how to convert the file."""
+    """The message about a byte of a file that is not UTF-8, with the command for conversion."""
     return f"byte 0x{byte:02x} is not UTF-8{_advice(path, _likely_encoding_of(path))}"
 
 
@@ -164,11 +164,7 @@ def _likely_encoding_of(path: Path) -> str | None:
 
 
 def _advice(path: Path, encoding: str | None) -> str:
-    """How to convert a file to UTF-8, as the end of a message.
-
-    Args:
-        encoding: the file's; None where it can't be told.
-    """
+    """The command that converts a file to UTF-8, as the end of a message."""
     name = "ENCODING" if encoding is None else encoding.upper()
     # A file that is UTF-8 but for some bytes loses those.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
@@ -297,12 +293,7 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 class _ChunkFile(io.RawIOBase):
-    """An iterator of chunks of bytes as a file.
-
-    Args:
-        chunks: the content; an error of the iterator is one of reading.
-        source: the file that the chunks are made of, closed with this one.
-    """
+    """An iterator of chunks of bytes as a file; `source` is closed with it."""
 
     def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
         self._chunks, self._source = chunks, source
@@ -329,7 +320,7 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """What a compressed file holds, up to a multiple of its own size."""
+    """The content of a compressed file, up to a multiple of its own size."""
     most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES * path.stat().st_size)
     total = 0
     for chunk in chunks:
@@ -343,7 +334,7 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """What a .zst file holds. Unlike the library's own reader it says if the file is cut short."""
+    """The content of a .zst file; an error if it is cut short, unlike the library's own reader."""
     # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
@@ -362,11 +353,12 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:
-    """A package that not everybody needs.
+    """An optional package.
 
     Args:
-        purpose: what needs it, as the beginning of a sentence.
-        extra: what of firstlight installs it.
+        package: the module to import.
+        purpose: the work that needs it, as the beginning of a sentence.
+        extra: the extra of firstlight that installs it.
 
     Raises:
         MissingDependencyError: it is not installed.

@@ -1,7 +1,7 @@
 """Turn documents into token shards: read, split, encode in parallel, write in order.
 
-The result depends on the inputs and the tokenizer only, not on who does the work: documents
-are read in one order, encoded by whoever is free, and written in the first order.
+The result depends on the inputs and the tokenizer only, not on the engine: documents are read in
+one order, encoded by any free process, and written in the first order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Engine = Literal["local", "ray"]
 _SMALL_CORPUS_BYTES = 16 << 20
 #: Longer documents are encoded in parts of about this many characters.
 _PIECE_CHARACTERS = 1 << 18
-#: How many characters are read ahead to find out whether there are enough documents to split.
+#: Characters that are read ahead to count the documents before they are split.
 _LOOKAHEAD_CHARACTERS = 1 << 28
 
 _NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
@@ -169,7 +169,7 @@ def _usable_cpus() -> int:
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Whether there are at least 1/fraction documents, and all of them again."""
+    """(there are at least 1/fraction documents, all documents again)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -183,7 +183,7 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """The text without its last `fraction`, and that; cut at a line's end where one is near."""
+    """The text without its last `fraction`, and that; cut at the end of a line if one is near."""
     position = math.floor(len(text) * (1 - fraction))
     # No further back than makes the second part twice as long as asked for.
     line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1

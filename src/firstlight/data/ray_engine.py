@@ -50,9 +50,9 @@ _BLOCK_CHARACTERS = 1 << 22
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 128
 #: Datasets that are worked on at a time: the second begins where the first one is running out.
 _DATASETS_AT_ONCE = 2
-#: How long a cluster's address may take to accept a connection.
+#: Timeout of a connection to a cluster's address.
 _SECONDS_TO_ANSWER = 10.0
-#: How long work that nobody waits for any more may take to notice.
+#: Timeout of a dataset that is no longer waited for.
 _SECONDS_TO_STOP = 5.0
 
 _PURPOSE = "preparing with engine ray"
@@ -120,12 +120,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def _require_listening(address: str) -> None:
-    """Refuse an address at which nobody answers, for which Ray would wait minutes.
-
-    Raises:
-        OSError: nobody does.
-        ValueError: it is no address.
-    """
+    """Refuse an address at which nobody answers, for which Ray would wait minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError("it is not auto, local or HOST:PORT")
@@ -177,11 +172,7 @@ def _quiet(ray: Any) -> Iterator[None]:
 
 
 def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces.
-
-    Raises:
-        DataError: what `encode` raises, a node lacks something, or a block is given up.
-    """
+    """Each piece with its tokens, in the order of the pieces."""
     arguments = {
         "tokenizer": ray.put(tokenizer.backend.to_str()),
         "library": tokenizers.__version__,
@@ -287,8 +278,7 @@ def _tokens_of(tables: list[Any]) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The one line that says what went wrong: Ray's errors are tracebacks of another process,
-    each followed by those that came of it."""
+    """The cause's one line: Ray's errors are tracebacks of another process, the cause first."""
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -268,14 +268,7 @@ def _batch_rows(batch: Any) -> list[Any]:
 def _read_table(
     file: IO[bytes], path: Path, text_key: str
 ) -> Iterator[tuple[int, str | BadRecordError]]:
-    """(line, text) of each row below the header; the line is that on which the row begins.
-
-    Fields in double quotes may hold delimiters, newlines and doubled quotes, and be of any size. A
-    .csv file is separated by commas, or by the semicolons or tabs that its header has instead.
-
-    Args:
-        text_key: name of the column with the text.
-    """
+    """(first line, text) of each row below the header, of RFC 4180 with any delimiter."""
     # The limit is the module's, not the reader's.
     csv.field_size_limit(sys.maxsize)
     line = 0
@@ -367,12 +360,7 @@ def _undecoded(text: str) -> int | None:
 
 
 def _dataset_rows(source: DataSource) -> Iterator[object]:
-    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`.
-
-    Raises:
-        InputError: it can't be read.
-        MissingDependencyError: the package for it is not installed.
-    """
+    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`."""
     assert source.dataset is not None
     datasets = optional("datasets", f"reading {source.name}")
     name, _, config = source.dataset.partition(":")

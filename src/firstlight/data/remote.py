@@ -108,7 +108,7 @@ def local_folder(
 
     Args:
         location: a folder, which is returned as it is, or a URL.
-        splits: those that are needed, as far as the corpus has them; None is all.
+        splits: the needed splits, as far as the corpus has them; None is all.
         verify: compare what is in the cache already with the manifest's SHA-256, not its sizes
             alone, and fetch again what is damaged.
         progress: show a progress bar on stderr.
@@ -241,11 +241,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """What `work` returns; a failed transfer is tried again, a bounded number of times.
-
-    Raises:
-        DataError: it failed each time.
-    """
+    """The result of `work`; a failed transfer is tried again, a bounded number of times."""
     for seconds in _WAITS_SECONDS:
         try:
             return work()
@@ -260,11 +256,7 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_RemoteShard]:
-    """The shards of the splits.
-
-    Raises:
-        DataError: one has a name that no shard has.
-    """
+    """The shards of the splits; a DataError if one has a name that no shard has."""
     chosen = [name for name in manifest["splits"] if splits is None or name in splits]
     found: dict[str, _RemoteShard] = {}
     for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
@@ -343,16 +335,7 @@ def _fetch_shards(
 
 
 def _fetch(store: _Store, folder: Path, file: _RemoteShard, show: Callable[[int], None]) -> None:
-    """Fetch one shard.
-
-    Args:
-        show: told how many bytes of it have arrived.
-
-    Raises:
-        _TransferError: what arrived is not what the manifest says.
-        DataError: it is not there.
-        StorageError: the disk refuses.
-    """
+    """Fetch one shard; `show` gets the number of bytes that have arrived."""
     digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file.name}"
     with (
         replacing(folder / file.name) as target,
@@ -378,8 +361,8 @@ def held(path: Path, work: str, progress: bool) -> Iterator[None]:
 
     Args:
         path: the lock's file, which is made.
-        work: what it is held for, as in "which is fetching X".
-        progress: say it where there is somebody to wait for.
+        work: the work under the lock, as in "which is fetching X".
+        progress: name the work while waiting for another process.
 
     Raises:
         StorageError: it can't be made or locked.

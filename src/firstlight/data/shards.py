@@ -204,8 +204,8 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file, after raising the soft limit of open files if it is reached: a
-    corpus may have more shards than the usual limit of 1,024."""
+    """A descriptor of the file; the soft limit of open files is raised when it is reached."""
+    # A corpus may have more shards than the usual limit of 1,024.
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Where text and records come from: files, folders, globs, the standard library, Hugging Face
-datasets. `records` reads them; files of another kind are counted by `unread_files`.
+"""Sources of text and records: files, folders, globs, the standard library, Hugging Face datasets.
+`records` reads them; files of another kind are counted by `unread_files`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def find_sources(
     library without its tests) or `hf:NAME[:CONFIG]`.
 
     Args:
-        suffixes: of files that are meant; other than the default ones leave `stdlib` out.
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
+        suffixes: endings of the files to find; `stdlib` needs the default ones.
 
     Raises:
         InputError: an input does not exist, matches nothing, or is of an unknown kind.

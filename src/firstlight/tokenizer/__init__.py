@@ -1,7 +1,7 @@
 """Tokenizers: load any of the usual files, train one's own, stream ids back to text.
 
-Whatever the file, what comes out is one `Tokenizer` around the `tokenizers` library, and
-what is saved is always `tokenizer.json` + `tokenizer_config.json`, the layout that
+Every kind of file becomes one `Tokenizer` around the `tokenizers` library, and the saved form
+is always `tokenizer.json` + `tokenizer_config.json`, the layout that
 transformers reads.
 
 Text is plain text unless the caller says otherwise: a document that happens to hold

@@ -123,7 +123,7 @@ def _metered_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_argument(function: Callable[..., Any], context: Context) -> tuple[Any, ...]:
-    """What Jinja is asked to pass to a filter besides its value."""
+    """The argument that a filter asks of Jinja besides its value."""
     asked = getattr(function, "jinja_pass_arg", None)
     if asked is None:
         return ()
@@ -176,7 +176,7 @@ def _made(context: Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _joined(context: Context, values: list[Any]) -> str:
-    """What `~` makes of values."""
+    """The result of `~`."""
     meter = meter_of(context)
     if any(type(value) is not str for value in values):
         values = [_as_text(meter, value) for value in values]

@@ -1,8 +1,8 @@
-"""Which tokens of a conversation the assistant says, and fine-tuning learns.
+"""Conversations as tokens with a loss mask: the assistant's tokens are the labels of fine-tuning.
 
 The conversation is encoded as at inference: the template's special tokens by their ids, and
-each text between two of them in one go. What is learned is found in the characters of the
-rendered text first:
+each text between two of them in one go. The labels are found in the characters of the rendered
+text first:
 
     {% generation %} blocks    what stands inside of them, exactly
     without them               from the end of the prompt that the model would be given
@@ -13,8 +13,8 @@ rendered text first:
                                more follows, the answer itself is looked for, by putting marks
                                around it.
 
-A token is learned if its first character is. One that begins in the prompt and ends in the
-answer (where a template's last character and the answer's first ones make one token) is not: at
+A token is a label if its first character is. A token that begins in the prompt and ends in the
+answer (where a template's last character and the answer's first ones make one token) is none: at
 inference the prompt ends before it, and the model can't write it.
 """
 
@@ -68,10 +68,10 @@ class LabelledChat:
 
 
 class ChatEncoder:
-    """Turns conversations into ids and what of them is learned.
+    """Turns conversations into ids with a loss mask.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: a tokenizer with a chat template.
 
     Raises:
         TokenizerError: it has none.
@@ -123,7 +123,7 @@ class ChatEncoder:
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return render(self._template, messages, self._variables, **options)
 
-    # What is learned, as characters of the rendered text
+    # The labels, as characters of the rendered text
 
     def _spans(
         self,
@@ -132,7 +132,7 @@ class ChatEncoder:
         text: str,
         answers: list[int],
     ) -> list[tuple[int, int]]:
-        """The characters that are learned of each answer, in their order."""
+        """The characters of each answer that are labels, in their order."""
         free = free_characters(messages, self._template)
         marks = next(free), next(free)
         if self._has_blocks:
@@ -155,7 +155,7 @@ class ChatEncoder:
     def _blocks(
         self, messages: list[dict[str, Any]], text: str, marks: tuple[str, str]
     ) -> list[tuple[int, int]]:
-        """Where the template's `{% generation %}` blocks lie."""
+        """The spans of the template's `{% generation %}` blocks."""
         parts = re.split(f"([{''.join(marks)}])", self._render(messages, generation_marks=marks))
         plain, signs = "".join(parts[::2]), parts[1::2]
         if plain != text or signs != [*marks] * (len(signs) // 2):
@@ -174,7 +174,7 @@ class ChatEncoder:
         place: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
-        """Where one answer and its end token lie, without blocks."""
+        """The span of one answer with its end token, without blocks."""
         prompt = self._beginning(text, messages[:place], add_generation_prompt=True)
         last = place + 1 == len(messages)
         whole = len(text) if last else self._beginning(text, messages[: place + 1])
@@ -193,7 +193,7 @@ class ChatEncoder:
         return prompt, end
 
     def _beginning(self, text: str, messages: list[dict[str, Any]], **options: Any) -> int | None:
-        """How long the text of these messages is if the whole begins with it; else None."""
+        """The length of these messages' text if the whole begins with it; else None."""
         try:
             part = self._render(messages, **options)
         except (InputError, TokenizerError):  # a template that takes no such part
@@ -207,8 +207,8 @@ class ChatEncoder:
         place: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
-        """Where a message's content lies, without white space at its ends; the beginning is 0
-        where no mark is for it."""
+        """The span of a message's content without white space at its ends; from 0 on without a
+        mark for its beginning."""
         before, after = marks
         content = messages[place]["content"]
         core = content.strip()
@@ -225,7 +225,7 @@ class ChatEncoder:
         return found.index(before), found.index(after) - len(before)
 
     def _with_end_token(self, text: str, end: int, pattern: re.Pattern[str]) -> int:
-        """The end of what a turn is ended by: the special token after it, if it is the next."""
+        """The end of the special token that ends a turn, if it is the next."""
         match = pattern.search(text, end)
         if match is None or not match["special"] or text[end : match.start()].strip():
             return end
@@ -268,8 +268,9 @@ def with_chat_template(
     """The tokenizer with the template that is meant.
 
     Args:
-        template: a built-in one's name, a .jinja file; None is the tokenizer's own.
-        folder: where the tokenizer is, for the message.
+        tokenizer: the tokenizer to extend.
+        template: a built-in template's name, or a .jinja file; None is the tokenizer's own.
+        folder: the tokenizer's folder, for messages.
 
     Raises:
         InputError: there is no such template.
@@ -312,7 +313,7 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """What an ordinary conversation becomes; "" where the template refuses it, being for others."""
+    """The text of an ordinary conversation; "" if the template refuses it, being for others."""
     try:
         return tokenizer.apply_chat_template(_CONVERSATION)
     except InputError:
@@ -352,7 +353,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
-    """What to warn of if the last token that an example learns ends nothing; else None."""
+    """A warning if the last label of an example is no special token; else None."""
     last = next((i for i, own in zip(ids[::-1], loss_mask[::-1], strict=True) if own), None)
     if last is None or last in tokenizer.special_token_ids:
         return None

@@ -1,7 +1,7 @@
-"""What rendering a chat template uses up: time, text that it makes, values that it keeps.
+"""The budget of rendering a chat template: time, text that it makes, values that it keeps.
 
-Python can't be interrupted within one call of its own, so whatever takes time or memory by the
-length of its input is accounted for before it runs, and the time is looked at after it.
+Python can't be interrupted within one call of its own, so an operation that takes time or memory by
+the length of its input is accounted for before it runs, and the time is looked at after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ENCODINGS = ("utf-8", "utf8", "ascii", "latin-1")
 
 
 class Meter:
-    """What one rendering has used up."""
+    """The time and memory that one rendering has used."""
 
     def __init__(self) -> None:
         self._started = time.thread_time()
@@ -62,7 +62,7 @@ class Meter:
         """To be called again and again, wherever a template can go round.
 
         Args:
-            size: of what was looked at. The clock is read once for so many short ones.
+            size: characters that were looked at. The clock is read once for many short values.
         """
         self._since_clock += size + _LEAST_SIZE
         if self._since_clock < _SIZE_PER_CLOCK:
@@ -151,7 +151,7 @@ def joined_bytes(items: Iterable[Any], separator: str | bytes) -> int:
 
 
 def account_for_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Account for what an operator between two values is about to make."""
+    """Account for the result of an operator between two values, before it is made."""
     if isinstance(left, int) and isinstance(right, int):
         a, b = left.bit_length(), right.bit_length()
         bits = a * max(right, 0) if operator == "**" else a + b
@@ -170,8 +170,8 @@ def account_for_operator(meter: Meter, operator: str, left: Any, right: Any) -> 
 
 
 def account_for_format(meter: Meter, template: str | bytes, values: Any) -> None:
-    """Account for what a format makes: of its values, each of which it can name many times, and
-    of its widths, which need a few digits only to fill the memory."""
+    """Account for a formatted text: it can name each value many times, and a width of a few digits
+    can fill the memory."""
     text = template if isinstance(template, str) else template.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", text):
         raise SecurityError("it formats with a width that is not in the format")
@@ -183,8 +183,8 @@ def account_for_format(meter: Meter, template: str | bytes, values: Any) -> None
 
 
 def account_for_method(meter: Meter, owner: Any, name: str, arguments: list[Any]) -> None:
-    """Account for what a method of a text, a number or a list is about to make, and refuse the
-    methods that no template needs."""
+    """Account for the result of a method of a text, a number or a list, and refuse the methods that
+    no template needs."""
     if isinstance(owner, str | bytes):
         _account_for_text(meter, owner, name, arguments)
     elif isinstance(owner, int):

@@ -68,7 +68,7 @@ def render(
         messages: plain JSON data, with `role` and `content` in each.
         variables: further names that the template may use: `bos_token` and the like.
         add_generation_prompt: end with the beginning of the assistant's next turn.
-        generation_marks: written before and after what `{% generation %}` blocks hold.
+        generation_marks: texts before and after the content of `{% generation %}` blocks.
 
     Raises:
         TokenizerError: the template doesn't compile, fails, reaches for what it may not
@@ -138,7 +138,7 @@ class _RefusalError(TemplateError):
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """What a macro or a `set` block has written."""
+    """The text of a macro or a `set` block."""
     pieces = list(pieces)
     if sum(map(len, pieces)) > MAX_CHARS:
         raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
@@ -238,7 +238,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _written(context: Context, value: Any) -> Any:
-    """What an expression writes, before it becomes text."""
+    """The value of an expression that is written, before it becomes text."""
     if not isinstance(value, str | int | jinja2.Undefined):
         meter = meter_of(context)
         # Each character can be shown as \U and eight digits.
@@ -280,8 +280,7 @@ class _Namespace(Namespace):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` around what the assistant says: rendered as is,
-    between the marks that `render` was given."""
+    """`{% generation %}` blocks around an answer: rendered as is, between the marks of `render`."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,9 +1,9 @@
-"""What a tokenizer's files may ask for: no more memory and time than any real one needs.
+"""Limits on a tokenizer's files: no more memory and time than any real tokenizer needs.
 
 tokenizer.json is a small program: steps that rewrite a text, patterns that cut it, templates that
 put tokens around it. The library runs whatever it says, so its steps, and how much longer they
-make a text, are counted here before the library sees the file. What no count shows is tried on
-short texts: see `trial`.
+make a text, are counted here before the library sees the file. Patterns that no count judges are
+tried on short texts: see `formats.require_swift`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
         raise TokenizerError(f"tokenizer {path} holds tokens that are longer than any text's words")
 
 
-# What a tokenizer.json asks for, counted before the library reads it
+# Limits on tokenizer.json, counted before the library reads it
 
 
 def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _require_bounded_section(section: str, steps: list[Mapping[str, Any]]) -> No
 
 
 def _require_few_frames(step: Mapping[str, Any]) -> None:
-    """Of the tokens that are put around a text."""
+    """Limit the tokens that are put around a text."""
     pieces = [step.get(name) for name in ("single", "pair")]
     count = sum(len(piece) for piece in pieces if isinstance(piece, list))
     tokens = step.get("special_tokens")
@@ -155,8 +155,8 @@ def _require_short_texts(section: str, step: Mapping[str, Any]) -> None:
 
 
 def _require_sound_map(text: str) -> None:
-    """Of sentencepiece's map of characters, that it is no longer than it is said to be (the library
-    takes memory for as much as it says), and that no character becomes a long text."""
+    """Require of sentencepiece's map of characters a true length, for which the library takes
+    memory, and short texts for each character."""
     try:
         content = base64.b64decode(text)
     except ValueError:
@@ -170,11 +170,9 @@ def _require_sound_map(text: str) -> None:
 
 
 def _growth(steps: list[Mapping[str, Any]]) -> tuple[float, float]:
-    """The most characters that the steps make of one, and those that they put before a text.
-
-    From the last step to the first: how many characters each character becomes in the steps from
-    there on. An occurrence of a pattern shares what it is replaced by among its characters.
-    """
+    """(the most characters that the steps make of one, characters that they put before a text)."""
+    # From the last step to the first: the number of characters that each character becomes in the
+    # steps from there on. The characters of a pattern share the length of its replacement.
     weights: defaultdict[str, float] = defaultdict(lambda: 1.0)
     every = 1.0  # of characters that no step names
     prepended = 0.0
@@ -234,7 +232,7 @@ def _require_bounded_tokens(added: Any, model: Mapping[str, Any]) -> None:
 
 
 def _require_small_tree(vocabulary: list[Any]) -> None:
-    """Of a Unigram model's tokens, each with its score."""
+    """Limit the tree of a Unigram model's tokens."""
     entries = (entry for entry in vocabulary if isinstance(entry, list) and entry)
     tokens = [entry[0] for entry in entries if isinstance(entry[0], str)]
     if sum(map(len, tokens)) <= _MOST_UNIGRAM_NODES:

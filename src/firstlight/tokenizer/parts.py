@@ -108,8 +108,8 @@ def natural_pad_token(
     """The token that a vocabulary has for padding, which no text that a model learns contains.
 
     Args:
-        special_tokens: of the vocabulary.
-        ends: bos and eos, which are learned: a collator that pads with one of them leaves it out
+        special_tokens: control tokens of the vocabulary.
+        ends: bos and eos, which are labels: a collator that pads with one of them leaves it out
             of the loss everywhere.
         byte_fallback: every text has tokens, so that `<unk>` is in none.
     """
@@ -130,9 +130,9 @@ def extended_backend(
     """A copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
 
     Args:
-        backend: takes special tokens in texts as text.
-        tokens: the new ones.
-        first_id: one more than the highest id so far.
+        backend: a tokenizer that takes special tokens in texts as text.
+        tokens: the new tokens.
+        first_id: the id after the highest so far.
 
     Raises:
         TokenizerError: a token is empty, given twice or in the vocabulary already; or the ids
@@ -170,7 +170,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """What a `Tokenizer` is made of; see there."""
+    """The arguments of a `Tokenizer`; see there."""
 
     backend: tokenizers.Tokenizer
     bos_token: str | None = None
@@ -180,7 +180,7 @@ class TokenizerParts:
 
 
 def require_unicode(text: str) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8 in file names and arguments.
+    """Refuse the half surrogate pairs that Python makes of invalid UTF-8 in names and arguments.
 
     Raises:
         InputError: the text holds half of a surrogate pair, which is no character.
@@ -223,7 +223,7 @@ def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
 
 
 def _remedy(reason: str) -> str:
-    """What helps against an error of the library."""
+    """Advice on an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "mend its tokenizer.json, or take another tokenizer"
@@ -234,11 +234,8 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Leave out what the library writes to stderr when it panics, which is a page of Rust.
-
-    It writes past Python, to the process's stderr. What other threads write there meanwhile comes
-    afterwards.
-    """
+    """Leave out the library's page on stderr when it panics; other threads' lines come later."""
+    # The library writes past Python, to the process's stderr.
     with _MUTED, contextlib.ExitStack() as stack:
         try:
             stderr = os.dup(2)

@@ -1,4 +1,4 @@
-"""What a sentencepiece model file says, read from protobuf's wire format alone.
+"""Sentencepiece model files, read from protobuf's wire format alone.
 
 No protobuf runtime is needed: the few fields that matter (google/sentencepiece
 `sentencepiece_model.proto`) are picked out by number.
@@ -38,7 +38,7 @@ def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def unsupported_features(content: bytes) -> list[str]:
-    """What the `ModelProto` asks for that would give other ids here than in sentencepiece.
+    """Features of the `ModelProto` that would give other ids here than in sentencepiece.
 
     Field 2 = trainer: 3 model type (1 unigram, 2 BPE), 24 white space at the end of words;
     field 3 = normalizer: 2 character map, 3 space before the text, 4 join repeated spaces.
@@ -59,7 +59,7 @@ def unsupported_features(content: bytes) -> list[str]:
         "no space before the text": normalizer.get(3, 1) != 1,
         "repeated spaces joined": normalizer.get(4, 1) != 0,
     }
-    return [what for what, asked in checks.items() if asked]
+    return [feature for feature, asked in checks.items() if asked]
 
 
 def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:

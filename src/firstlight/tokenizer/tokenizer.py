@@ -29,7 +29,7 @@ from firstlight.tokenizer.parts import (
     require_unicode,
 )
 
-#: What ids come from in tokenizer.json, besides the added tokens.
+#: Sections of tokenizer.json that decide the ids, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
@@ -44,7 +44,7 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer` that does the work.
         bos_token: the token that begins every text, if the model expects one.
         eos_token: the token that ends a document, if there is one.
-        add_bos: whether documents and prompts begin with `bos_token`.
+        add_bos: documents and prompts begin with `bos_token`.
         config: further entries of `tokenizer_config.json` (chat template and the like),
             kept as they are.
     """
@@ -133,7 +133,7 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides which ids a text gets; equal for equal tokenizers."""
+        """SHA-256 over all that decides a text's ids; equal for equal tokenizers."""
         state = self._state()
         deciding = [state.get(key) for key in ("added_tokens", *_DECIDING)]
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
@@ -185,8 +185,8 @@ class Tokenizer:
 
         Args:
             text: any Unicode.
-            special_tokens: whether the names of special tokens in the text stand for these
-                tokens. Otherwise they are plain text, as everything is.
+            special_tokens: names of special tokens in the text become these tokens; otherwise they
+                are plain text.
 
         Raises:
             InputError: the text holds half of a surrogate pair, which is no character.
@@ -196,7 +196,7 @@ class Tokenizer:
         return self.encoding(text, special_tokens=special_tokens).ids
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
-        """What `encode` makes of a text, with the place of each token in it.
+        """The ids of `encode` with each token's offsets in the text.
 
         Raises:
             InputError, TokenizerError: see `encode`.
