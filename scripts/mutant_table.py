@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run follows its path into another's folder",
-        "firstlight/training/lock.py",
+        "firstlight/training/saving.py",
         "os.path.samestat(os.fstat(opened), os.stat(folder))",
         "folder.is_dir()",
         (_CHANGING + "a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own",),

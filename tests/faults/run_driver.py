@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
+import firstlight.training.guard
 import firstlight.training.loop
 import firstlight.training.run
-import firstlight.training.scaling
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.cli.main import main
@@ -71,7 +71,7 @@ class Child:
         """Train; return the exit code."""
         if "growth" in self.faults:
             name = "_STEPS_BETWEEN_GROWTHS"
-            setattr(firstlight.training.scaling, name, self.faults["growth"])
+            setattr(firstlight.training.guard, name, self.faults["growth"])
         self._watch_places()
         setattr(firstlight.training.loop, "train", self._train)  # noqa: B010 - mypy
         if "events" in self.faults:

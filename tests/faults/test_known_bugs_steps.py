@@ -26,8 +26,8 @@ from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import TrainingError
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import warmup_cosine
+from firstlight.training.guard import LossScaler
 from firstlight.training.loop import train
-from firstlight.training.scaling import LossScaler
 from firstlight.training.step import train_step
 
 

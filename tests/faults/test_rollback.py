@@ -300,7 +300,7 @@ def test_an_exhausted_loss_scale_is_gone_back_on(
     values = guarded(recipe, tmp_path / "run")
     values["efficiency"]["precision"] = "fp16"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firstlight.training.scaling._SMALLEST", 2.0**12)
+        patch.setattr("firstlight.training.guard._SMALLEST", 2.0**12)
         train(values)
     (event,) = read_json_lines(tmp_path / "run" / "events.jsonl")
     assert event["to_step"] == 8

@@ -121,7 +121,7 @@ def test_a_resumed_run_ends_in_the_same_weights_as_an_unbroken_one(
 def test_the_loss_scale_goes_on_where_it_was(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.training.scaling._STEPS_BETWEEN_GROWTHS", 4)
+    monkeypatch.setattr("firstlight.training.guard._STEPS_BETWEEN_GROWTHS", 4)
     whole = train(_recipe(recipe, tmp_path / "whole", "fp16"))
     records, _ = _outcome(whole)
     # Four good steps in a row double the scale, and two more don't.

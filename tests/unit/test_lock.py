@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.training import setup
-from firstlight.training.lock import held
+from firstlight.training import resuming
 from firstlight.training.loop import train
+from firstlight.training.saving import held
 
 
 def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from firstlight.training.lock import held\n"
+        "from firstlight.training.saving import held\n"
         "with held(pathlib.Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )
@@ -103,7 +103,7 @@ def test_a_run_holds_its_folder_before_it_looks_at_the_checkpoints(
             pass
         raise ZeroDivisionError
 
-    monkeypatch.setattr(setup, "_newest_checkpoint", newest)
+    monkeypatch.setattr(resuming, "_newest_checkpoint", newest)
     with pytest.raises(ZeroDivisionError):
         train(recipe, resume=True)
     assert looked == [Path(recipe["run"]["dir"])]

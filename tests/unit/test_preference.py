@@ -424,7 +424,7 @@ def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
 
     with pytest.raises(StoppedError):
         train(pairs, init_from=base, on_step=on_step)
-    monkeypatch.setattr("firstlight.training.references.reference_log_probs", None)
+    monkeypatch.setattr("firstlight.training.preference.reference_log_probs", None)
     found = train(pairs, resume=True)
     assert records_of(pairs) == records_of(whole)
     assert records_of(whole)[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)

@@ -14,7 +14,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import CheckpointError, ConfigError, TrainingError
 from firstlight.models import GPT2, GPT2Config
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.training.scaling import LossScaler
+from firstlight.training.guard import LossScaler
 from firstlight.training.step import train_step
 
 

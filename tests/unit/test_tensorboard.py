@@ -20,9 +20,8 @@ from firstlight.cli.main import main
 from firstlight.errors import MissingDependencyError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.training.logs import RunLogs
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
+from firstlight.training.metrics import RunLogs, read_json_lines
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
 pytest.importorskip("tensorboard")

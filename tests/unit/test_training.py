@@ -35,9 +35,8 @@ from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
-from firstlight.training.metrics import read_json_lines
+from firstlight.training.metrics import last_start, read_json_lines
 from firstlight.training.run import Run
-from firstlight.training.starts import last_start
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name
 from firstlight.weights.stored import WEIGHTS_NAME

@@ -201,7 +201,7 @@ def _show(result: TrainResult) -> None:
 
 def _as_json(result: TrainResult) -> dict[str, Any]:
     """A run's result as JSON values."""
-    from firstlight.training.starts import last_start
+    from firstlight.training.metrics import last_start
 
     best_folder = result.best_checkpoint
     return {

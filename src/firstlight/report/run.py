@@ -15,8 +15,13 @@ from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file
 from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.report.series import Metrics, read_metrics
-from firstlight.training.logs import EVENTS_NAME, STARTS_NAME
-from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME, read_json_lines
+from firstlight.training.metrics import (
+    EVENTS_NAME,
+    METRICS_NAME,
+    SAMPLES_NAME,
+    STARTS_NAME,
+    read_json_lines,
+)
 
 _RECIPE_NAME = "recipe.yaml"
 #: A resolved recipe is longer than the one that it was made of.

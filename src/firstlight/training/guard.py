@@ -1,4 +1,5 @@
-"""What keeps a bad batch from ruining a run: steps that are not made, and the way back."""
+"""Steps that are not made: the guard against bad batches, and the dynamic loss scale of fp16, whose
+smallest numbers are larger than many gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Guard:
 
     Attributes:
         skipped_in_a_row: steps refused since the last that was made.
-        reason: why the last one was refused, in words; "" before.
+        reason: reason of the last refusal, in words; "" before the first.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -78,7 +79,7 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED}")
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to it, as JSON values."""
+        """The losses and norms so far, as JSON values."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "losses": list(self._losses),
@@ -86,7 +87,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave; {} is a guard that has seen nothing.
+        """Put back the values of `state_dict`; {} is a guard that has seen nothing.
 
         Raises:
             CheckpointError: something is of the wrong kind.
@@ -113,3 +114,71 @@ def z_score(value: float, before: deque[float]) -> float:
     if deviation == 0:
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
+
+
+_GROWTH, _BACKOFF = 2.0, 0.5
+_STEPS_BETWEEN_GROWTHS = 2000
+#: 2^-14 is fp16's smallest normal number: below a scale of this, the loss itself is the trouble.
+_SMALLEST = 2.0**-14
+
+
+class LossScaler:
+    """The loss is multiplied by `scale` before the backward pass, and the gradients divided by it
+    after (Micikevicius et al. 2018).
+
+    A step whose gradients overflow is skipped and the scale halved; after 2,000 good steps in a
+    row it is doubled.
+
+    Attributes:
+        scale: a power of two, so that scaling changes no digit.
+        good_steps: since the scale last changed.
+        skipped_steps: since the run began.
+    """
+
+    def __init__(self, scale: float = 2.0**16) -> None:
+        self.scale, self.good_steps, self.skipped_steps = scale, 0, 0
+
+    def update(self, finite: bool) -> None:
+        """Count a step.
+
+        Raises:
+            DivergedError: the scale can't be lowered any more: the gradients are not finite
+                whatever it is.
+        """
+        if not finite:
+            self.skipped_steps += 1
+            self.scale *= _BACKOFF
+            self.good_steps = 0
+            if self.scale < _SMALLEST:
+                raise DivergedError(
+                    f"the gradients are not finite at any loss scale ({self.skipped_steps} steps "
+                    "skipped): lower optimizer.learning_rate, or set efficiency.precision to bf16"
+                )
+            return
+        self.good_steps += 1
+        if self.good_steps == _STEPS_BETWEEN_GROWTHS:
+            self.scale *= _GROWTH
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to it, as JSON values."""
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave.
+
+        Raises:
+            CheckpointError: something is missing or of the wrong kind.
+        """
+        try:
+            scale = float(state["scale"])
+            counts = int(state["good_steps"]), int(state["skipped_steps"])
+            if not 0 < scale < math.inf:
+                raise ValueError(f"{scale} is no scale")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
+        self.scale, (self.good_steps, self.skipped_steps) = scale, counts

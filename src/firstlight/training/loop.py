@@ -27,8 +27,7 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.setup import set_up
-from firstlight.training.starts import record_start
+from firstlight.training.setup import record_start, set_up
 from firstlight.training.step import train_step
 from firstlight.training.stopping import Stopping, StopRequestedError
 from firstlight.training.validation import evaluate

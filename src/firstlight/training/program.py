@@ -27,8 +27,8 @@ from firstlight.parallel import all_reduce_sum
 from firstlight.parallel.engine import Engine, one_process
 from firstlight.recipe import Recipe
 from firstlight.recipe.conflicts import require_combination
+from firstlight.training.guard import LossScaler
 from firstlight.training.preference import PreferenceObjective
-from firstlight.training.scaling import LossScaler
 from firstlight.training.step import StepResult, train_step
 
 

@@ -32,7 +32,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.fit import fewer_rows
 from firstlight.training.guard import DivergedError, Guard
-from firstlight.training.logs import RunLogs, SilentLogs
+from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress

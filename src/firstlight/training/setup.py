@@ -6,7 +6,11 @@ Whatever is refused is refused here, before a run has cost anything or written a
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import math
+import os
+import platform
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +20,18 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
+from firstlight.files.atomic import write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.optim.table import decay_counts
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
@@ -34,13 +42,14 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, resolve, sequence_length
+from firstlight.report.text import own_version
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
-from firstlight.training.lock import held
+from firstlight.training.metrics import STARTS_NAME, read_json_lines
+from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
-from firstlight.training.references import for_pairs, give_references
 from firstlight.training.resuming import (
     continue_schedule,
     decided_before,
@@ -48,8 +57,8 @@ from firstlight.training.resuming import (
     take_up,
 )
 from firstlight.training.run import Run
+from firstlight.training.saving import held
 from firstlight.training.starting_model import attach, first_model
-from firstlight.training.starts import describe_start
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
 from firstlight.weights.huggingface import export_notes
@@ -298,3 +307,78 @@ def _require_disk(run: Run) -> None:
             f"about {needed / 1e6:,.0f} MB: free some space, choose another run.dir, "
             "or lower checkpoint.keep_last"
         )
+
+
+def record_start(run: Run) -> None:
+    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew.
+
+    Raises:
+        CheckpointError: a line in the middle of it is damaged.
+        StorageError: the disk refuses.
+    """
+    path = Path(run.folder) / STARTS_NAME
+    lines = read_json_lines(path) if run.saved_step > 0 else []
+    held_out = run.validation
+    splits = [split for split in (run.dataset, held_out) if split is not None]
+    conversations = [record for split in splits for record in split.records(run.seq_len)]
+    lines.append(
+        {
+            "step": run.state.step,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "max_steps": run.max_steps,
+            "warmup_steps": run.schedule.warmup_steps,
+            "init_from": run.init_from,
+            "parameters": count_parameters(meta_model(run.program.model.config)).total,
+            "weight_decay": decay_counts(_trained(run)),
+            "tokenizer_sha256": run.tokenizer.fingerprint,
+            "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
+            **({"conversations": conversations} if conversations else {}),
+            "machine": _machine(run.program.hardware),
+        }
+    )
+    write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _trained(run: Run) -> list[Tensor]:
+    """The parameters that are trained, whole; without memory where engines hold parts of them."""
+    if run.recipe.lora is None:
+        return list(meta_model(run.program.model.config).parameters())
+    return [p for p in run.program.model.parameters() if p.requires_grad]
+
+
+def describe_start(run: Run) -> Iterator[str]:
+    """How long a run is, its learning rates, and what weight decay is for."""
+    schedule, optimizer, rows = run.schedule, run.recipe.optimizer, run.global_batch_size
+    epochs = schedule.max_steps * rows / run.dataset.num_rows(run.seq_len)
+    peak = optimizer.learning_rate
+    then = (
+        "so long that the learning rate never falls: set schedule.warmup_steps lower"
+        if schedule.warmup_steps >= schedule.max_steps
+        else f"then down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
+    )
+    yield (
+        f"schedule: {schedule.max_steps:,} steps of {rows} x {run.seq_len} tokens "
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, {then}"
+    )
+    counts = decay_counts(_trained(run))
+    yield (
+        f"weight decay {optimizer.weight_decay:g}: {counts['decayed_parameters']:,} parameters in "
+        f"{counts['decayed_tensors']} matrices; none for {counts['undecayed_parameters']:,} in "
+        f"{counts['undecayed_tensors']} norms and biases"
+    )
+
+
+def _machine(hardware: Hardware) -> dict[str, Any]:
+    # Not platform.platform(), which starts a program to ask.
+    system = os.uname()
+    return {
+        "device": str(hardware.device),
+        "name": hardware.name,
+        "memory_bytes": hardware.memory_bytes,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "firstlight": own_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{system.sysname} {system.release} {system.machine}",
+    }

@@ -12,8 +12,7 @@ from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, one_process
-from firstlight.training.guard import DIVERGED, DivergedError
-from firstlight.training.scaling import LossScaler
+from firstlight.training.guard import DIVERGED, DivergedError, LossScaler
 
 
 class MicroBatchTooLargeError(MemoryError):
