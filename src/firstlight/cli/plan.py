@@ -17,14 +17,14 @@ from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.estimate import Estimate
-    from firstlight.planner.plan.plan import Plan
+    from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-#: Of a recipe that does not fit.
+#: Exit code of a plan whose recipe does not fit.
 DOES_NOT_FIT_EXIT_CODE = 3
 _EXIT_CODE = "firstlight.exit_code"
 
@@ -43,12 +43,14 @@ class _PlanCommand(click.Command):
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
-@click.option("--gpu", metavar="NAME", help='Such as "RTX 4090"; else what this machine has.')
-@click.option("--gpu-memory", metavar="SIZE", help="Of each GPU, such as 24GiB.")
-@click.option("--gpus", type=int, default=1, show_default=True, help="How many.")
+@click.option(
+    "--gpu", metavar="NAME", help='GPU to plan for, such as "RTX 4090"; without it, this machine.'
+)
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB.")
+@click.option("--gpus", type=int, default=1, show_default=True, help="Number of GPUs.")
 @click.option("--budget", metavar="TIME", help="Say what to train in 24h, 90min, 3d.")
 @click.option("--tokens", metavar="COUNT", help="Say what to train on 10B, 300M tokens.")
-@click.option("--price-per-hour", type=float, help="Of one GPU, for the budget's cost.")
+@click.option("--price-per-hour", type=float, help="Price of one GPU, for the budget's cost.")
 @click.option("--init-from", metavar="DIR", help="The folder of the weights to start from.")
 @click.option(
     "--search/--no-search",
@@ -84,8 +86,7 @@ def plan_command(
     The exit code is 3 where the recipe does not fit; with --write or --budget where nothing does.
     """
     path, overrides = split_arguments(arguments, "plan")
-    if price_per_hour is not None and budget is None and tokens is None:
-        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
+    device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists: --write makes a new file")
     from firstlight.planner.plan import processes as workers
@@ -95,38 +96,27 @@ def plan_command(
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
         from firstlight.planner.plan.machine import find_machine, parse_bytes
-        from firstlight.planner.plan.plan import Budget, make_plan
-        from firstlight.planner.plan.text import blocks
+        from firstlight.planner.plan.plan import make_plan
         from firstlight.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
         machine = find_machine(gpu, None if gpu_memory is None else parse_bytes(gpu_memory), gpus)
-        given = Budget(
-            None if budget is None else parse_time(budget),
-            None if tokens is None else parse_count(tokens),
-            price_per_hour,
-        )
         with progress_bar() as bar:
             task = bar.add_task("plan", total=None)
             plan = make_plan(
                 recipe,
                 machine,
                 init_from=init_from,
-                budget=given,
+                budget=_budget(budget, tokens, price_per_hour),
                 searches=search,
                 estimator=Estimator(processes),
                 tell=lambda what: bar.update(task, description=f"plan: {what}"),
             )
-        for block in blocks(plan):
-            if isinstance(block, str):
-                show(block)
-            else:
-                show_table(block)
+        _show(plan)
         written = _written(plan, write, search)
         found = plan.suggested or (None if written is None else plan.best) or plan.as_it_stands
         if not found.fits:
             click.get_current_context().meta[_EXIT_CODE] = DOES_NOT_FIT_EXIT_CODE
-        device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
         where = [str(word) for option in device.items() if option[1] for word in option]
         command = next_command(plan, path, overrides, init_from, where, written)
         if (first := _preparation(plan.recipe)) is not None:
@@ -135,8 +125,35 @@ def plan_command(
         return {**plan.to_json(), "next": command}
 
 
+def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
+    """The budget of --budget, --tokens and --price-per-hour.
+
+    Raises:
+        ConfigError: a price without anything to buy, or an invalid time or number.
+    """
+    from firstlight.planner.plan.plan import Budget
+
+    if price_per_hour is not None and time is None and tokens is None:
+        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
+    return Budget(
+        None if time is None else parse_time(time),
+        None if tokens is None else parse_count(tokens),
+        price_per_hour,
+    )
+
+
+def _show(plan: Plan) -> None:
+    from firstlight.planner.plan.text import blocks
+
+    for block in blocks(plan):
+        if isinstance(block, str):
+            show(block)
+        else:
+            show_table(block)
+
+
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
-    """Write the recipe that was found, if that is asked for; return where it is."""
+    """Write the found recipe into `path`; its path, or None if it was not written."""
     if path is None:
         return None
     if searched and plan.chosen is None:
@@ -158,9 +175,12 @@ def next_command(
     """The command line to go on with after a plan.
 
     Args:
-        path, overrides, init_from: those of the plan's command line.
-        where: its options of the device.
-        written: the recipe that was written.
+        plan: the plan.
+        path: recipe of the plan's command line.
+        overrides: (section.key, value) pairs of the plan's command line.
+        init_from: --init-from of the plan's command line.
+        where: words of the plan's options about the device.
+        written: path of the recipe that --write wrote, if any.
     """
     from firstlight.planner.plan.text import changed_options
 
@@ -195,7 +215,7 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """The command that makes the recipe's data; None where they are there."""
+    """The command that prepares the recipe's data; None if the data is there."""
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
 
@@ -208,7 +228,7 @@ def _preparation(recipe: Recipe) -> str | None:
 
 
 def write_recipe(path: Path, recipe: Any) -> None:
-    """A recipe as a YAML file."""
+    """Write a recipe as a YAML file."""
     import yaml
 
     from firstlight.files.atomic import write_file
@@ -221,7 +241,7 @@ def parse_time(text: str) -> float:
     """ "24h", "90min", "3d" -> seconds.
 
     Raises:
-        ConfigError: it is no time.
+        ConfigError: `text` is no time.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
     return _value(match, _TIMES, text, "time: write for instance 24h, 90min or 3d")
@@ -231,7 +251,7 @@ def parse_count(text: str) -> float:
     """ "10B", "300M", "2e9" -> a number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is no number.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
     return _value(match, _COUNTS, text, "number of tokens: write for instance 10B or 300M")

@@ -211,7 +211,7 @@ def planned_elsewhere(
         "device": str(hardware.device),
         "init_from": init_from,
     }
-    done = ask_module("firstlight.planner.automatic", request)
+    done = ask_module("firstlight.planner.plan.automatic", request)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise TrainingError(f"--plan auto failed: {lines[-1]}")
