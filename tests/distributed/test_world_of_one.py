@@ -22,7 +22,7 @@ from firstlight.parallel import (
 )
 from firstlight.parallel.elastic import FOLDER, Launch, exit_code_of_rank
 from firstlight.parallel.group import is_exchange_error
-from firstlight.parallel.rendezvous import Card, RankError, compare
+from firstlight.parallel.rendezvous import RankError, RankInfo, compare
 
 PLAIN = World(0, 1, 0, 1)
 TWO = World(0, 2, 0, 2, "127.0.0.1", 1)
@@ -73,12 +73,12 @@ def test_each_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         own_device(second, "cuda")
 
 
-CARDS = [Card(rank, 3, f"node{rank}", 100 + rank, "recipe", f"GPU-{rank}") for rank in range(3)]
+INFOS = [RankInfo(rank, 3, f"node{rank}", 100 + rank, "recipe", f"GPU-{rank}") for rank in range(3)]
 
 
 def test_cards_of_one_world_pass() -> None:
-    compare(CARDS)
-    compare([dataclasses.replace(card, gpu="") for card in CARDS])
+    compare(INFOS)
+    compare([dataclasses.replace(info, gpu="") for info in INFOS])
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_cards_of_one_world_pass() -> None:
 def test_cards_of_different_worlds_are_told_apart(
     changes: dict[int, dict[str, int | str]], message: str
 ) -> None:
-    cards = [
-        dataclasses.replace(card, **changes.get(card.rank, {}))  # type: ignore[arg-type]
-        for card in CARDS
+    infos = [
+        dataclasses.replace(info, **changes.get(info.rank, {}))  # type: ignore[arg-type]
+        for info in INFOS
     ]
     with pytest.raises(ConfigError) as caught:
-        compare(cards)
+        compare(infos)
     assert message in str(caught.value)
 
 

@@ -137,7 +137,7 @@ def test_weights_go_to_the_gpu_part_by_part(
     with torch.device("meta"):
         model = build_model(recipe.model)
     with fake_cuda() as (cuda, _):
-        load_weights(model, tmp_path, device="cuda", dtype=torch.bfloat16, way=way)
+        load_weights(model, tmp_path, device="cuda", dtype=torch.bfloat16, mode=way)
         kinds = {(t.device.type, t.dtype) for t in model.parameters()}
         assert kinds == {("cuda", torch.bfloat16)}
         assert {t.device.type for t in model.buffers()} <= {"cuda"}

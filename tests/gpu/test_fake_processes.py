@@ -19,7 +19,7 @@ from firstlight.hardware.device import (
 from firstlight.parallel import World, own_device
 from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.group import _open_group
-from firstlight.parallel.rendezvous import own_card
+from firstlight.parallel.rendezvous import own_info
 from firstlight.parallel.sharding import FSDPEngine
 from firstlight.training import processes
 from firstlight.training.state import restore_torch_random_states, torch_random_states
@@ -119,8 +119,8 @@ def test_where_a_launcher_shows_one_gpu_it_is_every_process_own() -> None:
 
 def test_a_process_shows_the_others_its_gpu() -> None:
     with torch_cuda(devices=2):
-        assert own_card(World(1, 2, 1, 2), GPU, "f").gpu == H100.uuid
-        assert own_card(World(1, 2, 1, 2), torch.device("cpu"), "f").gpu == ""
+        assert own_info(World(1, 2, 1, 2), GPU, "f").gpu == H100.uuid
+        assert own_info(World(1, 2, 1, 2), torch.device("cpu"), "f").gpu == ""
 
 
 def test_fsdp_shares_gpus_over_nccl(

@@ -15,7 +15,7 @@ from firstlight.generation.engine import load
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import model_files
-from firstlight.weights.loading import LoadingWay, weights_to_save
+from firstlight.weights.loading import LoadingMode, weights_to_save
 
 #: 70 million parameters, most of them in a few large tensors, as in a model of some layers.
 CONFIG = LlamaConfig(
@@ -62,7 +62,7 @@ def test_the_device_holds_little_more_than_the_weights_while_they_are_loaded(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    loaded = load(folder, device, dtype=dtype, way=cast(LoadingWay, way))
+    loaded = load(folder, device, dtype=dtype, way=cast(LoadingMode, way))
     weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
     assert weights > 100 * _MIB
     assert torch.cuda.memory_allocated(device) - before >= weights
@@ -87,7 +87,7 @@ def test_the_host_holds_no_copy_of_what_is_loaded_to_a_gpu(
 
 def test_each_way_gives_the_numbers_of_the_file(folder: Path, device: torch.device) -> None:
     stored = safetensors.torch.load_file(folder / "model.safetensors")
-    ways: tuple[LoadingWay, ...] = ("auto", "sequential", "mmap", "straight")
+    ways: tuple[LoadingMode, ...] = ("auto", "sequential", "mmap", "straight")
     for way in ways:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")

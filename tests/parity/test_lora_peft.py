@@ -92,7 +92,7 @@ def theirs_of(folder: Path) -> Any:
 
 
 def adapted(base: Path, config: LoraConfig) -> Model:
-    model = load_model(base, way="sequential").model
+    model = load_model(base, mode="sequential").model
     add_lora(model, config, _generator(1))
     return model
 
@@ -136,7 +136,7 @@ def test_an_adapter_that_peft_writes_means_the_same_here(
     torch.testing.assert_close(logits(own), expected, rtol=1e-5, atol=1e-5)
     assert (logits(load_model(base).model) - expected).abs().max() > 0.1
 
-    unmerged = load_model(base, way="sequential").model
+    unmerged = load_model(base, mode="sequential").model
     load_adapter(unmerged, tmp_path / "adapter")
     torch.testing.assert_close(logits(unmerged.eval()), expected, rtol=1e-5, atol=1e-5)
 

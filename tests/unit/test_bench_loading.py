@@ -36,7 +36,7 @@ from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.environment import SHORT_SPIN, for_generation
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.weights.huggingface import load_model
-from firstlight.weights.loading import LOADING_WAYS
+from firstlight.weights.loading import LOADING_MODES
 
 _TINY = 2_000_000
 _MEASURED = {
@@ -121,7 +121,7 @@ def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str)
 def test_rows_can_be_chosen() -> None:
     assert LoadingBench().rows == list(ROWS)
     names = [row.name for row in LoadingBench(no_transformers=True).rows]
-    assert names == [*LOADING_WAYS, "sharded", "cast"]
+    assert names == [*LOADING_MODES, "sharded", "cast"]
     chosen = LoadingBench(ways=["transformers", "mmap"]).rows
     assert [row.name for row in chosen] == ["mmap", "transformers"]
 

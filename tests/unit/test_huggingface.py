@@ -117,7 +117,7 @@ def test_weights_to_save_can_be_written_whatever_memory_they_share(tmp_path: Pat
 def test_loaded_weights_do_not_change_with_their_file(write: Callable[[ModelConfig], Path]) -> None:
     """A checkpoint written over the file that was loaded must not reach into the model."""
     folder = write(LLAMA)
-    model = load_model(folder, way="sequential").model
+    model = load_model(folder, mode="sequential").model
     before = {name: t.clone() for name, t in model.state_dict().items()}
     path = folder / "model.safetensors"
     with open(path, "r+b") as file:

@@ -73,7 +73,7 @@ def write_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.flo
 def write_adapter(folder: Path, base: Path, name: str | None = None, **settings: Any) -> Model:
     """An adapter that changes something; the model with it."""
     config = LoraConfig(**{"rank": 3, "alpha": 6.0, **settings})
-    model = load_model(base, way="sequential").model
+    model = load_model(base, mode="sequential").model
     add_lora(model, config, generator(2))
     with torch.no_grad():
         for key, parameter in lora_parameters(model).items():
@@ -158,8 +158,8 @@ def test_an_adapters_folder_is_read_as_the_merged_model(
     base = write_base(tmp_path / "base", name)
     expected = logits(write_adapter(tmp_path / "adapter", base, targets=targets, dora=dora))
     before = (base / WEIGHTS_NAME).read_bytes()
-    for way in ("auto", "sequential", "mmap", "straight"):
-        loaded = load_model(tmp_path / "adapter", way=way)
+    for mode in ("auto", "sequential", "mmap", "straight"):
+        loaded = load_model(tmp_path / "adapter", mode=mode)
         torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-5)
         assert not lora_parameters(loaded.model)
         assert not loaded.model.training

@@ -1,4 +1,4 @@
-"""Weights into models and out: three ways that must end in the same numbers."""
+"""Weights into models and out: three modes that must end in the same numbers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from firstlight.models import (
 )
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import (
-    LOADING_WAYS,
-    LoadingWay,
+    LOADING_MODES,
+    LoadingMode,
     embedding_name,
     file_tensors,
     weights_to_save,
@@ -84,16 +84,16 @@ def logits(model: Model) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shard_bytes", [10**9, 2000])
-def test_every_way_gives_the_saved_numbers(
-    name: str, way: LoadingWay, shard_bytes: int, tmp_path: Path
+def test_every_mode_gives_the_saved_numbers(
+    name: str, mode: LoadingMode, shard_bytes: int, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS[name])
     folder = write(tmp_path / "m", model, max_shard_bytes=shard_bytes)
     assert (folder / INDEX_NAME).is_file() == (shard_bytes == 2000)
-    loaded = load_model(folder, way=way).model
+    loaded = load_model(folder, mode=mode).model
     assert torch.equal(logits(loaded), logits(model))
     own, theirs = loaded.state_dict(), model.state_dict()
     assert own.keys() == theirs.keys()
@@ -101,16 +101,16 @@ def test_every_way_gives_the_saved_numbers(
     assert all(p.requires_grad for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
 def test_numbers_are_cast_on_the_way_as_torch_casts_them(
-    name: str, way: LoadingWay, stored: torch.dtype, asked: torch.dtype | None, tmp_path: Path
+    name: str, mode: LoadingMode, stored: torch.dtype, asked: torch.dtype | None, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS[name])
     folder = write(tmp_path / "m", model, stored)
-    loaded = load_model(folder, dtype=asked, way=way).model
+    loaded = load_model(folder, dtype=asked, mode=mode).model
     assert {p.dtype for p in loaded.parameters()} == {asked or stored}
     for key, tensor in loaded.state_dict().items():
         expected = model.state_dict()[key].to(stored).to(asked or stored)
@@ -123,14 +123,14 @@ def test_numbers_are_cast_on_the_way_as_torch_casts_them(
         assert torch.equal(loaded.rope_frequencies, exact.rope_frequencies)
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_padded_vocabulary_gives_the_same_logits_and_is_not_saved(
-    name: str, way: LoadingWay, tmp_path: Path
+    name: str, mode: LoadingMode, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS[name])
     folder = write(tmp_path / "m", model)
-    padded = load_model(folder, way=way, vocab_multiple=64).model
+    padded = load_model(folder, mode=mode, vocab_multiple=64).model
     embedding = padded.get_parameter(embedding_name(padded))
     assert embedding.shape[0] == padded.lm_head.weight.shape[0] == 64
     assert embedding[37:].count_nonzero() == 0
@@ -159,10 +159,10 @@ def test_padding_changes_no_initial_weight_and_no_gradient(name: str) -> None:
         torch.testing.assert_close(gradients["padded"][key], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_the_mapped_way_holds_no_memory_of_its_own(tmp_path: Path) -> None:
+def test_the_mapped_mode_holds_no_memory_of_its_own(tmp_path: Path) -> None:
     """Its parameters are the file: what is written there, they show."""
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
-    mapped, copied = (load_model(folder, way=way).model for way in ("mmap", "sequential"))
+    mapped, copied = (load_model(folder, mode=mode).model for mode in ("mmap", "sequential"))
     place = stored_tensors(folder)["model.norm.weight"]
     with open(place.path, "r+b") as file:
         file.seek(place.offset)
@@ -171,10 +171,10 @@ def test_the_mapped_way_holds_no_memory_of_its_own(tmp_path: Path) -> None:
     assert copied.state_dict()["model.norm.weight"].tolist() == [1.0] * 16
 
 
-@pytest.mark.parametrize("way", ["auto", "mmap"])
-def test_a_mapped_file_that_is_written_into_is_noticed(way: LoadingWay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["auto", "mmap"])
+def test_a_mapped_file_that_is_written_into_is_noticed(mode: LoadingMode, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
-    loaded = load_model(folder, way=way)
+    loaded = load_model(folder, mode=mode)
     loaded.require_unchanged()
     content = (folder / WEIGHTS_NAME).read_bytes()
     write_file(folder / WEIGHTS_NAME, content)  # under another name, then renamed: harmless
@@ -182,7 +182,7 @@ def test_a_mapped_file_that_is_written_into_is_noticed(way: LoadingWay, tmp_path
     (folder / WEIGHTS_NAME).unlink()
     loaded.require_unchanged()
     (folder / WEIGHTS_NAME).write_bytes(content)
-    again = load_model(folder, way=way)
+    again = load_model(folder, mode=mode)
     os.truncate(folder / WEIGHTS_NAME, len(content) - 4)
     with pytest.raises(ModelError, match=r"model\.safetensors was changed in place"):
         again.require_unchanged()
@@ -196,7 +196,7 @@ def test_a_mapped_file_that_is_written_into_is_noticed(way: LoadingWay, tmp_path
         ("gpt2", {}, True),
         ("llama", {"dtype": torch.bfloat16}, False),
         ("llama", {"vocab_multiple": 64}, False),
-        ("llama", {"way": "sequential"}, False),
+        ("llama", {"mode": "sequential"}, False),
         ("mixtral", {}, False),
     ],
 )
@@ -207,8 +207,8 @@ def test_what_can_be_mapped_whole_is(
     assert [f.path.name for f in load_model(folder, **options).mapped] == [WEIGHTS_NAME] * mapped
 
 
-def test_the_names_of_the_ways_are_those_of_the_type() -> None:
-    assert get_args(LoadingWay) == LOADING_WAYS
+def test_the_names_of_the_modes_are_those_of_the_type() -> None:
+    assert get_args(LoadingMode) == LOADING_MODES
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -222,19 +222,19 @@ def test_experts_are_views_of_the_stacked_weights(name: str) -> None:
     assert all((p == 5).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_stacked_experts_are_read_as_they_are(name: str, way: LoadingWay, tmp_path: Path) -> None:
+def test_stacked_experts_are_read_as_they_are(name: str, mode: LoadingMode, tmp_path: Path) -> None:
     model = some_model(CONFIGS[name])
     folder = write(tmp_path / "m", model)
     save_tensors(file_tensors(model, stacked=True), folder / WEIGHTS_NAME)
-    found = load_model(folder, way=way)
-    assert bool(found.mapped) == (way in ("auto", "mmap"))
+    found = load_model(folder, mode=mode)
+    assert bool(found.mapped) == (mode in ("auto", "mmap"))
     assert torch.equal(logits(found.model), logits(model))
     cut = {n: t[:2] if "gate_up" in n else t for n, t in file_tensors(model, stacked=True).items()}
     save_tensors(cut, folder / WEIGHTS_NAME)
     with pytest.raises(ModelError, match=r"experts\.gate_up_proj is \[2, .*expected \[3, "):
-        load_model(folder, way=way)
+        load_model(folder, mode=mode)
 
 
 def test_more_stacked_experts_than_tensors_are_read(tmp_path: Path) -> None:
@@ -266,21 +266,21 @@ def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
-def test_a_head_that_config_json_ties_wrongly_is_refused(way: LoadingWay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", LOADING_MODES)
+def test_a_head_that_config_json_ties_wrongly_is_refused(mode: LoadingMode, tmp_path: Path) -> None:
     model = some_model(CONFIGS["tied"])
     folder = write(tmp_path / "m", model)
     tensors = weights_to_save(model)
     head = tensors["model.embed_tokens.weight"].clone()
     save_tensors({**tensors, "lm_head.weight": head}, folder / WEIGHTS_NAME)
-    assert torch.equal(logits(load_model(folder, way=way).model), logits(model))
+    assert torch.equal(logits(load_model(folder, mode=mode).model), logits(model))
     head[36, 15] += 1e-3
     save_tensors({**tensors, "lm_head.weight": head}, folder / WEIGHTS_NAME)
     with pytest.raises(ModelError, match=r"ties lm_head\.weight to .*, but the two differ"):
-        load_model(folder, way=way)
+        load_model(folder, mode=mode)
     save_tensors({**tensors, "lm_head.weight": head[:5].clone()}, folder / WEIGHTS_NAME)
     with pytest.raises(ModelError, match=r"misshapen tensors: lm_head\.weight is \[5, 16\]"):
-        load_model(folder, way=way)
+        load_model(folder, mode=mode)
 
 
 def test_large_tensors_are_converted_in_parts(
@@ -320,22 +320,22 @@ def test_a_tied_head_is_compared_as_it_is_stored(tmp_path: Path) -> None:
     load_model(folder)
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_models_load_inside_inference_mode_too(
-    way: LoadingWay, dtype: torch.dtype | None, tmp_path: Path
+    mode: LoadingMode, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["mixtral"]))
     expected = load_model(folder, dtype=dtype).model
     with torch.inference_mode():
-        found = load_model(folder, dtype=dtype, way=way).model
+        found = load_model(folder, dtype=dtype, mode=mode).model
         assert torch.equal(logits(found), logits(expected))
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
+@pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("what", ["other content", "gone"])
 def test_a_file_that_changes_between_header_and_data_is_noticed(
-    way: LoadingWay, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: LoadingMode, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a training run deletes the checkpoint that is being loaded."""
     model = some_model(CONFIGS["llama"])
@@ -350,7 +350,7 @@ def test_a_file_that_changes_between_header_and_data_is_noticed(
 
     monkeypatch.setattr("firstlight.weights.loading.stored_tensors", then_change)
     with pytest.raises(ModelError, match=r"was changed while it was being read|can't be read"):
-        load_model(folder, way=way)
+        load_model(folder, mode=mode)
 
 
 def test_an_index_that_is_not_that_of_its_files_is_refused_by_name(tmp_path: Path) -> None:
@@ -370,13 +370,13 @@ def test_an_index_that_is_not_that_of_its_files_is_refused_by_name(tmp_path: Pat
         load_model(folder)
 
 
-@pytest.mark.parametrize("way", LOADING_WAYS)
-def test_a_file_cut_short_is_named(way: LoadingWay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", LOADING_MODES)
+def test_a_file_cut_short_is_named(mode: LoadingMode, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
     content = (folder / WEIGHTS_NAME).read_bytes()
     (folder / WEIGHTS_NAME).write_bytes(content[:-10])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
-        load_model(folder, way=way)
+        load_model(folder, mode=mode)
 
 
 def test_shards_are_listed_in_an_index_that_transformers_reads(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from firstlight.generation.engine import DTYPES, load
 from firstlight.hardware.device import find_hardware
 from firstlight.models import LlamaConfig, build_model
 from firstlight.weights.huggingface import CONFIG_NAME
-from firstlight.weights.loading import LOADING_WAYS, weights_to_save
+from firstlight.weights.loading import LOADING_MODES, weights_to_save
 from firstlight.weights.stored import save_weights
 
 #: Least and greatest number of parameters that `model_config` reaches.
@@ -81,7 +81,7 @@ class LoadingRow:
 
 
 ROWS = (
-    *(LoadingRow(way, "firstlight", way=way) for way in LOADING_WAYS),
+    *(LoadingRow(way, "firstlight", way=way) for way in LOADING_MODES),
     LoadingRow("sharded", "firstlight", sharded=True),
     LoadingRow("cast", "firstlight", cast=True),
     LoadingRow("transformers", "transformers", huge_pages=False),

@@ -16,7 +16,7 @@ from firstlight.generation.continuation import Continuation, Generation
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
-from firstlight.weights.loading import LOADING_WAYS, LoadingWay
+from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
 #: Names of `load`'s dtypes, and what is read; None is that of the file.
 DTYPES = {
@@ -36,7 +36,7 @@ def load(
     device: torch.device | str = "cpu",
     *,
     dtype: str = "auto",
-    way: LoadingWay = "auto",
+    way: LoadingMode = "auto",
     best: bool = False,
 ) -> LoadedModel:
     """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
@@ -58,12 +58,12 @@ def load(
         ConfigError: `dtype` or `way` is unknown, or `best` is not of a run folder.
         ModelError, CheckpointError, TokenizerError: it is missing, damaged or unknown.
     """
-    for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_WAYS)):
+    for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_MODES)):
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     folder = resolve_model_folder(checkpoint, best=best)
-    loaded = load_model(folder, device, dtype=DTYPES[dtype], way=way)
+    loaded = load_model(folder, device, dtype=DTYPES[dtype], mode=way)
     if dtype == "int8":
         from firstlight.generation.int8 import quantize_int8
 

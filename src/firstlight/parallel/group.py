@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from firstlight.errors import ConfigError, FirstlightError
-from firstlight.parallel.heartbeat import Watch, linger
+from firstlight.parallel.heartbeat import Heartbeat, linger
 from firstlight.parallel.rendezvous import (
-    Card,
     RankError,
+    RankInfo,
     is_hosting,
-    meet,
     open_store,
-    own_card,
+    own_info,
+    rendezvous,
     tell_failure,
 )
 from firstlight.parallel.world import World
@@ -93,29 +93,29 @@ def process_group(
         return
     if not timeout_seconds > 0:
         raise ConfigError(f"the timeout is {timeout_seconds} s: it has to be more than 0")
-    own = own_card(world, device, fingerprint)
-    store, cards = _met(world, own, timeout_seconds)
-    watch = Watch(
-        (_again(store), _again(store)), own, cards, timeout_seconds, hosting=is_hosting(world)
+    own = own_info(world, device, fingerprint)
+    store, infos = _join(world, own, timeout_seconds)
+    heartbeat = Heartbeat(
+        (_again(store), _again(store)), own, infos, timeout_seconds, hosting=is_hosting(world)
     )
     try:
         try:
             _open_group(world, device, store, timeout_seconds)
             yield
         except BaseException as error:
-            failure = _failure_elsewhere(error, own, watch)
+            failure = _failure_elsewhere(error, own, heartbeat)
             if failure is None:
                 raise
             raise RankError(failure) from error
-        watch.leave()
+        heartbeat.leave()
     except BaseException:
-        watch.let_go()
+        heartbeat.let_go()
         # Whoever waits for this rank in an exchange learns at once that it is gone.
         _close_group(broken=True)
-        watch.linger()
-        watch.stop()
+        heartbeat.linger()
+        heartbeat.stop()
         raise
-    watch.stop()
+    heartbeat.stop()
     _close_group(broken=False)
 
 
@@ -130,10 +130,12 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _met(world: World, own: Card, timeout_seconds: float) -> tuple[PrefixStore, list[Card]]:
+def _join(
+    world: World, own: RankInfo, timeout_seconds: float
+) -> tuple[PrefixStore, list[RankInfo]]:
     store = open_store(world, timeout_seconds)
     try:
-        cards = meet(store, own, timeout_seconds)
+        infos = rendezvous(store, own, timeout_seconds)
     except FirstlightError:
         linger(store, own, hosting=is_hosting(world))
         raise
@@ -145,7 +147,7 @@ def _met(world: World, own: Card, timeout_seconds: float) -> tuple[PrefixStore, 
     except BaseException:
         tell_failure(store, f"{own.name} was stopped")
         raise
-    return store, cards
+    return store, infos
 
 
 def _again(store: PrefixStore) -> Store:
@@ -164,22 +166,22 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
     )
 
 
-def _failure_elsewhere(error: BaseException, own: Card, watch: Watch) -> str | None:
+def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
     """Why the block ended, if it is another rank's fault; else the others are told of it."""
     broken = is_exchange_error(error)
     if broken:
-        failure = watch.blame()
+        failure = heartbeat.blame()
         if failure is None:
             failure = f"an exchange between the ranks failed, and all answer: {_one_line(error)}"
-            watch.report(failure)
+            heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
         # What an error means that comes after another rank's end is anybody's guess.
-        failure = watch.failure
+        failure = heartbeat.failure
     else:
         failure = None
     if failure is None:
-        watch.report(_one_line(error))
+        heartbeat.report(_one_line(error))
     return failure
 
 

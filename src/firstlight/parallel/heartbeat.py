@@ -22,15 +22,15 @@ from torch._C._distributed_c10d import Store
 
 from firstlight.parallel.rendezvous import (
     TALK_SECONDS,
-    Card,
     RankError,
+    RankInfo,
     at_most,
     failure_of,
     hosted_by_agent,
     tell_failure,
 )
 
-__all__ = ["RankError", "Watch"]
+__all__ = ["Heartbeat", "RankError"]
 
 #: Seconds between two signs of life, and between two thoughts.
 _BEAT_SECONDS = 1.0
@@ -47,13 +47,13 @@ _SUSPICIOUS_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
 
 
-class Watch:
+class Heartbeat:
     """Watches the ranks of a world from the moment that it is made.
 
     Args:
         stores: two connections to the store that nobody else uses.
-        own: this process's card.
-        cards: those of all ranks.
+        own: this process's info.
+        infos: those of all ranks.
         timeout_seconds: a rank that has given no sign of life for so long is gone.
         hosting: whether this process hosts the store.
     """
@@ -61,21 +61,21 @@ class Watch:
     def __init__(
         self,
         stores: tuple[Store, Store],
-        own: Card,
-        cards: Sequence[Card],
+        own: RankInfo,
+        infos: Sequence[RankInfo],
         timeout_seconds: float,
         *,
         hosting: bool,
     ) -> None:
-        self._beating, self._store = stores
+        self._beat_store, self._store = stores
         self._own = own
-        self._cards = cards
+        self._cards = infos
         self._timeout = timeout_seconds
         self._hosting = hosting
         self._hosted_by_rank_0 = not hosted_by_agent()
         self._lock = threading.Lock()
         self._beats: dict[int, bytes] = {}
-        self._silent = dict.fromkeys(range(len(cards)), 0.0)
+        self._silent = dict.fromkeys(range(len(infos)), 0.0)
         self._store_silent = 0.0
         self._store_error = ""
         self._store_gone = False
@@ -153,10 +153,10 @@ class Watch:
         try:
             while True:
                 count += 1
-                self._beating.set(keys[self._own.rank], str(count))
+                self._beat_store.set(keys[self._own.rank], str(count))
                 watched = self._watched()
-                values = self._beating.multi_get([keys[rank] for rank in watched])
-                failure = failure_of(self._beating)
+                values = self._beat_store.multi_get([keys[rank] for rank in watched])
+                failure = failure_of(self._beat_store)
                 with self._lock:
                     self._store_silent = 0.0
                     for rank, value in zip(watched, values, strict=True):
@@ -204,8 +204,8 @@ class Watch:
         elif self._store_gone:
             self._decide(f"{self._store_owner()} has not answered for {store_seconds:.0f} s")
         elif seconds >= limit:
-            card = self._cards[silent]
-            self._decide(f"{card.name} (pid {card.pid}) has not answered for {seconds:.0f} s")
+            info = self._cards[silent]
+            self._decide(f"{info.name} (pid {info.pid}) has not answered for {seconds:.0f} s")
             tell_failure(self._store, str(self._failure))
 
     def _store_owner(self) -> str:
@@ -220,7 +220,7 @@ class Watch:
         self._decided.set()
 
 
-def linger(store: Store, own: Card, *, hosting: bool) -> None:
+def linger(store: Store, own: RankInfo, *, hosting: bool) -> None:
     """Before the end, with or without a failure: say that this rank has read what the others had
     to say; and if it hosts the store, wait a few seconds until they have, too."""
     deadline = time.monotonic() + TALK_SECONDS

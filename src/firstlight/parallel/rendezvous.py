@@ -1,7 +1,7 @@
 """How the processes of a run find each other, before they do anything else.
 
 They meet at a key-value store (torch's TCPStore), which torch elastic's agent hosts where there
-is one, and else rank 0. Each leaves a card there and reads those of the others: the sizes are
+is one, and else rank 0. Each leaves a info there and reads those of the others: the sizes are
 the same, the ranks all different, and all are about to do the same thing. Waiting is done by
 looking again and again, so that a signal gets through.
 """
@@ -45,7 +45,7 @@ class RankError(TrainingError):
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a process says of itself.
 
     Attributes:
@@ -69,12 +69,12 @@ class Card:
         return f"rank {self.rank} on {self.host}"
 
 
-def own_card(world: World, device: torch.device, fingerprint: str) -> Card:
-    """The card of this process."""
+def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
+    """The info of this process."""
     gpu = ""
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Card(world.rank, world.size, socket.gethostname(), os.getpid(), fingerprint, gpu)
+    return RankInfo(world.rank, world.size, socket.gethostname(), os.getpid(), fingerprint, gpu)
 
 
 def hosted_by_agent() -> bool:
@@ -116,11 +116,11 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
     return PrefixStore(start_prefix(), store)
 
 
-def meet(store: Store, own: Card, timeout_seconds: float) -> list[Card]:
-    """Leave this process's card, read those of all, and compare them.
+def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[RankInfo]:
+    """Leave this process's info, read those of all, and compare them.
 
     Returns:
-        The cards in the order of ranks.
+        The infos in the order of ranks.
 
     Raises:
         RankError: ranks did not come within the time, or one failed before it came.
@@ -134,48 +134,48 @@ def meet(store: Store, own: Card, timeout_seconds: float) -> list[Card]:
         tell_failure(store, problem)
         raise ConfigError(problem)
     store.set(f"beat/{own.rank}", "0")
-    store.set(f"card/{own.rank}", json.dumps(asdict(own)))
+    store.set(f"info/{own.rank}", json.dumps(asdict(own)))
     deadline = time.monotonic() + timeout_seconds
     _wait_for(store, range(1), deadline, timeout_seconds)
-    cards = [_card(store, 0)]
+    infos = [_info(store, 0)]
     # With another size than rank 0's, some may wait for ranks that nobody is.
-    if cards[0].size == own.size:
+    if infos[0].size == own.size:
         _wait_for(store, range(own.size), deadline, timeout_seconds)
-        cards = [_card(store, rank) for rank in range(own.size)]
+        infos = [_info(store, rank) for rank in range(own.size)]
     else:
-        cards.append(own)
+        infos.append(own)
     try:
-        compare(cards)
+        compare(infos)
     except ConfigError as error:
         tell_failure(store, str(error))
         raise
-    return cards
+    return infos
 
 
-def compare(cards: Sequence[Card]) -> None:
+def compare(infos: Sequence[RankInfo]) -> None:
     """Check that processes are of one world and about to do the same.
 
     Raises:
         ConfigError: they are not; names the ranks that differ from rank 0.
     """
-    first = cards[0]
-    for card in cards:
-        if card.size != first.size:
+    first = infos[0]
+    for info in infos:
+        if info.size != first.size:
             raise ConfigError(
-                f"{card.name} was started as one of {card.size} processes, and {first.name} as "
+                f"{info.name} was started as one of {info.size} processes, and {first.name} as "
                 f"one of {first.size}: start all with the same world size"
             )
-    others = [card for card in cards if card.fingerprint != first.fingerprint]
+    others = [info for info in infos if info.fingerprint != first.fingerprint]
     if others:
         raise ConfigError(
             f"{_names(others)} {'has' if len(others) == 1 else 'have'} another recipe than "
             f"{first.name}: start all with the same recipe, options and version of firstlight"
         )
-    owners: dict[str, Card] = {}
-    for card in cards:
-        if card.gpu and owners.setdefault(card.gpu, card) is not card:
+    owners: dict[str, RankInfo] = {}
+    for info in infos:
+        if info.gpu and owners.setdefault(info.gpu, info) is not info:
             raise ConfigError(
-                f"ranks {owners[card.gpu].rank} and {card.rank} on {card.host} have one GPU "
+                f"ranks {owners[info.gpu].rank} and {info.rank} on {info.host} have one GPU "
                 "between them: start at most as many processes as there are GPUs"
             )
 
@@ -255,7 +255,7 @@ def _tcp_store(host: str, port: int, seconds: float, *, hosted: bool = False) ->
 
 def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: float) -> None:
     missing = list(ranks)
-    while missing := [rank for rank in missing if not store.check([f"card/{rank}"])]:
+    while missing := [rank for rank in missing if not store.check([f"info/{rank}"])]:
         failure = failure_of(store)
         if failure is not None:
             raise RankError(failure)
@@ -268,12 +268,12 @@ def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: floa
         time.sleep(_LOOK_SECONDS)
 
 
-def _card(store: Store, rank: int) -> Card:
-    return Card(**json.loads(store.get(f"card/{rank}")))
+def _info(store: Store, rank: int) -> RankInfo:
+    return RankInfo(**json.loads(store.get(f"info/{rank}")))
 
 
-def _names(cards: Sequence[Card]) -> str:
-    return ", ".join(card.name for card in cards)
+def _names(infos: Sequence[RankInfo]) -> str:
+    return ", ".join(info.name for info in infos)
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ _LARGEST_STEP = 0xFFFF_FFF0
 #: Of mpirun: what is the same in all processes of a job, and differs from job to job.
 _MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
-_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
             _require_same(place, other, theirs)
     if place.size == 1:
         return World(0, 1, 0, 1)
-    host, port = _meeting_point(launcher, place, variables)
+    host, port = _rendezvous_address(launcher, place, variables)
     return World(place.rank, place.size, place.local_rank, place.local_size, host, port)
 
 
@@ -239,11 +239,11 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
         )
 
 
-def _meeting_point(
+def _rendezvous_address(
     launcher: _Launcher, place: World, variables: Mapping[str, str]
 ) -> tuple[str, int]:
     """Host and port where the processes of a world meet."""
-    given = [name for name in _MEETING_POINT if variables.get(name)]
+    given = [name for name in _ADDRESS_VARIABLES if variables.get(name)]
     host, port = variables.get("MASTER_ADDR", ""), 0
     if "MASTER_PORT" in given:
         port = _number("MASTER_PORT", variables)
@@ -252,7 +252,7 @@ def _meeting_point(
     if len(given) == 2:
         return host, port
     if launcher is _TORCH:
-        missing = " and ".join(name for name in _MEETING_POINT if name not in given)
+        missing = " and ".join(name for name in _ADDRESS_VARIABLES if name not in given)
         raise ConfigError(
             f"WORLD_SIZE is {place.size} and {missing} not set: set MASTER_ADDR to the name of "
             "rank 0's machine and MASTER_PORT to a free port there"

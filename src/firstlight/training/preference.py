@@ -235,7 +235,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
     try:
         folder = resolve_model_folder(name)
         same = base_identity(folder) == start.get("sha256")
-        loaded = load_model(folder, dtype=torch.float32, way="sequential").model
+        loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
         raise CheckpointError(f"{newest} started from {name}, {advice}: {error}") from error
     if not same:

@@ -51,7 +51,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
                 # Else what asks for no device by number would begin on the first GPU, too.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
-            hardware = stack.enter_context(_met(recipe, world))
+            hardware = stack.enter_context(_join_others(recipe, world))
         if recipe.run.deterministic:
             require_same_bits(hardware)
         engine = make_engine(recipe.distributed, world, hardware.device)
@@ -60,7 +60,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
 
 
 @contextlib.contextmanager
-def _met(recipe: Recipe, world: World) -> Iterator[Hardware]:
+def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
     """The hardware of this process, once all processes of the run have met."""
     name = recipe.run.device
     if name == "auto":

@@ -131,7 +131,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
         model = load_model(
             folder,
             dtype=torch.float32,
-            way="sequential",
+            mode="sequential",
             vocab_multiple=recipe.efficiency.vocab_multiple,
         ).model
     except ModelError as error:
@@ -256,7 +256,7 @@ def _starting_model(
     data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
     folder = resolve_model_folder(init_from)
-    loaded = load_model(folder, dtype=torch.float32, way="sequential", vocab_multiple=multiple)
+    loaded = load_model(folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple)
     for note in training_notes(folder):
         tell(f"warning: {note}")
     old = loaded.tokenizer

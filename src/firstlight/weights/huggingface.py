@@ -29,7 +29,7 @@ from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.loading import LoadingWay, count_tensors, load_weights
+from firstlight.weights.loading import LoadingMode, count_tensors, load_weights
 from firstlight.weights.stored import FileState, stored_tensors
 
 CONFIG_NAME = "config.json"
@@ -69,7 +69,7 @@ def load_model(
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype | None = None,
-    way: LoadingWay = "auto",
+    mode: LoadingMode = "auto",
     vocab_multiple: int = 1,
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
@@ -81,7 +81,7 @@ def load_model(
         folder: where it lies.
         device: where the parameters go.
         dtype: of the parameters; None is that of the file.
-        way: how they get there, see `firstlight.weights.loading`.
+        mode: how they get there, see `firstlight.weights.loading`.
         vocab_multiple: the vocabulary is padded to a multiple of this.
 
     Raises:
@@ -93,7 +93,7 @@ def load_model(
     folder = find_model_folder(folder)
     *adapters, base = adapter_chain(folder)
     model = unloaded_model(read_config(base), base, vocab_multiple)
-    mapped = load_weights(model, base, device=device, dtype=dtype, way=way)
+    mapped = load_weights(model, base, device=device, dtype=dtype, mode=mode)
     tokenizer = tokenizer_of(base)
     eos_token_ids = _eos_token_ids(base, tokenizer)
     for adapter in reversed(adapters):

@@ -1,6 +1,6 @@
 """Weights between a model and its safetensors files, without holding them twice.
 
-Three ways lead from a model folder into a model, all by way of a model on the meta device:
+Three modes lead from a model folder into a model, all through a model on the meta device:
 
     sequential  memory for the model is taken once, and each tensor is read from its file straight
                 into its place, on any device and in any dtype
@@ -39,7 +39,7 @@ from firstlight.weights.stored import (
     stored_tensors,
 )
 
-LoadingWay = Literal["auto", "sequential", "mmap", "straight"]
+LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
 COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -128,7 +128,7 @@ def load_weights(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    way: LoadingWay = "auto",
+    mode: LoadingMode = "auto",
 ) -> tuple[FileState, ...]:
     """Give a model on the meta device the weights of a model folder; return the files that it
     goes on using.
@@ -138,7 +138,7 @@ def load_weights(
         folder: one safetensors file, or several with an index.
         device: where the parameters go.
         dtype: of the parameters; None is that of the embedding in the file.
-        way: see the head of this module.
+        mode: see the head of this module.
 
     Raises:
         ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
@@ -147,7 +147,7 @@ def load_weights(
     stored = fitting_tensors(model, folder)
     dtype = dtype or stored[embedding_name(model)].dtype
     model.to(dtype)
-    mapped = _WAYS[way](model, stored, torch.device(device))
+    mapped = _MODES[mode](model, stored, torch.device(device))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     return mapped
@@ -278,15 +278,15 @@ def _load_automatically(
     return (_load_mapped if mappable else _load_sequentially)(model, stored, device)
 
 
-_WAYS: dict[
-    LoadingWay, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[FileState, ...]]
+_MODES: dict[
+    LoadingMode, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[FileState, ...]]
 ] = {
     "auto": _load_automatically,
     "sequential": _load_sequentially,
     "mmap": _load_mapped,
     "straight": _load_straight,
 }
-LOADING_WAYS = tuple(_WAYS)
+LOADING_MODES = tuple(_MODES)
 
 
 def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
