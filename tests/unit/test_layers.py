@@ -143,7 +143,7 @@ import torch
         "firstlight.models.llama",
         "firstlight.training",
         "firstlight.cli",
-        "firstlight.data.shards",
+        "firstlight.data.corpus",
     ]
 
 
