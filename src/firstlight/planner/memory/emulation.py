@@ -294,7 +294,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     to both.
 
     Args:
-        fuses: whether inductor compiles them as well; else they are all that there is to run.
+        fuses: True compiles the graphs with inductor as well; False only runs the graphs.
     """
     with quiet_import():
         import torch._inductor.compile_fx as compile_fx

@@ -28,12 +28,14 @@ class Target:
 
     Attributes:
         kind: "cpu" or "cuda".
-        name: of the device.
-        context_bytes: what a process takes of the device before its first tensor.
-        library_bytes: what libraries allocate once through torch's allocator: cuBLAS' workspace.
-        capability: of CUDA's.
+        name: the device's name.
+        context_bytes: bytes that a process takes on the device before its first tensor.
+        library_bytes: bytes that libraries allocate once through torch's allocator (cuBLAS'
+            workspace).
+        capability: CUDA compute capability.
         threads: torch's, on a CPU; some kernels have a buffer for each.
-        torch_version: whose kernels; for comparison with what was published before.
+        torch_version: (major, minor) of the torch whose kernels are modelled; older ones serve
+            comparisons with published figures.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"

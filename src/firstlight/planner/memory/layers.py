@@ -48,8 +48,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     """Recipes to be traced in full, and what makes of their predictions that of the recipe.
 
     Args:
-        recipe: where its layers are not alike, or it has no more of them, it is to be traced
-            itself.
+        recipe: the resolved recipe; it is traced itself if its layers differ or are few.
 
     Returns:
         The recipes, the deepest first; and a function of what they take, each with its backward
@@ -103,7 +102,7 @@ def from_graphs(
         graphs: the same, its graphs run as they are.
         more: the graphs of the model with one layer more.
         steps: layers to be added to the shallow model.
-        accumulates: whether there are the gradients of an earlier micro-batch.
+        accumulates: True if gradients of an earlier micro-batch are in memory.
 
     Returns:
         The prediction, with the operators of the graphs.

@@ -50,18 +50,19 @@ def plan_module(
     """What training steps of a module take, without allocating anything.
 
     Args:
-        model: on any device, the meta device too. It stays as it is.
-        batch: of one forward pass: keyword arguments, or positional ones. Of tensors, only shapes
-            and dtypes count.
-        optimizer: one of `OPTIMIZERS`, or what makes one of the trainable parameters.
+        model: the module, on any device (also meta); it is not changed.
+        batch: arguments of one forward pass, as a mapping or a sequence; only the shapes and dtypes
+            of tensors count.
+        optimizer: a name of `OPTIMIZERS`, or a function of the trained parameters that makes the
+            optimizer.
         loss: makes the loss of what the model returns; None takes its `loss` (an attribute or a
             key), or its first part.
         precision: "fp16" and "bf16" are autocast over parameters as they are.
         gradient_accumulation_steps: backward passes a step.
-        activation_checkpointing: by the model's own `gradient_checkpointing_enable`.
-        zero_grad: whether gradients are freed after a step, or stay and are made zero.
+        activation_checkpointing: True calls the model's own `gradient_checkpointing_enable`.
+        zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
         max_grad_norm: gradients are clipped to it; 0 leaves them.
-        target: that it will run on; None is this machine's CPU.
+        target: the device to predict for; None is this machine's CPU.
 
     Returns:
         The prediction. What the libraries of convolutions and recurrent layers take inside is not

@@ -40,7 +40,7 @@ class PhasePeak:
 
     Attributes:
         bytes: allocated.
-        parts: what they were, by the names in `PARTS`.
+        parts: bytes by the names in `PARTS`.
     """
 
     bytes: int
@@ -52,8 +52,8 @@ class OperatorCount:
     """Equal calls of an operator: what a model of speed works with.
 
     Attributes:
-        operator: which.
-        count: how often it ran, in one optimizer step, evaluation batch or decoding step.
+        operator: the operator with its shapes and phase.
+        count: calls in one optimizer step, evaluation batch or decoding step.
     """
 
     operator: Operator
@@ -67,15 +67,15 @@ class MemoryPrediction:
     Attributes:
         peak_bytes: the most that is allocated at a time, as the allocator counts it:
             `torch.cuda.max_memory_allocated`, or on a CPU the tracked peak of real tensors.
-        phase: in which that is: "forward", "loss", "backward", "optimizer", ...
-        parts: what it consists of, by the names in `PARTS`.
+        phase: phase of the peak: "forward", "loss", "backward", "optimizer", ...
+        parts: bytes at the peak by the names in `PARTS`.
         phases: the peak of each phase.
-        reserved_bytes: what the allocator holds at its peak, with what rounding and fragmentation
-            leave unused; on a CPU `peak_bytes`.
-        overhead_bytes: beside the allocator: a GPU's context and libraries.
-        host_bytes: of offloaded tensors in the host's memory, for a GPU.
-        operators: of the last optimizer step, evaluation batch or decoding step.
-        notes: what the prediction takes for granted.
+        reserved_bytes: bytes that the allocator holds at its peak, including rounding and
+            fragmentation; on a CPU `peak_bytes`.
+        overhead_bytes: bytes outside of the allocator: a GPU's context and libraries.
+        host_bytes: bytes of offloaded tensors in the host's memory, for a GPU.
+        operators: counts for the last optimizer step, evaluation batch or decoding step.
+        notes: assumptions of the prediction, for people.
     """
 
     peak_bytes: int
@@ -97,7 +97,7 @@ class MemoryPrediction:
         """All of it as JSON values.
 
         Args:
-            operators: with the counted operators too: thousands of lines.
+            operators: True includes the counted operators: thousands of lines.
         """
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
@@ -136,11 +136,11 @@ def predict(
 
     Args:
         trace: complete.
-        target: whose kernels and allocator.
+        target: the device whose kernels and allocator are modelled.
         first_counted_tick: operators are counted from here on.
-        phases: that count; None is all.
-        stretches: that backward passes are cut into, equal in operators: with 2 the second is a
-            phase of its own, `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
+        phases: phases that count; None is all.
+        stretches: number of stretches, equal in operators, that a backward pass is split into: with
+            2 the second is the phase `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
     """
     timeline = Timeline(trace, target)
     timeline.split_backward(stretches)
@@ -202,10 +202,10 @@ class Timeline:
 
     Args:
         trace: complete.
-        target: whose kernels and allocator.
+        target: the device whose kernels and allocator are modelled.
 
     Attributes:
-        parts: for each part that there is, bytes at each tick.
+        parts: bytes at each tick, by part.
         total: their sum.
     """
 
@@ -279,8 +279,8 @@ class Timeline:
         """The most that the target's allocator held.
 
         Args:
-            first: what was given up before this tick does not count: the allocator gives it back
-                when it has to.
+            first: first tick that counts; storages freed before it are left out, because the
+                allocator returns them when it has to.
         """
         if self.target.kind == "cpu":
             return int(self.total[first:].max())

@@ -234,10 +234,10 @@ class Equivalent:
     """What is traced.
 
     Attributes:
-        recipe: to trace.
-        kernel: of attention on a GPU, see `CudaKernels`; None is torch's choice.
-        offloads: whether activations go to the host's memory.
-        notes: what is taken for granted.
+        recipe: the recipe to trace.
+        kernel: attention kernel on a GPU, see `CudaKernels`; None is torch's choice.
+        offloads: True if activations are offloaded to the host's memory.
+        notes: assumptions of the prediction, for people.
     """
 
     recipe: ResolvedRecipe

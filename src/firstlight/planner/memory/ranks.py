@@ -40,9 +40,9 @@ def of_one_rank(
     """The memory of one of several processes.
 
     Args:
-        prediction: of `own_part` in one process.
+        prediction: memory of `own_part` in one process.
         recipe: the resolved recipe.
-        processes: how many there are.
+        processes: number of processes.
 
     Raises:
         ConfigError: the model or the batch can't be cut so.
@@ -209,9 +209,9 @@ def exchange_of(
 
     Args:
         recipe: the resolved recipe.
-        parameters: of the model.
-        processes: how many there are.
-        host_bytes: of activations that wait in the CPU's memory, of a micro-batch.
+        parameters: number of the model's parameters.
+        processes: number of processes.
+        host_bytes: bytes of a micro-batch's activations that are offloaded to the CPU's memory.
     """
     cut, copies = recipe.distributed, copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
@@ -249,7 +249,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 
     Args:
         recipe: the resolved recipe.
-        processes: of all groups together.
+        processes: number of processes, all groups together.
 
     Raises:
         ConfigError: model or batch can't be cut so.
@@ -333,9 +333,9 @@ def with_own_tables(
     pipeline, that of the first or the last stage, whichever needs more.
 
     Args:
-        prediction: of the part.
-        recipe: of the whole model.
-        part: from `own_part`.
+        prediction: memory of the part.
+        recipe: the resolved recipe with the whole model.
+        part: the recipe that `own_part` made.
     """
     cut = recipe.distributed
     if cut.tensor_parallel > 1:
@@ -370,7 +370,7 @@ def _share_elsewhere(part: ResolvedRecipe, pieces: int, tables: tuple[str, ...])
     """The share of a part's parameters that other processes have.
 
     Args:
-        pieces: that tables are cut into; 0 is all of them elsewhere.
+        pieces: number of shards of each table; 0 if other processes have all of it.
         tables: parts of their names.
     """
     parameters = dict(meta_model(part.model).named_parameters())

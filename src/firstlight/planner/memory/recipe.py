@@ -79,8 +79,8 @@ def run_jobs(jobs: Sequence[TraceJob], workers: Workers | None = None) -> list[M
     """The predictions of jobs.
 
     Args:
-        jobs: those that take longest first.
-        workers: that trace; None does it here.
+        jobs: the jobs, those that take longest first.
+        workers: processes that trace; None traces in this process.
     """
     calls = [call for job in jobs for call in job.calls]
     found = iter(list((workers or Workers()).map(_call, calls)))
@@ -103,7 +103,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
 
     Args:
         recipe: the resolved recipe.
-        target: that it will run on; None is this machine's CPU.
+        target: the device to predict for; None is this machine's CPU.
 
     Raises:
         ConfigError: something is undecided, or the recipe's methods can't work together.
@@ -143,9 +143,10 @@ def evaluation_job(
 
     Args:
         recipe, target: as for `training_job`.
-        samples: whether the recipe's sample texts, which a run makes with it, are a second phase.
-        in_run: between training steps, with the optimizer's state in memory; else of the model
-            alone.
+        samples: True adds the recipe's sample texts, which a run generates with an evaluation, as a
+            second phase.
+        in_run: True if the optimizer's state is in memory, as between training steps; False for the
+            model alone.
 
     Raises:
         ConfigError, MissingDependencyError: see `training_job`.
@@ -374,7 +375,7 @@ def predict_generation(
         prompt_tokens, max_new_tokens: of each sequence.
         sequences: decoded together.
         dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
-        target: that it will run on; None is this machine's CPU.
+        target: the device to predict for; None is this machine's CPU.
 
     Raises:
         ConfigError: the dtype is unknown, or the prompt fills the context.

@@ -50,11 +50,11 @@ class Operator:
 
     Attributes:
         name: torch's, such as "aten.mm.default".
-        phase: of the step that it ran in.
+        phase: phase of the step.
         inputs, outputs: shape and dtype of each tensor.
-        flops: of the matrix products in it; 0 where there are none.
+        flops: FLOPs of its matrix products; 0 if it has none.
         moved_bytes: read and written, each tensor once; 0 for views.
-        options: what else its kernel's memory depends on.
+        options: further properties of the call that its kernel's memory depends on.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Storage:
     Attributes:
         size: bytes.
         birth, death: first and last tick that it is alive at.
-        phase: that it was made in; "" before the first.
-        part: what it is, once that is known: "weights", "gradients", ...
-        recomputed: whether it was made by the backward pass computing a forward pass again.
+        phase: phase in which it was made; "" before the first.
+        part: kind of content once it is known: "weights", "gradients", ...
+        recomputed: True if the backward pass made it by recomputing a forward pass.
     """
 
     size: int
@@ -91,14 +91,14 @@ class Trace:
     """What a traced run did.
 
     Attributes:
-        storages: in the order in which they were made.
+        storages: storages in the order of their creation.
         operators: the different ones.
-        calls: for each tick, the index of its operator.
-        phases: for each tick, the index in `phase_names`.
+        calls: index of the operator at each tick.
+        phases: index in `phase_names` at each tick.
         segments: (first tick, last tick) of each stretch of a forward pass that autograd records.
         recomputations: the same, of forward passes computed again by a backward pass.
         host_bytes: the most that lay in the host's memory beside a device's.
-        notes: what the prediction takes for granted, for people.
+        notes: assumptions of the prediction, for people.
     """
 
     storages: list[Storage] = field(default_factory=list)

@@ -70,7 +70,7 @@ def run_phases(
     Args:
         training, evaluation: of one process.
         recipe: the resolved recipe.
-        machine: to run on.
+        machine: the machine to run on.
     """
     evaluating = evaluation.phases
     if engine_of(recipe, machine.count) == "ddp":
@@ -232,8 +232,8 @@ def planned_recipe(
     """The recipe with the settings of the best plan for this machine, tried for two steps.
 
     Args:
-        recipe: as it was written.
-        hardware: to run on.
+        recipe: the recipe as written.
+        hardware: the device to run on.
         tell: called with what was found.
         init_from: the folder of a model to start from.
 

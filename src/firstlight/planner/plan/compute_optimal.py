@@ -21,7 +21,7 @@ class ScalingLaw:
     """loss = irreducible + a / parameters^alpha + b / tokens^beta, in nats a token.
 
     Attributes:
-        source: of the fit.
+        source: publication of the fit.
     """
 
     source: str
@@ -109,12 +109,12 @@ class Suggestion:
 
     Attributes:
         config: the model.
-        parameters: of it.
-        tokens: to train on.
+        parameters: number of its parameters.
+        tokens: tokens of the run.
         global_batch_tokens, max_steps, learning_rate: for the recipe.
-        seconds: that it takes, at the expected rate.
+        seconds: duration at the expected rate.
         loss: least and most expected at the end, nats a token.
-        epochs: how often the text at hand is read; None where its size is not known.
+        epochs: passes over the text at hand; None if its size is not known.
     """
 
     config: LlamaConfig
@@ -142,11 +142,11 @@ def suggest(
     Args:
         rate: tokens a second at which a model trains here; None where it doesn't fit. Called for
             some models until they get worse.
-        models: of rising size, see `model_ladder`.
-        seq_len: of a row.
+        models: candidate models, smallest first; see `model_ladder`.
+        seq_len: tokens of a sequence.
         seconds: the budget as time, or
         tokens: the budget as tokens.
-        unique_tokens: of the text at hand.
+        unique_tokens: tokens of the text at hand; None if there is no limit.
 
     Raises:
         ConfigError: not even the smallest fits, or the budget is nothing.
@@ -212,7 +212,7 @@ def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None
     the seconds that it takes.
 
     Args:
-        unique_tokens: of the text at hand.
+        unique_tokens: tokens of the text at hand; None if there is no limit.
     """
     config, tokens = found.config, steps * found.global_batch_tokens
     worth = worth_of_tokens(tokens, unique_tokens)
@@ -245,7 +245,7 @@ def model_ladder(
     width of 2,048 on, of 128 with a quarter of key-value heads.
 
     Args:
-        ties: whether the embedding is the head up to a width of 1,024.
+        ties: True ties the embedding and the head up to a width of 1,024.
         cuts: processes that share the key-value heads evenly; there are as many of them as come
             nearest to the usual. Where no number of them does, they are as usual.
     """

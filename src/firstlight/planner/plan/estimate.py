@@ -32,14 +32,15 @@ class Estimate:
     """One way to train.
 
     Attributes:
-        name: for people.
+        name: short description, for people.
         changes: keys of the recipe that it sets.
-        recipe: with them; None where they can't be.
+        recipe: the recipe with `changes` applied; None if the changes are invalid.
         training, evaluation: the memory of each, of one device; evaluation's with sample texts.
         speed: None where the device's rates are not known.
-        usable_bytes: that there are.
-        problem: why it can't be; "" where it can.
-        is_bound: whether training's memory is that without torch.compile, which mostly takes less.
+        usable_bytes: bytes of a device that a run may take.
+        problem: the reason why the candidate is invalid; "" if it is valid.
+        is_bound: True if training's memory is that of the step without torch.compile, mostly an
+            upper bound.
         traced: training in one process, for its speed, until that is known.
     """
 
@@ -102,11 +103,11 @@ class Candidate:
 
     Attributes:
         recipe: the resolved recipe.
-        machine: to run on.
+        machine: the machine to run on.
         name, changes: see `Estimate`.
-        evaluates: whether evaluation's memory is looked at too.
-        compiles: whether what torch.compile makes of a step is looked at, for ten seconds and more;
-            else the step without it stands for it.
+        evaluates: True includes the memory of evaluations.
+        compiles: True traces the step as torch.compile makes it, which takes ten seconds and more;
+            False takes the memory of the step without it.
     """
 
     recipe: ResolvedRecipe
@@ -121,9 +122,9 @@ class Estimator:
     """Answers candidates.
 
     Args:
-        workers: that trace; None does it here.
-        measures: whether operators that this machine's CPU was not timed at are: for some seconds,
-            fewer the longer it took to trace them. The next plan goes on with it.
+        workers: processes that trace; None traces in this process.
+        measures: True times operators that were never timed on this machine's CPU, for some
+            seconds, fewer the longer tracing took. The next plan continues with them.
     """
 
     def __init__(self, workers: Workers | None = None, *, measures: bool = True) -> None:
@@ -164,8 +165,8 @@ def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate
     """An `Estimate` without its speed.
 
     Args:
-        candidate: what is asked.
-        workers: that trace parts of it; None does all here.
+        candidate: the candidate settings.
+        workers: processes that trace parts of a step; None traces in this process.
     """
     machine, name, changes = candidate.machine, candidate.name, candidate.changes
     try:

@@ -49,14 +49,14 @@ class Machine:
     """One or several equal devices.
 
     Attributes:
-        name: of the device.
-        count: how many.
-        memory_bytes: of each.
-        usable_bytes: of that, what a run may take.
-        target: whose kernels memory is predicted for.
+        name: the device's name.
+        count: number of devices.
+        memory_bytes: bytes of each device.
+        usable_bytes: bytes of each device that a run may take.
+        target: the device whose kernels and allocator are modelled.
         gpu: its rates; None for a CPU, and for a GPU of which only the memory is known.
-        precision: what "auto" takes there: "bf16", "fp16" or "fp32".
-        is_here: whether it is the machine that this runs on.
+        precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
+        is_here: True for the machine that this process runs on.
     """
 
     name: str
@@ -108,9 +108,9 @@ def find_machine(
 
     Args:
         gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
-        memory_bytes: of each GPU, in place of what the table says; without `gpu`, of some GPU whose
-            rates are not known.
-        count: how many GPUs.
+        memory_bytes: bytes of each GPU instead of the table's; without `gpu`, of a GPU of unknown
+            speed.
+        count: number of GPUs.
 
     Raises:
         ConfigError: there is no such GPU (names the nearest), or the numbers make no sense.
@@ -305,7 +305,7 @@ class PlannedRun:
     Attributes:
         schedule: its steps, as `train` works them out.
         rows_a_step: rows of an optimizer step, all devices together.
-        tokens: of all its rows.
+        tokens: tokens of the whole run.
         epochs: passes over the training split; None where the data are not here.
     """
 

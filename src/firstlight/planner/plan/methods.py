@@ -26,8 +26,8 @@ def method_table(
 
     Args:
         recipe: the resolved recipe.
-        machine: to run on.
-        estimator: who is asked.
+        machine: the machine to run on.
+        estimator: makes the estimates; None makes a new one.
         tell: called with what has been tried.
     """
     candidates = [
@@ -106,10 +106,10 @@ def reasons_for(
     """For each key that the recipe left open, or that the best way sets otherwise, why.
 
     Args:
-        recipe: as it was written.
+        recipe: the recipe as written.
         best: the way that was chosen.
         first: the recipe as it stands.
-        machine: that was planned for.
+        machine: the machine that was planned for.
     """
     assert best.recipe is not None
     reasons: dict[str, str] = {}

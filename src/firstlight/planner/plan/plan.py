@@ -41,7 +41,7 @@ class Budget:
 
     Attributes:
         seconds, tokens: one of them.
-        price_per_hour: of one device, in any currency.
+        price_per_hour: price of one device, in any currency.
     """
 
     seconds: float | None = None
@@ -67,18 +67,18 @@ class Plan:
     """What was found out.
 
     Attributes:
-        machine: that was planned for.
+        machine: the machine that was planned for.
         recipe: the recipe, resolved for the machine.
-        parameters: of its model.
-        as_it_stands: what that takes.
-        run: how long its run is; None where that depends on data that are not here.
+        parameters: number of the model's parameters.
+        as_it_stands: the estimate for `recipe`.
+        run: length of its run; None if that depends on data that are not on this machine.
         best: the fastest way that fits; None where none does, or none was looked for.
-        reasons: for each key of `best` that was decided, why.
-        methods: what each method alone would change.
-        nearest: where nothing fits: what would.
-        budget: of time or tokens.
-        suggestion: what to train with it.
-        suggested: what that takes.
+        reasons: explanation of each key of `best` that was decided.
+        methods: an estimate for each method alone.
+        nearest: changed settings that would fit, where nothing fits.
+        budget: the time or the tokens to train with.
+        suggestion: the model and the schedule for the budget.
+        suggested: the estimate for `suggestion`.
     """
 
     machine: Machine
@@ -155,13 +155,13 @@ def make_plan(
     """Plan a run.
 
     Args:
-        recipe: as it was written.
-        machine: to run on.
+        recipe: the recipe as written.
+        machine: the machine to run on.
         init_from: the folder of a model to start from.
-        budget: to say what to train with; None is no candidate.
-        searches: for the best settings and for what each method would change; else the recipe as it
-            stands is all.
-        estimator: who is asked.
+        budget: time or tokens to suggest a model for; None suggests none.
+        searches: True looks for the best settings and estimates each method; False estimates the
+            recipe as it stands only.
+        estimator: makes the estimates; None makes a new one.
         tell: called with what is being tried.
 
     Raises:

@@ -69,8 +69,8 @@ class Workers:
         """A function's results, in the order of its arguments, as they come.
 
         Args:
-            function: of a module.
-            arguments: for each call, what can be sent to another process.
+            function: a function of a module.
+            arguments: the arguments of each call; they have to be picklable.
 
         Raises:
             TrainingError: a process was killed. What a function raises is raised here.

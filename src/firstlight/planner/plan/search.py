@@ -64,10 +64,10 @@ def best_estimate(
 
     Args:
         recipe: the resolved recipe.
-        machine: to run on.
-        estimator: who is asked.
+        machine: the machine to run on.
+        estimator: makes the estimates; None makes a new one.
         tell: called with what is being tried.
-        known: what the recipe as it stands comes to, if that is known.
+        known: the estimate for the recipe as it stands, if it was made before.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
@@ -246,8 +246,8 @@ def nearest_estimates(
 
     Args:
         recipe: the resolved recipe.
-        machine: to run on.
-        estimator: who is asked.
+        machine: the machine to run on.
+        estimator: makes the estimates; None makes a new one.
         tell: called with what has been tried.
     """
     estimator, candidates = estimator or Estimator(), []

@@ -91,8 +91,8 @@ class Features:
     """What an operator's time depends on.
 
     Attributes:
-        key: of exactly this operator.
-        group: of the operators whose rates are comparable.
+        key: identity of exactly this operator.
+        group: name shared by operators whose rates are comparable.
         sizes: base-2 logarithms, by which the likeness within the group is measured.
         work: FLOPs or bytes.
         reference: the reference operator that speeds up and slows down as this one does.
@@ -109,7 +109,7 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
     """What an operator's time depends on.
 
     Args:
-        transposed: whether a product's factors lie so, see `transposed_factors`.
+        transposed: memory layout of a product's factors, see `transposed_factors`.
     """
     name = base_name(operator)
     shown = " ".join(map(_layout_text, operator.inputs[:6]))
@@ -158,7 +158,7 @@ class Entry:
 
     Attributes:
         group, sizes, work: see `Features`.
-        ratios: of its time to the reference's, the last few.
+        ratios: the last few ratios of its time to the reference's.
         reference: see `Features`.
     """
 
@@ -179,8 +179,8 @@ class OperatorTime:
     """An operator's time.
 
     Attributes:
-        seconds: of one call.
-        source: where it is from: this operator, others like it, or others that are less so.
+        seconds: duration of one call.
+        source: origin: this operator, similar ones, or less similar ones.
     """
 
     seconds: float
@@ -192,9 +192,9 @@ class Reference:
     """What the reference operators take now.
 
     Attributes:
-        seconds: by name: "float32", "bfloat16", "float16" (products) and "stream".
+        seconds: durations by name: "float32", "bfloat16" (products) and "stream".
         rates: FLOP/s or bytes a second, by the same names.
-        call_seconds: of an operator of a model that computes next to nothing.
+        call_seconds: duration of an operator of a model that computes next to nothing.
     """
 
     seconds: dict[str, float]
@@ -206,10 +206,10 @@ class Calibration:
     """The times of this machine's operators.
 
     Args:
-        fingerprint: of the machine.
-        reference: what the reference operators take now.
-        entries: by `Features.key`.
-        notes: about the store, for people.
+        fingerprint: description of the machine, see `machine_fingerprint`.
+        reference: present durations of the reference operators.
+        entries: timed operators by `Features.key`.
+        notes: remarks on the store, for people.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Calibration:
         """Of one call of an operator.
 
         Args:
-            transposed: whether a product's factors lie so.
+            transposed: memory layout of a product's factors, see `transposed_factors`.
         """
         if is_free(operator):
             return OperatorTime(0.0, "measured")
@@ -339,7 +339,7 @@ def _line(ranked: Sequence[Entry], size: float) -> list[tuple[Entry, float]]:
     """The nearest entry below a size and the nearest above, and how much each counts.
 
     Args:
-        ranked: of one size each, the nearest first.
+        ranked: entries with one size each, the nearest first.
     """
     below = next((entry for entry in ranked if entry.sizes[0] <= size), None)
     above = next((entry for entry in ranked if entry.sizes[0] >= size), None)

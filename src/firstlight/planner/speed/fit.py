@@ -57,8 +57,8 @@ def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
     """The constants that fit measured steps best.
 
     Args:
-        steps: at least one.
-        gpu: that they ran on.
+        steps: measured steps, at least one.
+        gpu: the GPU that they ran on.
     """
     found = {name: _expected(name) for name in BOUNDS}
 

@@ -90,17 +90,17 @@ class Shares:
     """What of a GPU's figures is achieved; see the module's head.
 
     Attributes:
-        products: of the peak, by a matrix product without waste of tiles.
+        products: fraction of the peak that a matrix product without tile waste reaches.
         attention, attention_backward: of the peak, by the fused kernels.
-        bandwidth: of the memory's.
-        link: of the link's between GPUs.
-        overlap: of communication that runs beside computing.
+        bandwidth: fraction of the memory's bandwidth that kernels reach.
+        link: fraction of the bandwidth of the link between GPUs.
+        overlap: fraction of computing that communication overlaps with.
         kernel_seconds: the shortest kernel.
-        launch_seconds: of the host, to start an operator from Python.
-        compiled_launch_seconds: of the host, to start a compiled kernel.
-        fused_traffic: how often kernels of torch.compile move what stands between products: a norm
-            reads its input twice, a residual is read and written beside it, a gradient is summed
-            into a bias's.
+        launch_seconds: host time to launch an operator from Python.
+        compiled_launch_seconds: host time to launch a compiled kernel.
+        fused_traffic: number of times that kernels of torch.compile move the bytes between
+            products: a norm reads its input twice, a residual is read and written beside it, a
+            gradient is summed into a bias's.
         source: the origin of these figures, for people.
     """
 
@@ -153,7 +153,7 @@ def tile_share(product: MatrixProduct, units: int) -> float:
     """Of the work that a GPU does for a matrix product, the share that is not lost to tiles.
 
     Args:
-        product: which.
+        product: the product's sizes and dtype.
         units: multiprocessors.
     """
     rows, columns = -(-product.m // _TILE), -(-product.n // _TILE)

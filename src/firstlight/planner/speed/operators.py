@@ -114,8 +114,8 @@ class MatrixProduct:
     """A matrix product: `batch` times [m, k] x [k, n].
 
     Attributes:
-        added: whether a bias or another matrix is added.
-        transposed: whether the first and the second factor lie in memory the other way round.
+        added: True if a bias or another matrix is added.
+        transposed: True for each of the two factors that lies transposed in memory.
     """
 
     batch: int
@@ -325,8 +325,8 @@ def at_depth(
     """The operators of a deep model from those of two shallow ones.
 
     Args:
-        few: of the model with fewer layers.
-        more: of one with a layer more.
+        few: counts of the model with fewer layers.
+        more: counts of the model with one layer more.
         steps: layers that the deep model has beyond `more`.
     """
     before = {entry.operator: entry.count for entry in few}

@@ -29,7 +29,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
     Args:
         recipe: the resolved recipe.
-        exchange: of several processes; None is one.
+        exchange: communication of several processes; None is one process.
     """
     model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
     exchange = exchange or Exchange()
@@ -58,7 +58,8 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
     """A prediction with the operators of all micro-batches of a step, from that of a trace.
 
     Args:
-        prediction: of a step of `count` micro-batches, of which two at most were traced.
+        prediction: prediction for a step of `count` micro-batches, at most two of which were
+            traced.
         count: micro-batches.
     """
     if count <= _TRACED_MICRO_BATCHES:
@@ -78,7 +79,7 @@ def count_operators(recipe: ResolvedRecipe, target: Target | None = None) -> Mem
 
     Args:
         recipe: the resolved recipe.
-        target: that it will run on; None is this machine's CPU.
+        target: the device to predict for; None is this machine's CPU.
 
     Raises:
         ConfigError: the recipe's methods can't work together.
@@ -98,8 +99,8 @@ def predict_recipe_speed(
     Args:
         recipe: the resolved recipe.
         machine: the calibrated machine, or a GPU of the table.
-        counted: of `count_operators`.
-        exchange: what several processes send each other; None is one process.
+        counted: result of `count_operators`.
+        exchange: communication of several processes; None is one process.
     """
     return predict_speed(counted, workload_of(recipe, exchange), machine)
 
@@ -114,11 +115,11 @@ def estimate_speed(
     """How fast a recipe trains; None on a GPU whose rates are not known.
 
     Args:
-        prediction: of what one process has of its training step, not compiled.
+        prediction: memory and operators of one process's training step, not compiled.
         recipe: the resolved recipe.
-        machine: to run on.
-        measuring_seconds: for which this machine's CPU has those operators timed that were not
-            before, the costliest first.
+        machine: the machine to run on.
+        measuring_seconds: time for measuring operators that were never timed on this machine's CPU,
+            the costliest first.
     """
     if machine.gpu is None and machine.target.kind == "cuda":
         return None

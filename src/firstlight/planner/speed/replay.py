@@ -248,10 +248,10 @@ def time_operator(
     """Seconds of one call: the median of some, after one that isn't counted.
 
     Args:
-        operator: one that can be replayed.
-        transposed: whether a product's factors lie so.
+        operator: an operator that `can_replay` accepts.
+        transposed: memory layout of a product's factors, see `transposed_factors`.
         most_seconds: no run begins after it; one is made in any case.
-        most_runs: that are counted.
+        most_runs: number of counted runs, at most.
     """
     size = sum(bytes_of(layout) for layout in operator.inputs)
     copies = max(1, min(most_runs, math.ceil(_COLD_BYTES / max(size, 1))))

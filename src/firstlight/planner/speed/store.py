@@ -50,7 +50,7 @@ def load_calibration(
 
     Args:
         folder: None is calibration/ in the cache.
-        reference: what the reference operators take; None measures it.
+        reference: present durations of the reference operators; None measures them.
         fingerprint: None is this machine's.
     """
     found = dict(fingerprint or machine_fingerprint())
@@ -117,7 +117,7 @@ def measure_operators(
 
     Args:
         calibration: gets the measurements.
-        counts: of a step.
+        counts: operators of a step.
         seconds: no measurement begins after it.
     """
     counts = list(counts)
@@ -245,7 +245,7 @@ def calibrate(seconds: float = 60.0, folder: Path | None = None) -> Calibration:
 
     Args:
         seconds: no operator is begun after it; they take about a minute and a half.
-        folder: of the store; None is calibration/ in the cache.
+        folder: the store's folder; None is calibration/ in the cache.
 
     Raises:
         StorageError: the disk refuses.

@@ -62,15 +62,15 @@ class Exchange:
     Attributes:
         engine: "ddp" sums gradients; "fsdp" gathers weights in both passes, and scatters sums of
             gradients; "none" sends neither.
-        processes: that share the batch.
+        processes: processes that share the batch.
         weight_bytes: all weights, as they are sent.
         gradient_bytes: all gradients, as they are sent.
-        micro_batches: of a step: fsdp gathers in each, ddp sums once.
+        micro_batches: micro-batches of a step: fsdp gathers in each, ddp sums once.
         tensor_parallel: processes that share each layer; their number is beside `processes`.
-        hidden_bytes: of the hidden states of a micro-batch.
-        layers: of the model; with tensor parallel each sums the hidden states four times a step,
-            in each pass after attention and after the MLP (Shoeybi et al. 2019).
-        stages: of a pipeline; their number is beside `processes` too.
+        hidden_bytes: bytes of a micro-batch's hidden states.
+        layers: number of the model's layers; with tensor parallelism each sums the hidden states
+            four times a step, in each pass after attention and after the MLP (Shoeybi et al. 2019).
+        stages: stages of a pipeline, not included in `processes`.
         offloaded_bytes: moved between the CPU's memory and the GPU's in a step.
         link: bytes a second in one direction between GPUs; 0 is the GPU's own.
         host_link: the same between CPU and GPU.
@@ -95,12 +95,12 @@ class Workload:
     """What speed is predicted of, beside the operators.
 
     Attributes:
-        tokens_a_step: of all processes together.
+        tokens_a_step: tokens of a step, all processes together.
         flops_per_token: see `models.accounting.train_flops_per_token`.
         precision: a recipe's `efficiency.precision`, decided.
-        compiled: whether torch.compile makes the forward and the backward pass.
-        cuda_graphs: whether a step is started as one: nothing is launched.
-        exchange: what several processes send each other.
+        compiled: True if torch.compile makes the forward and the backward pass.
+        cuda_graphs: True if a step is launched as one CUDA graph.
+        exchange: communication of several processes.
     """
 
     tokens_a_step: int
@@ -116,15 +116,15 @@ class SpeedPrediction:
     """How fast training goes, predicted.
 
     Attributes:
-        step_seconds: of an optimizer step; slow is the most.
+        step_seconds: duration of an optimizer step; slow is the longest.
         tokens_per_second, mfu: of all processes; slow is the least. The base of MFU is the data
             sheet's peak of a GPU, the measured rate of products of a calibrated machine.
         phases: expected seconds by phase of the step.
         kinds: expected seconds by the names in `KINDS`.
-        bound: what most of the time goes to.
-        measured_share: of the expected time, from operators that were timed on the machine.
+        bound: the resource that most of the time goes to.
+        measured_share: fraction of the expected time that is from operators timed on the machine.
         source: the origin of the rates, for people.
-        notes: what is taken for granted, for people.
+        notes: assumptions of the prediction, for people.
     """
 
     step_seconds: Range
@@ -179,10 +179,10 @@ def predict_speed(
     """How fast the step whose operators were counted goes.
 
     Args:
-        prediction: of one process, with the operators of an optimizer step.
-        work: what the step is.
+        prediction: prediction for one process, with the operators of an optimizer step.
+        work: the step's tokens, precision and communication.
         machine: the calibrated machine that this runs on, or a GPU of the table.
-        shares: of a GPU's figures, that are achieved; None is those of its kind.
+        shares: fractions of a GPU's figures that are reached; None is those of its kind.
     """
     if shares is None:
         shares = shares_for(machine) if isinstance(machine, GPU) else DEFAULT_SHARES
@@ -403,10 +403,11 @@ def exchange_seconds(
     """That a step waits for the links.
 
     Args:
-        exchange: what is sent.
+        exchange: the messages of a step.
         link: bytes a second in one direction.
         beside: seconds of computing that the sending can run beside.
-        shares: of the links' rates, and of the computing that the sending really runs beside.
+        shares: fractions of the links' rates, and of the computing that communication overlaps
+            with.
     """
     rate = exchange.link or link
     total = ZERO
