@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from firstlight.cli.plan import plan_command
 from firstlight.hardware.gpus import find_gpu
-from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
+from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.plan.machine import find_machine
 from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
 from firstlight.planner.speed.gpu import (

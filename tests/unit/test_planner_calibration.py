@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import InputError
-from firstlight.planner.memory.prediction import OperatorCount
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.speed.calibration import (
     Calibration,
     Entry,

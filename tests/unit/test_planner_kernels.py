@@ -24,9 +24,10 @@ from firstlight.planner.memory.kernels import (
     this_cpu,
     workspace_bytes,
 )
+from firstlight.planner.memory.operators import Operator
 from firstlight.planner.memory.prediction import predict
 from firstlight.planner.memory.program import fake_tensors
-from firstlight.planner.memory.trace import Operator, Trace, Tracer
+from firstlight.planner.memory.trace import Trace, Tracer
 
 _MIB = 2**20
 _A100, _V100 = cuda_target("A100", (8, 0)), cuda_target("V100", (7, 0))

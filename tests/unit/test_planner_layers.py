@@ -18,6 +18,8 @@ from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.kernels import Target, cuda_target
 from firstlight.planner.memory.layers import in_fewer_layers
+from firstlight.planner.memory.module import predict_generation
+from firstlight.planner.memory.operators import Operator
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -27,14 +29,8 @@ from firstlight.planner.memory.prediction import (
     predict,
 )
 from firstlight.planner.memory.program import Equivalent
-from firstlight.planner.memory.recipe import (
-    TraceJob,
-    predict_evaluation,
-    predict_generation,
-    run_jobs,
-    trace_memory,
-)
-from firstlight.planner.memory.trace import ALIVE, Operator, Storage, Trace
+from firstlight.planner.memory.recipe import TraceJob, predict_evaluation, run_jobs, trace_memory
+from firstlight.planner.memory.trace import ALIVE, Storage, Trace
 from firstlight.planner.speed.operators import streamed_bytes
 from firstlight.recipe import ResolvedRecipe
 

@@ -21,8 +21,15 @@ from firstlight.bench.planner_speed import (
 from firstlight.bench.runner import RowOutcome
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.planner.memory.kernels import cuda_target
-from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of, flops_of
+from firstlight.planner.memory.operators import (
+    Layout,
+    Operator,
+    OperatorCount,
+    at_depth,
+    bytes_of,
+    flops_of,
+)
+from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.calibration import Calibration, Reference
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
@@ -36,7 +43,6 @@ from firstlight.planner.speed.gpu import (
 from firstlight.planner.speed.operators import (
     KINDS,
     MatrixProduct,
-    at_depth,
     kind_of,
     product_of,
     smaller,

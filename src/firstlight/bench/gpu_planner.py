@@ -23,10 +23,9 @@ from firstlight.bench.planner_speed import GOAL, percentile
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.memory.ranks import exchange_of
 from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
-from firstlight.planner.speed.recipe import workload_of
+from firstlight.planner.speed.recipe import exchange_of, workload_of
 from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.

@@ -23,10 +23,11 @@ import torch
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.errors import FirstlightError
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
-from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.module import predict_generation
+from firstlight.planner.memory.operators import Layout, Operator, OperatorCount
+from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
-from firstlight.planner.memory.recipe import predict_evaluation, predict_generation, trace_memory
-from firstlight.planner.memory.trace import Layout, Operator
+from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 

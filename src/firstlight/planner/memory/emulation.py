@@ -184,6 +184,13 @@ class CudaKernels(TorchFunctionMode):
         return "math"
 
 
+def kernels_of(
+    target: Target, kernel: str | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """`CudaKernels` for a CUDA device; no change for a CPU."""
+    return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
+
+
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
     # What both of torch's functions come to, which asks no mode once more.
     start = torch.ones_like(tensor) if gradient is None else gradient

@@ -19,7 +19,7 @@ import torch
 
 from firstlight.models.blockwise import QUERIES, at_a_time, blocks_of
 from firstlight.models.moe import ROWS_OF_BLOCKS
-from firstlight.planner.memory.trace import Operator, bytes_of
+from firstlight.planner.memory.operators import Operator, bytes_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def blockwise_bytes(operator: Operator) -> int:
     """`models.blockwise`, of a part at a time: queries, keys and values in order, the first two in
     fp32 too; backward their gradients and that of the result; of a block's scores two tensors in
     fp32, and then of its weights and their gradients three."""
-    is_backward = operator.name.split(".")[1].endswith("backward")
+    is_backward = operator.base_name.endswith("backward")
     queries, keys = operator.inputs[1:3] if is_backward else operator.inputs[:2]
     (batch, heads, new, size), dtype = queries
     kept, total = keys[0][1:3]
@@ -181,7 +181,7 @@ def experts_bytes(operator: Operator, target: Target) -> int:
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:
         return 0
-    is_backward = operator.name.split(".")[1].endswith("backward")
+    is_backward = operator.base_name.endswith("backward")
     experts, width, size = operator.inputs[2 if is_backward else 1][0]
     if shape[0] < ROWS_OF_BLOCKS * experts:
         return 0

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from firstlight.models import ModelConfig
+from firstlight.planner.memory.operators import at_depth
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
     MemoryPrediction,
     PhasePeak,
 )
-from firstlight.planner.speed.operators import at_depth
 from firstlight.recipe import ResolvedRecipe
 
 #: Layers of the shallower of the two models that are traced; the other has one more.

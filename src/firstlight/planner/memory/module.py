@@ -1,4 +1,4 @@
-"""The memory of training steps of any `nn.Module`."""
+"""The memory of training steps of any `nn.Module`, and of generation with a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, nearest
-from firstlight.planner.memory.emulation import CudaKernels
+from firstlight.generation import few_rows
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import DTYPES
+from firstlight.generation.int8 import quantize_int8
+from firstlight.models import ModelConfig, build_model
+from firstlight.planner.memory.emulation import kernels_of, replaced
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.prediction import MemoryPrediction, predict
-from firstlight.planner.memory.program import fake_tensors, mark_weights, optimizer_phases
+from firstlight.planner.memory.program import (
+    allow_casts,
+    fake_tensors,
+    mark_weights,
+    optimizer_phases,
+)
 from firstlight.planner.memory.trace import Trace, Tracer
 
 #: Makes an optimizer of parameters.
@@ -73,34 +83,19 @@ def plan_module(
             `gradient_checkpointing_enable`.
     """
     make = _make_optimizer(optimizer)
-    if precision not in _DTYPES:
-        raise ConfigError(f"precision '{precision}' is unknown{nearest(precision, [*_DTYPES])}")
-    if gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {gradient_accumulation_steps}: at least 1 is needed"
-        )
-    if zero_grad not in ("set_to_none", "in_place"):
-        raise ConfigError(f"zero_grad '{zero_grad}' is unknown: use set_to_none or in_place")
-    dtype = _DTYPES[precision]
-    target = target or this_cpu()
-    tracer = Tracer()
-    kernels = CudaKernels(target) if target.kind == "cuda" else contextlib.nullcontext()
-    with fake_tensors(), tracer, optimizer_phases(tracer), kernels:
+    _require_valid(precision, gradient_accumulation_steps, zero_grad)
+    target, tracer = target or this_cpu(), Tracer()
+    with fake_tensors(), tracer, optimizer_phases(tracer), kernels_of(target):
         fake, arguments = _fake_copy(model), _fake_values(batch)
         mark_weights(fake, tracer)
         tracer.mark(_tensors(arguments), "activations")
-        if activation_checkpointing:
-            _enable_checkpointing(fake)
-        fake.train()
-        parameters = [p for p in fake.parameters() if p.requires_grad]
-        if not parameters:
-            raise ConfigError(f"{type(model).__name__} has no parameters that are trained")
+        parameters = _trained_parameters(fake, checkpoints=activation_checkpointing)
         updates = make(parameters)
-        counted = 0
-        for step in range(2):
-            counted = tracer.tick + 1
-            for _ in range(min(2, gradient_accumulation_steps) if step else 1):
-                with tracer.forward_pass(), _autocast(dtype):
+        # The first step makes the optimizer's state; the second has it.
+        for micro_batches in (1, min(2, gradient_accumulation_steps)):
+            second = tracer.tick + 1
+            for _ in range(micro_batches):
+                with tracer.forward_pass(), _autocast(_DTYPES[precision]):
                     value = _loss_of(_call(fake, arguments), loss)
                 tracer.enter_phase("backward")
                 (value / gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
@@ -113,7 +108,29 @@ def plan_module(
             updates.zero_grad(set_to_none=zero_grad == "set_to_none")
         trace = tracer.finish()
     trace.notes += _opaque_layers(trace, model)
-    return predict(trace, target, counted)
+    return predict(trace, target, second)
+
+
+def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
+    """The parameters of a module that is put into training mode."""
+    if checkpoints:
+        _enable_checkpointing(model)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters that are trained")
+    return parameters
+
+
+def _require_valid(precision: str, gradient_accumulation_steps: int, zero_grad: str) -> None:
+    if precision not in _DTYPES:
+        raise ConfigError(f"precision '{precision}' is unknown{nearest(precision, [*_DTYPES])}")
+    if gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {gradient_accumulation_steps}: at least 1 is needed"
+        )
+    if zero_grad not in ("set_to_none", "in_place"):
+        raise ConfigError(f"zero_grad '{zero_grad}' is unknown: use set_to_none or in_place")
 
 
 def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
@@ -213,3 +230,81 @@ def _enable_checkpointing(model: nn.Module) -> None:
             "activation_checkpointing out, or put torch.utils.checkpoint into the model yourself"
         )
     enable()
+
+
+# Generation
+
+
+def predict_generation(
+    config: ModelConfig,
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    sequences: int = 1,
+    dtype: str = "float32",
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """What generation takes: the cache of keys and values, the prompts one after the other, and a
+    step of all sequences at their full length.
+
+    Args:
+        config: the model's.
+        prompt_tokens, max_new_tokens: of each sequence.
+        sequences: decoded together.
+        dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
+        target: the device to predict for; None is this machine's CPU.
+
+    Raises:
+        ConfigError: the dtype is unknown, or the prompt fills the context.
+    """
+    weights = DTYPES.get(dtype)
+    if weights is None:
+        known = ", ".join(name for name in DTYPES if name != "auto")
+        raise ConfigError(f"dtype '{dtype}' can't be planned (known: {known})")
+    target = target or this_cpu()
+    tracer = Tracer()
+    longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
+    with fake_tensors(), _few_rows(target), tracer, kernels_of(target):
+        model = build_model(config)
+        allow_casts(model)
+        model.to(weights)
+        model.eval()
+        if dtype == "int8":
+            quantize_int8(model)
+        few_rows.use_few_rows(model)
+        mark_weights(model, tracer)
+        decoder = BatchDecoder(model, sequences, longest)
+        mark_weights(model, tracer)
+        tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+        with tracer.phase("prefill"):
+            for _ in range(sequences):
+                decoder.add([0] * prompt_tokens)
+        decoder._lengths = [longest - 1] * sequences
+        first = tracer.tick + 1
+        with tracer.phase("decode"):
+            decoder.step([0] * sequences)
+        trace = tracer.finish()
+    return predict(trace, target, first, phases=("prefill", "decode"))
+
+
+@contextlib.contextmanager
+def _few_rows(target: Target) -> Iterator[None]:
+    """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(few_rows, "_few_rows_linear", _few_rows_product))
+        if target.kind == "cuda":
+            stack.enter_context(replaced(few_rows, "_has_kernels", lambda: False))
+        yield
+
+
+def _few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """What that kernel allocates."""
+    rows = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+    del rows
+    return out

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from firstlight.planner.memory.kernels import Target, reserved_bytes, rounded, workspace_bytes
-from firstlight.planner.memory.trace import ALIVE, Operator, Storage, Trace
+from firstlight.planner.memory.operators import OperatorCount
+from firstlight.planner.memory.trace import ALIVE, Storage, Trace
 
 #: What memory is divided into, in the order in which tables show it.
 PARTS = (
@@ -45,19 +46,6 @@ class PhasePeak:
 
     bytes: int
     parts: dict[str, int]
-
-
-@dataclass(frozen=True)
-class OperatorCount:
-    """Equal calls of an operator: what a model of speed works with.
-
-    Attributes:
-        operator: the operator with its shapes and phase.
-        count: calls in one optimizer step, evaluation batch or decoding step.
-    """
-
-    operator: Operator
-    count: int
 
 
 @dataclass(frozen=True)

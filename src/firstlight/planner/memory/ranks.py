@@ -18,7 +18,6 @@ from firstlight.parallel.pipeline import unstageable
 from firstlight.parallel.selection import engine_name
 from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
-from firstlight.planner.speed.throughput import Exchange
 from firstlight.recipe import Recipe, ResolvedRecipe
 
 #: What NCCL takes of each GPU beside torch's allocator; its channels' buffers, as seen with
@@ -28,10 +27,14 @@ _NCCL_BYTES = 400 * 2**20
 #: The share of the forward pass' activations above which no layer's gradient is complete yet.
 _EARLY = 0.8
 
-#: Of a machine's memory, what is worth a note.
-_MUCH = 2**30
+#: Parts of memory with an entry for each parameter.
+STATE = ("weights", "gradients", "optimizer_states")
 
-_CUT = ("weights", "gradients", "optimizer_states")
+#: Phases that only the last stage of a pipeline has.
+_LAST = ("loss", "backward of loss")
+
+#: Bytes of a machine's memory that are worth a note.
+_MUCH = 2**30
 
 
 def of_one_rank(
@@ -107,21 +110,19 @@ def _of_fsdp(
 ) -> MemoryPrediction:
     """FSDP2: pieces of the state, and beside them what is put together at the moment. What is
     outside of the layers is whole from the forward pass to the end of the backward pass."""
-    copies = copies_of(recipe, processes)
-    pieces = part.distributed.shard or copies
+    pieces = part.distributed.shard or copies_of(recipe, processes)
     offloads = part.distributed.offload == "cpu"
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
     size = 2 if in_bf16 else 4
-    parameters = list(meta_model(part.model).named_parameters())
-    outside = sum(p.numel() for name, p in parameters if not is_inside_a_layer(name))
-    inside = sum(p.numel() for name, p in parameters if is_inside_a_layer(name))
+    sizes = {name: p.numel() for name, p in meta_model(part.model).named_parameters()}
+    inside = sum(size for name, size in sizes.items() if is_inside_a_layer(name))
+    outside = sum(sizes.values()) - inside
     layer = inside // part.model.num_hidden_layers
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
     keeps = not part.distributed.reshard_after_forward
-    forward = prediction.phases.get("forward")
-    kept = 0 if forward is None else forward.parts.get("activations", 0)
-    # What is computed again makes the peak's place of no layer in particular.
+    kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
+    # With recomputation, the peak may be at any layer.
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
@@ -130,11 +131,10 @@ def _of_fsdp(
             return 0
         if phase == "backward":
             whole = size * (outside + (inside if keeps else 2 * layer))
-            if keeps_all and peak.parts.get("activations", 0) > _EARLY * kept:
+            is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
+            if is_early or part.lora is not None:
                 return whole
-            if part.lora is not None:
-                return whole
-            # A layer's gradient, and that as it is added up and received.
+            # A layer's gradient, and the same gradient as it is summed and received.
             return whole + layer * (size + 4) + 4 * layer // pieces
         # The layer whose backward pass comes first is there already.
         return size * (outside + (inside if keeps else layer))
@@ -154,16 +154,14 @@ def _of_fsdp(
             # The process that makes the references of the pairs has the whole model then.
             return peak
         parts = dict(peak.parts)
-        whole = parts.get("gradients", 0)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
         # Traced with weights in bf16, which has the fp32 ones among the states.
         states = parts.get("optimizer_states", 0) - (held if in_bf16 else 0)
         parts["weights"] = state * -(-held // pieces)
         parts["optimizer_states"] = state * -(-max(states, 0) // pieces)
-        parts["gradients"] = gradients(phase, whole)
+        parts["gradients"] = gradients(phase, parts.get("gradients", 0))
         parts["communication"] = parts.get("communication", 0) + together(phase, peak)
-        parts = {name: size for name, size in parts.items() if size}
-        return PhasePeak(sum(parts.values()), parts)
+        return _sum(parts)
 
     host = 16 * (outside + inside) // pieces if offloads else 0
     return with_peaks(prediction, cut, host)
@@ -175,7 +173,7 @@ def _of_deepspeed(
     """ZeRO: stage 1 cuts optimizer states, 2 gradients too, 3 weights too; offloading moves them to
     the CPU, weights at stage 3 only."""
     stage = recipe.distributed.zero_stage or 2
-    cut = _CUT[::-1][:stage]
+    cut = STATE[::-1][:stage]
     offloads = recipe.distributed.offload != "none"
     moved = cut if offloads else ()
 
@@ -187,8 +185,7 @@ def _of_deepspeed(
             name: 0 if name in moved else -(-size // processes) if name in cut else size
             for name, size in peak.parts.items()
         }
-        parts = {name: size for name, size in parts.items() if size}
-        return PhasePeak(sum(parts.values()), parts)
+        return _sum(parts)
 
     host = sum(
         max(peak.parts.get(name, 0) for peak in prediction.phases.values()) // processes
@@ -200,47 +197,6 @@ def _of_deepspeed(
     )
     notes = (*found.notes, note, *_of_the_host(recipe, processes))
     return dataclasses.replace(found, notes=notes)
-
-
-def exchange_of(
-    recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
-) -> Exchange:
-    """What the processes send each other in a step.
-
-    Args:
-        recipe: the resolved recipe.
-        parameters: number of the model's parameters.
-        processes: number of processes.
-        host_bytes: bytes of a micro-batch's activations that are offloaded to the CPU's memory.
-    """
-    cut, copies = recipe.distributed, copies_of(recipe, processes)
-    engine = engine_of(recipe, processes)
-    micro_batches = recipe.batch.accumulation(recipe.data.seq_len, copies)
-    half = recipe.efficiency.precision in ("bf16", "bf16_params")
-    offloads = cut.offload != "none"
-    own = parameters / (cut.tensor_parallel * cut.pipeline)
-    state = 12.0 * own / copies
-    tokens = recipe.batch.rows * recipe.data.seq_len
-    return Exchange(
-        engine="fsdp" if engine == "fsdp" else "ddp" if copies > 1 else "none",
-        processes=copies,
-        weight_bytes=own * (2.0 if half else 4.0),
-        gradient_bytes=4.0 * own,
-        micro_batches=micro_batches,
-        tensor_parallel=cut.tensor_parallel,
-        hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
-        layers=recipe.model.num_hidden_layers // cut.pipeline,
-        stages=cut.pipeline,
-        # Gradients there, weights back; activations there and back.
-        offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
-    )
-
-
-#: What there is for each parameter.
-STATE = ("weights", "gradients", "optimizer_states")
-
-#: Phases that only the last stage has.
-_LAST = ("loss", "backward of loss")
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:

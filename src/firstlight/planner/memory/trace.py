@@ -25,9 +25,8 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from firstlight.models.blockwise import blocks_of
+from firstlight.planner.memory.operators import Layout, Operator, bytes_of, flops_of
 
 _aten: Any = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -39,31 +38,6 @@ ALIVE = 2**62
 
 #: What values that the code reads from tensors are, since there are none: small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
-
-#: What (shape, dtype) of a tensor is in an operator's key.
-Layout = tuple[tuple[int, ...], torch.dtype]
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One kind of operator call: equal calls are one.
-
-    Attributes:
-        name: torch's, such as "aten.mm.default".
-        phase: phase of the step.
-        inputs, outputs: shape and dtype of each tensor.
-        flops: FLOPs of its matrix products; 0 if it has none.
-        moved_bytes: read and written, each tensor once; 0 for views.
-        options: further properties of the call that its kernel's memory depends on.
-    """
-
-    name: str
-    phase: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    flops: int
-    moved_bytes: int
-    options: str = ""
 
 
 @dataclass
@@ -394,60 +368,3 @@ def _operator(
     moved = 0 if is_view else sum(map(bytes_of, (*inputs, *outputs)))
     flops = flops_of(func, args, kwargs, result)
     return Operator(str(func), phase, inputs, outputs, flops, moved, options)
-
-
-def bytes_of(layout: Layout) -> int:
-    """Of a tensor, packed."""
-    size = layout[1].itemsize
-    for length in layout[0]:
-        size *= length
-    return size
-
-
-_firstlight: Any = torch.ops.firstlight
-
-
-def _cpu_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
-    counted: Any = sdpa_flop_count
-    return int(counted(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> int:
-    counted: Any = sdpa_backward_flop_count
-    return int(counted(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _blockwise(query: Tensor, key: Tensor) -> int:
-    """Of one product: the keys of a block end with it."""
-    batch, heads, new, size = query.shape
-    scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
-    return 2 * batch * heads * size * scores
-
-
-def _grouped(x: Tensor, weight: Tensor) -> int:
-    """Each row by the weight of its own expert."""
-    return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
-
-
-#: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
-_MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _cpu_attention(q, k, v),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
-        _cpu_attention_backward(g, q, k, v)
-    ),
-    _firstlight.grouped_linear: lambda x, weight, *_: _grouped(x, weight),
-    _firstlight.grouped_linear_backward: lambda g, _, weight, *__: 2 * _grouped(g, weight),
-    _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise(q, k),
-    # The scores once more, and the gradients of all that two products had.
-    _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise(q, k),
-}
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Of one call of an operator's matrix products and attention; 0 for others."""
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in _MORE_FLOPS:
-        return _MORE_FLOPS[packet](*args)
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    return 0

@@ -26,10 +26,9 @@ import torch
 
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.device import find_hardware
-from firstlight.planner.memory.trace import Layout, Operator
+from firstlight.planner.memory.operators import Layout, Operator
 from firstlight.planner.speed.gpu import attention_flops
 from firstlight.planner.speed.operators import (
-    base_name,
     is_attention,
     is_free,
     is_grouped,
@@ -111,7 +110,7 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
     Args:
         transposed: memory layout of a product's factors, see `transposed_factors`.
     """
-    name = base_name(operator)
+    name = operator.base_name
     shown = " ".join(map(_layout_text, operator.inputs[:6]))
     results = " ".join(map(_layout_text, operator.outputs[:3]))
     key = f"{name} {shown} -> {results} {operator.options}"

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.gpus import GPU
 from firstlight.models.blockwise import blocks_of
-from firstlight.planner.memory.trace import Operator
+from firstlight.planner.memory.operators import Operator
 from firstlight.planner.speed.operators import (
     MatrixProduct,
     is_attention,
@@ -63,11 +64,19 @@ class Range:
     expected: float
     fast: float
 
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.slow, self.expected, self.fast))
+
     def __add__(self, other: Range) -> Range:
-        return Range(self.slow + other.slow, self.expected + other.expected, self.fast + other.fast)
+        return Range(*map(operator.add, self, other))
 
     def __mul__(self, count: float) -> Range:
-        return Range(self.slow * count, self.expected * count, self.fast * count)
+        return Range(*(value * count for value in self))
+
+    @classmethod
+    def around(cls, seconds: float, error: float) -> Range:
+        """A time and its relative error to both sides."""
+        return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
     def exact(cls, value: float) -> Range:
@@ -77,9 +86,7 @@ class Range:
 
 def larger(one: Range, other: Range) -> Range:
     """The larger of two times, in each case."""
-    return Range(
-        max(one.slow, other.slow), max(one.expected, other.expected), max(one.fast, other.fast)
-    )
+    return Range(*map(max, one, other))
 
 
 ZERO = Range(0.0, 0.0, 0.0)
@@ -218,7 +225,7 @@ def attention_flops(operator: Operator) -> float:
 
 
 def _over(work: float, rate: Range) -> Range:
-    return Range(work / rate.slow, work / rate.expected, work / rate.fast)
+    return Range(*(work / value for value in rate))
 
 
 #: Of the files; others are ignored.

@@ -8,15 +8,20 @@ differentiates: see `transposed_factors`.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from firstlight.planner.memory.prediction import OperatorCount
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.memory.operators import (
+    LISTS,
+    Layout,
+    Operator,
+    OperatorCount,
+    bytes_of,
+    total_bytes,
+)
 
 Kind = Literal[
     "matrix_products",
@@ -66,15 +71,9 @@ _FREE = frozenset(
 )
 
 
-def base_name(operator: Operator) -> str:
-    """An operator's name without its library and overload: "mm" of "aten.mm.default"."""
-    parts = operator.name.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
 def is_free(operator: Operator) -> bool:
     """Whether it starts no kernel."""
-    name = base_name(operator)
+    name = operator.base_name
     if name == "to":
         return operator.inputs[:1] == operator.outputs[:1]
     return name in _FREE or not (operator.inputs or operator.outputs)
@@ -82,7 +81,7 @@ def is_free(operator: Operator) -> bool:
 
 def kind_of(operator: Operator) -> Kind:
     """What an operator's time counts as; of those that are free, too."""
-    name = base_name(operator)
+    name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
     if name in _PRODUCTS:
@@ -94,18 +93,18 @@ def kind_of(operator: Operator) -> Kind:
 
 def is_attention(operator: Operator) -> bool:
     """Whether it is one of the fused kernels of attention."""
-    name = base_name(operator)
+    name = operator.base_name
     return any(kernel in name for kernel in _ATTENTION)
 
 
 def is_grouped(operator: Operator) -> bool:
     """Whether it multiplies the rows of experts, all in one call."""
-    return base_name(operator) in _GROUPED
+    return operator.base_name in _GROUPED
 
 
 def is_masked(operator: Operator) -> bool:
     """Whether an attention kernel was given a mask, which in training is causal else."""
-    plain = _INPUTS_WITHOUT_MASK.get(base_name(operator))
+    plain = _INPUTS_WITHOUT_MASK.get(operator.base_name)
     return plain is not None and len(operator.inputs) > plain
 
 
@@ -144,7 +143,7 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
     Args:
         transposed: see `transposed_factors`.
     """
-    name = base_name(operator)
+    name = operator.base_name
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
         ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
@@ -221,31 +220,27 @@ _LIST_TRAFFIC = {
 
 def streamed_bytes(operator: Operator) -> float:
     """Bytes that an operator really reads and writes: a look-up reads its rows, not the table."""
-    name = base_name(operator)
+    name = operator.base_name
     if is_free(operator):
         return 0.0
     if not operator.outputs and name in _LIST_TRAFFIC:
-        return _LIST_TRAFFIC[name] * _bytes(operator.inputs)
+        return _LIST_TRAFFIC[name] * total_bytes(operator.inputs)
     if name in ("embedding", "gather", "index_select", "index"):
-        return 2.0 * _bytes(operator.outputs) + _bytes(operator.inputs[1:])
+        return 2.0 * total_bytes(operator.outputs) + total_bytes(operator.inputs[1:])
     if name == "nll_loss_forward":
-        return float(_bytes(operator.inputs[1:]))
+        return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
         # All of the result is set to zero; what is not is small.
         return float(
-            _bytes(operator.outputs) + 2 * _bytes(operator.inputs[:1])
+            total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
-            else _bytes(operator.outputs)
+            else total_bytes(operator.outputs)
         )
     if name in ("scatter_add_", "index_add_", "scatter_"):
-        return 3.0 * _bytes(operator.inputs[2:])
+        return 3.0 * total_bytes(operator.inputs[2:])
     if not operator.outputs:
         return 2.0 * operator.moved_bytes
     return float(operator.moved_bytes)
-
-
-def _bytes(layouts: Sequence[Layout]) -> int:
-    return sum(bytes_of(layout) for layout in layouts)
 
 
 def smaller(operator: Operator) -> Operator | None:
@@ -262,7 +257,7 @@ def smaller(operator: Operator) -> Operator | None:
     if is_attention(operator):
         return _half_the_batch(operator)
     shapes = [shape for shape, _ in (*operator.inputs, *operator.outputs) if len(shape) > 1]
-    if not shapes or "embedding" in base_name(operator):
+    if not shapes or "embedding" in operator.base_name:
         return None
     # The data's first dimension; a norm's gradient, a mask or a bias may not have it.
     return _halved(operator, max(shapes, key=math.prod)[0])
@@ -300,15 +295,13 @@ def _half_the_batch(operator: Operator) -> Operator | None:
 
 def _resized(operator: Operator, resize: Callable[[Layout], Layout]) -> Operator:
     inputs, outputs = (tuple(map(resize, group)) for group in (operator.inputs, operator.outputs))
-    return replace(operator, inputs=inputs, outputs=outputs, moved_bytes=_bytes(inputs + outputs))
-
-
-#: Lists, one after the other, of operators on these; each is as long as the others.
-_LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
+    return replace(
+        operator, inputs=inputs, outputs=outputs, moved_bytes=total_bytes(inputs + outputs)
+    )
 
 
 def _shorter_lists(operator: Operator) -> Operator | None:
-    lists = _LISTS.get(base_name(operator))
+    lists = LISTS.get(operator.base_name)
     if lists is None or len(operator.inputs) <= lists:
         return None
     count = len(operator.inputs) // lists
@@ -316,50 +309,4 @@ def _shorter_lists(operator: Operator) -> Operator | None:
     kept = tuple(
         layout for i, layout in enumerate(operator.inputs[: lists * count]) if i % count != largest
     )
-    return replace(operator, inputs=kept, moved_bytes=_bytes(kept))
-
-
-def at_depth(
-    few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
-) -> list[OperatorCount]:
-    """The operators of a deep model from those of two shallow ones.
-
-    Args:
-        few: counts of the model with fewer layers.
-        more: counts of the model with one layer more.
-        steps: layers that the deep model has beyond `more`.
-    """
-    before = {entry.operator: entry.count for entry in few}
-    found = []
-    for entry in more:
-        each = entry.count - before.get(entry.operator, 0)
-        # Of lists of all parameters there is one operator, with longer lists.
-        is_list = not entry.operator.outputs and entry.operator not in before
-        count = entry.count if is_list else entry.count + max(each, 0) * steps
-        found.append(OperatorCount(entry.operator, count))
-        if is_list:
-            found += _longer_lists(entry, few, steps)
-    return found
-
-
-def _longer_lists(
-    entry: OperatorCount, few: Sequence[OperatorCount], steps: int
-) -> list[OperatorCount]:
-    """What a layer more brings to a list, once for each further layer."""
-    one = entry.operator
-    like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
-    lists = _LISTS.get(base_name(one), 1)
-    for other in like:
-        pairs = zip(_cut(one.inputs, lists), _cut(other.inputs, lists), strict=True)
-        # In each list, in the same order: what belongs together has to stay together.
-        added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
-        inputs = tuple(layout for part in added for layout in part)
-        if inputs and len(inputs) == len(one.inputs) - len(other.inputs):
-            layer = replace(one, inputs=inputs, moved_bytes=_bytes(inputs))
-            return [OperatorCount(layer, entry.count * steps)]
-    return []
-
-
-def _cut(layouts: Sequence[Layout], lists: int) -> list[Sequence[Layout]]:
-    size = len(layouts) // lists
-    return [layouts[i * size : (i + 1) * size] for i in range(lists)]
+    return replace(operator, inputs=kept, moved_bytes=total_bytes(kept))

@@ -8,9 +8,10 @@ from dataclasses import replace
 from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.planner.memory.kernels import Target
-from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
+from firstlight.planner.memory.operators import OperatorCount
+from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
-from firstlight.planner.memory.ranks import copies_of, exchange_of
+from firstlight.planner.memory.ranks import copies_of, engine_of
 from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.machine import Machine
 from firstlight.planner.speed.calibration import Calibration
@@ -103,6 +104,40 @@ def predict_recipe_speed(
         exchange: communication of several processes; None is one process.
     """
     return predict_speed(counted, workload_of(recipe, exchange), machine)
+
+
+def exchange_of(
+    recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
+) -> Exchange:
+    """What the processes send each other in a step.
+
+    Args:
+        recipe: the resolved recipe.
+        parameters: number of the model's parameters.
+        processes: number of processes.
+        host_bytes: bytes of a micro-batch's activations that are offloaded to the CPU's memory.
+    """
+    cut, copies = recipe.distributed, copies_of(recipe, processes)
+    engine = engine_of(recipe, processes)
+    micro_batches = recipe.batch.accumulation(recipe.data.seq_len, copies)
+    half = recipe.efficiency.precision in ("bf16", "bf16_params")
+    offloads = cut.offload != "none"
+    own = parameters / (cut.tensor_parallel * cut.pipeline)
+    state = 12.0 * own / copies
+    tokens = recipe.batch.rows * recipe.data.seq_len
+    return Exchange(
+        engine="fsdp" if engine == "fsdp" else "ddp" if copies > 1 else "none",
+        processes=copies,
+        weight_bytes=own * (2.0 if half else 4.0),
+        gradient_bytes=4.0 * own,
+        micro_batches=micro_batches,
+        tensor_parallel=cut.tensor_parallel,
+        hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
+        layers=recipe.model.num_hidden_layers // cut.pipeline,
+        stages=cut.pipeline,
+        # Gradients there, weights back; activations there and back.
+        offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
+    )
 
 
 def estimate_speed(

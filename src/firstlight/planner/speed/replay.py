@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of
-from firstlight.planner.speed.operators import base_name, is_attention
+from firstlight.planner.memory.operators import Layout, Operator, bytes_of
+from firstlight.planner.speed.operators import is_attention
 
 _aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def _sum(operator: Operator, tensors: Sequence[Tensor]) -> Call:
         dims = [i for i, size in enumerate(shape) if result[i] != size]
     else:
         dims = [] if not result else [len(shape) - 1]
-    name = _aten.mean if base_name(operator) == "mean" else _aten.sum
+    name = _aten.mean if operator.base_name == "mean" else _aten.sum
     return lambda: name(tensors[0], dims or None, kept, dtype=dtype)
 
 
@@ -103,8 +103,8 @@ def _attention_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     # What the operator calls, past what torch puts around it: that imports its compiler at first.
-    function = OPDEFS[f"firstlight::{base_name(operator)}"]._init_fn
-    count = 4 if base_name(operator).endswith("backward") else 3
+    function = OPDEFS[f"firstlight::{operator.base_name}"]._init_fn
+    count = 4 if operator.base_name.endswith("backward") else 3
     heads = tensors[count - 3].shape[1]
     mask, kept = None, None
     for one in tensors[count:]:
@@ -118,7 +118,7 @@ def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _experts(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    function = OPDEFS[f"firstlight::{base_name(operator)}"]._init_fn
+    function = OPDEFS[f"firstlight::{operator.base_name}"]._init_fn
     *factors, ends_E = tensors
     rows, experts = len(factors[0]), len(ends_E)
     # Each has as many.
@@ -127,7 +127,7 @@ def _experts(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _softmax_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    name = getattr(_aten, base_name(operator))
+    name = getattr(_aten, operator.base_name)
     return lambda: name(tensors[0], tensors[1], -1, tensors[1].dtype)
 
 
@@ -168,7 +168,7 @@ def _adam8bit(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _joined(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    function = _aten.stack if base_name(operator) == "stack" else _aten.cat
+    function = _aten.stack if operator.base_name == "stack" else _aten.cat
     shape = operator.outputs[0][0]
     sizes = operator.inputs[0][0]
     dim = next((i for i, n in enumerate(shape) if i >= len(sizes) or n != sizes[i]), 0)
@@ -231,7 +231,7 @@ _BUILDERS: dict[str, Builder] = {
 
 def can_replay(operator: Operator) -> bool:
     """Whether the operator can be run from its shapes alone, in little memory."""
-    return base_name(operator) in _BUILDERS and _size(operator) <= _MOST_BYTES
+    return operator.base_name in _BUILDERS and _size(operator) <= _MOST_BYTES
 
 
 def _size(operator: Operator) -> int:
@@ -256,7 +256,7 @@ def time_operator(
     size = sum(bytes_of(layout) for layout in operator.inputs)
     copies = max(1, min(most_runs, math.ceil(_COLD_BYTES / max(size, 1))))
     calls = [
-        _BUILDERS[base_name(operator)](operator, _tensors(operator, transposed))
+        _BUILDERS[operator.base_name](operator, _tensors(operator, transposed))
         for _ in range(copies)
     ]
     results = _Kept(_COLD_BYTES)
@@ -314,7 +314,7 @@ def _wait(seconds: float) -> None:
 def _tensors(operator: Operator, transposed: tuple[bool, bool]) -> list[Tensor]:
     """Random inputs, those of a product in their layout."""
     tensors = [_random(layout) for layout in operator.inputs]
-    name = base_name(operator)
+    name = operator.base_name
     if "mm" in name or name in ("matmul", "linear"):
         first = len(tensors) - 2
         for i, turned in enumerate(transposed):

@@ -17,8 +17,7 @@ from firstlight.efficiency.attention import BLOCKWISE_HEAD_SIZE
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.device import find_hardware
-from firstlight.planner.memory.prediction import OperatorCount
-from firstlight.planner.memory.trace import Layout, Operator, bytes_of
+from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.speed.calibration import (
     FORMAT,
     Calibration,

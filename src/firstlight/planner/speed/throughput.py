@@ -1,7 +1,7 @@
-"""How fast a training step goes, from the operators that a trace counted.
+"""The speed of a training step, from the operators that a trace counted.
 
-Three machines: a GPU that is only known by its data sheet (`roofline.py`, a wide range), a CPU
-whose operators were timed (`calibration.py`, a narrow one), and several GPUs (`exchange.py`).
+Three machines: a GPU that is only known by its data sheet (`gpu.py`, a wide range), a CPU whose
+operators were timed (`calibration.py`, a narrow range), and several GPUs (`Exchange`).
 
 What torch.compile makes of a step is not in a trace of it: its kernels fuse everything between
 matrix products and attention. These have to be fed and read, so the memory that fused kernels move
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from firstlight.hardware.gpus import GPU
-from firstlight.planner.memory.prediction import MemoryPrediction, OperatorCount
-from firstlight.planner.memory.trace import bytes_of
+from firstlight.planner.memory.operators import OperatorCount, total_bytes
+from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.calibration import Calibration, Source
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
@@ -30,7 +30,6 @@ from firstlight.planner.speed.gpu import (
 )
 from firstlight.planner.speed.operators import (
     KINDS,
-    base_name,
     is_free,
     kind_of,
     streamed_bytes,
@@ -43,13 +42,10 @@ Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 _OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
 #: The same of kernels that torch.compile fuses, whose bytes are an estimate too.
 _FUSED_OFF = 0.40
-#: Phases in which torch.compile fuses.
+#: Phases in which torch.compile fuses, and which pass through a pipeline's stages.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: Phases that pass through a pipeline's stages.
-_PIPELINED = _COMPILED_PHASES
 #: What looks up rows of a table and sums them; Inductor has kernels for those that are not fused.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
-
 
 #: PCIe 4.0 with 16 lanes, bytes a second in one direction.
 PCIE_BANDWIDTH = 32e9
@@ -184,27 +180,26 @@ def predict_speed(
         machine: the calibrated machine that this runs on, or a GPU of the table.
         shares: fractions of a GPU's figures that are reached; None is those of its kind.
     """
-    if shares is None:
-        shares = shares_for(machine) if isinstance(machine, GPU) else DEFAULT_SHARES
     if isinstance(machine, Calibration):
+        shares, link, source = shares or DEFAULT_SHARES, 0.0, "timed on this machine"
         sums, peak, notes = _on_calibrated(prediction.operators, work, machine)
     else:
+        shares, link = shares or shares_for(machine), machine.link
+        source = shares.source
         sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
     exchange = work.exchange
-    link = machine.link if isinstance(machine, GPU) else 0.0
     if waits := bubble(exchange):
-        for phase in _PIPELINED:
-            if phase in sums.phases:
-                sums.add(phase, "communication", sums.phases[phase] * waits)
+        for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
+            sums.add(phase, "communication", sums.phases[phase] * waits)
     backward = sums.phases.get("backward", ZERO)
     sent = exchange_seconds(exchange, link, backward, shares)
     if sent.slow:
         sums.add("communication", "communication", sent)
     step = sums.total
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    rates = Range(*(work.tokens_a_step / max(s, 1e-12) for s in _three(step)))
+    rates = Range(*(work.tokens_a_step / max(s, 1e-12) for s in step))
     most = peak * devices
-    mfu = Range(*(rate * work.flops_per_token / most for rate in _three(rates)))
+    mfu = Range(*(rate * work.flops_per_token / most for rate in rates))
     return SpeedPrediction(
         step_seconds=step,
         tokens_per_second=rates,
@@ -213,22 +208,14 @@ def predict_speed(
         kinds=sums.kinds,
         bound=_bound(sums),
         measured_share=sums.measured / max(step.expected, 1e-12),
-        source=shares.source if isinstance(machine, GPU) else "timed on this machine",
+        source=source,
         notes=tuple(notes),
     )
 
 
-def _three(values: Range) -> tuple[float, float, float]:
-    return values.slow, values.expected, values.fast
-
-
 def _bound(sums: _Sums) -> Bound:
-    by: dict[Bound, float] = {
-        "compute": sums.compute,
-        "memory bandwidth": sums.memory,
-        "launching": sums.kinds["launching"],
-        "communication": sums.kinds["communication"],
-    }
+    by: dict[Bound, float] = {"compute": sums.compute, "memory bandwidth": sums.memory}
+    by |= {"launching": sums.kinds["launching"], "communication": sums.kinds["communication"]}
     return max(by, key=lambda name: by[name])
 
 
@@ -239,7 +226,7 @@ def _fuses(entry: OperatorCount, work: Workload) -> bool:
         work.compiled
         and one.phase in _COMPILED_PHASES
         and kind_of(one) == "elementwise"
-        and base_name(one) not in _NOT_FUSED
+        and one.base_name not in _NOT_FUSED
     )
 
 
@@ -250,7 +237,7 @@ def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
     for entry in counts:
         one = entry.operator
         if one.phase in _COMPILED_PHASES and kind_of(one) in ("matrix_products", "attention"):
-            size = sum(bytes_of(layout) for group in (one.inputs, one.outputs) for layout in group)
+            size = total_bytes((*one.inputs, *one.outputs))
             found[one.phase] = found.get(one.phase, 0.0) + entry.count * size
     return found
 
@@ -285,11 +272,10 @@ def _on_gpu(
     _add_launching(sums, launches, work, shares)
     copied = 16.0 * work.tokens_a_step / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
-    origin = "worked out from its data sheet, and was not measured"
-    if shares.source != DEFAULT_SHARES.source:
-        origin = shares.source
+    is_measured = shares.source != DEFAULT_SHARES.source
+    unmeasured = "worked out from its data sheet, and was not measured"
     notes = [
-        f"speed on a {gpu.name} is {origin}: "
+        f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
         f"{shares.products.fast:.0%} of the peak in large matrix products, "
         f"{shares.bandwidth.slow:.0%} to {shares.bandwidth.fast:.0%} of the bandwidth"
@@ -300,8 +286,8 @@ def _on_gpu(
 
 
 def _over_bandwidth(size: float, gpu: GPU, shares: Shares) -> Range:
-    moved, rates = _three(shares.fused_traffic), _three(shares.bandwidth)
-    return Range(*(size * m / (gpu.bandwidth * r) for m, r in zip(moved, rates, strict=True)))
+    pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
+    return Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
@@ -315,7 +301,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases[phase]
         waited = larger(busy, each * number)
-        extra = Range(*(a - b for a, b in zip(_three(waited), _three(busy), strict=True)))
+        extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
 
@@ -339,7 +325,7 @@ def _on_calibrated(
         estimate = machine.seconds(one, transposed.get(one, (False, False)))
         kind = kind_of(one)
         seconds = entry.count * estimate.seconds
-        sums.add(one.phase, kind, _around(seconds, _OFF[estimate.source]))
+        sums.add(one.phase, kind, Range.around(seconds, _OFF[estimate.source]))
         sums.measured += seconds if estimate.source == "measured" else 0.0
         guessed += seconds if estimate.source == "guessed" else 0.0
         if kind in ("matrix_products", "attention"):
@@ -348,12 +334,12 @@ def _on_calibrated(
             sums.memory += seconds
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
         seconds = size * DEFAULT_SHARES.fused_traffic.expected / machine.reference.rates["stream"]
-        sums.add(phase, "elementwise", _around(seconds, _FUSED_OFF))
+        sums.add(phase, "elementwise", Range.around(seconds, _FUSED_OFF))
         sums.memory += seconds
     for phase, count in calls.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
         each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
-        sums.add(phase, "launching", _around(count * each, 0.5))
+        sums.add(phase, "launching", Range.around(count * each, 0.5))
     notes = list(machine.notes)
     if guessed > 0.1 * sums.total.expected:
         notes.append(
@@ -362,10 +348,6 @@ def _on_calibrated(
         )
     dtype = "bfloat16" if work.precision.startswith("bf16") else "float32"
     return sums, machine.reference.rates[dtype], notes
-
-
-def _around(seconds: float, off: float) -> Range:
-    return Range(seconds * (1 + off), seconds, seconds * (1 - off))
 
 
 # Several devices
@@ -410,15 +392,12 @@ def exchange_seconds(
             with.
     """
     rate = exchange.link or link
-    total = ZERO
-    for name in ("slow", "expected", "fast"):
-        share, overlap = getattr(shares.link, name), getattr(shares.overlap, name)
-        sent = overlapping_bytes(exchange) / (rate * share) if rate else 0.0
+    overlapping, waiting = overlapping_bytes(exchange), waiting_bytes(exchange)
+
+    def seconds(share: float, overlap: float, computing: float) -> float:
+        sent = overlapping / (rate * share) if rate else 0.0
         moved = exchange.offloaded_bytes / (exchange.host_link * share)
-        hidden = overlap * getattr(beside, name)
-        waited = waiting_bytes(exchange) / (rate * share) if rate else 0.0
-        part = max(0.0, sent + moved - hidden) + waited
-        total += Range(
-            **{one: part if one == name else 0.0 for one in ("slow", "expected", "fast")}
-        )
-    return total
+        waited = waiting / (rate * share) if rate else 0.0
+        return max(0.0, sent + moved - overlap * computing) + waited
+
+    return Range(*map(seconds, shares.link, shares.overlap, beside))
