@@ -19,6 +19,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data.conversations import (
+    PAIRS_ARE_SELF_DESCRIBING,
     REASONS,
     BadRecordError,
     ChatForm,
@@ -113,10 +114,7 @@ def prepare_chat(
     if not 0 <= options.val_fraction < 1:
         raise ConfigError(f"val_fraction must be from 0 to below 1, not {options.val_fraction}")
     if options.kind == "preference" and (options.train_on, options.form) != ("assistant", "auto"):
-        raise ConfigError(
-            "of preference pairs the answers are learned, and each record's form is told by its "
-            "keys: leave train_on and format out"
-        )
+        raise ConfigError(PAIRS_ARE_SELF_DESCRIBING)
     out = Path(out).expanduser()
     sources = {"train": find_records(inputs), "val": find_records(val_inputs) if val_inputs else []}
     if not isinstance(tokenizer, Tokenizer):
@@ -246,13 +244,10 @@ class _ChatPreparation:
 
     def _require_examples(self) -> None:
         if not self._documents("train"):
-            writer = self._writer
-            reasons = ", ".join(f"{n} {REASONS[r]}" for r, n in writer.rejected.items())
-            raise InputError(
-                f"there is no conversation to train on: {reasons}; first: {writer.first_rejected}"
-                if reasons
-                else "there is no conversation to train on: the inputs hold no records"
-            )
+            found = "the inputs hold no records"
+            if self._writer.rejected:
+                found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
+            raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError("there is no conversation to validate on: its inputs hold none")
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from firstlight.data.conversations import ChatForm
+from firstlight.data.conversations import PAIRS_ARE_SELF_DESCRIBING, ChatForm
 from firstlight.data.examples import LongPolicy
 from firstlight.data.mixing import whole_weights
 from firstlight.section import Section
@@ -135,10 +135,7 @@ class DataConfig(Section):
         if self.long == "cut":
             raise ValueError("long cut is not for preference pairs: half of one says nothing")
         if self.train_on != "assistant" or self.format != "auto":
-            raise ValueError(
-                "of preference pairs the answers are learned, and each record's form is told by "
-                "its keys: leave train_on and format out"
-            )
+            raise ValueError(PAIRS_ARE_SELF_DESCRIBING)
 
 
 #: Keys of `data` that say how `files` are prepared.

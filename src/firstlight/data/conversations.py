@@ -35,6 +35,11 @@ from firstlight.errors import FirstlightError
 
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
+PAIRS_ARE_SELF_DESCRIBING = (
+    "of preference pairs the answers are learned, and each record's form is told by its keys: "
+    "leave train_on and format out"
+)
+
 #: Of all texts of a conversation: more than the longest context holds, less than a template's
 #: rendering may have.
 MAX_CONVERSATION_CHARS = 4_000_000
@@ -139,11 +144,10 @@ def _from_alpaca(record: Mapping[Any, Any]) -> list[dict[str, Any]]:
     messages = [_message("system", further["system"])]
     history = record.get("history")
     if history is not None and not isinstance(history, list | tuple):
-        raise BadRecordError("wrong_type", f"`history` is {_kind(history)}, not a list")
+        raise _wrong_type("`history`", history, "a list")
     for number, turn in enumerate(history or ()):
-        if not isinstance(turn, list | tuple) or not all(isinstance(text, str) for text in turn):
-            raise BadRecordError("wrong_type", f"`history[{number}]` must be two texts")
-        if len(turn) != 2:
+        texts_only = isinstance(turn, list | tuple) and all(isinstance(text, str) for text in turn)
+        if not texts_only or len(turn) != 2:
             raise BadRecordError("wrong_type", f"`history[{number}]` must be two texts")
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     question = texts["instruction"]
@@ -161,8 +165,7 @@ def _text(record: Mapping[Any, Any], name: str, *, missing: str | None = None) -
     if value is None and missing is not None:
         return missing
     if not isinstance(value, str):
-        what = "missing" if value is None else f"{_kind(value)}, not a text"
-        raise BadRecordError("wrong_type", f"`{name}` is {what}")
+        raise _wrong_type(f"`{name}`", value, "a text")
     return value
 
 
@@ -172,8 +175,7 @@ def _from_list(
     """The messages of a list of objects; `role`, `content` are taken in either form."""
     entries = record.get(name)
     if not isinstance(entries, list | tuple):
-        what = "missing" if entries is None else f"{_kind(entries)}, not a list"
-        raise BadRecordError("wrong_type", f"`{name}` is {what}")
+        raise _wrong_type(f"`{name}`", entries, "a list")
     messages = []
     for number, entry in enumerate(entries):
         where = f"`{name}[{number}]`"
@@ -211,9 +213,13 @@ def _content(value: object, where: str) -> str:
             raise BadRecordError("wrong_type", f"{where} has parts that are not text")
         return "".join(texts)
     if not isinstance(value, str):
-        what = "missing" if value is None else f"{_kind(value)}, not a text"
-        raise BadRecordError("wrong_type", f"{where} is {what}")
+        raise _wrong_type(where, value, "a text")
     return value
+
+
+def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
+    found = "missing" if value is None else f"{_kind(value)}, not {wanted}"
+    return BadRecordError("wrong_type", f"{where} is {found}")
 
 
 def _kind(value: object) -> str:

@@ -102,12 +102,7 @@ class ExampleDataset(TokenDataset):
     unit = "conversations"
 
     def __init__(
-        self,
-        folder: str | Path,
-        split: str,
-        *,
-        verify: bool = True,
-        long: LongPolicy = "refuse",
+        self, folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
     ) -> None:
         super().__init__(folder, split, verify=verify)
         self.long = long
@@ -118,12 +113,16 @@ class ExampleDataset(TokenDataset):
         self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         self.num_labels: int = entry.get("learned", -1)
         self._packings: dict[int, Packing] = {}
+        self._require_whole(verify)
+
+    def _require_whole(self, verify: bool) -> None:
         found = self.num_labels
         if verify:
             found = sum(int(shard.loss_mask().sum()) for shard in self._shards)
         if found != self.num_labels or int(self.lengths.min()) < 2:
             raise DataError(
-                f"{folder}: the examples of '{split}' don't fit its manifest: prepare them again"
+                f"{self.folder}: the examples of '{self.split}' don't fit its manifest: prepare "
+                "them again"
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -304,21 +303,16 @@ class PreferenceDataset(ExampleDataset):
     together = 2
     unit = "preference pairs"
 
-    def __init__(
-        self,
-        folder: str | Path,
-        split: str,
-        *,
-        verify: bool = True,
-        long: LongPolicy = "refuse",
-    ) -> None:
-        super().__init__(folder, split, verify=verify, long=long)
-        self.references: npt.NDArray[np.float64] | None = None
-        self.reference_model: dict[str, str] | None = None
-        if long == "cut":
-            raise DataError(f"data.long cut is not for pairs, as in {folder}: refuse or drop them")
+    references: npt.NDArray[np.float64] | None = None
+    reference_model: dict[str, str] | None = None
+
+    def _require_whole(self, verify: bool) -> None:
+        super()._require_whole(verify)
+        name = self.folder
+        if self.long == "cut":
+            raise DataError(f"data.long cut is not for pairs, as in {name}: refuse or drop them")
         if len(self.lengths) % 2:
-            raise DataError(f"{folder}: '{split}' has half of a pair: prepare it again")
+            raise DataError(f"{name}: '{self.split}' has half of a pair: prepare it again")
 
     def most_in_a_row(self, seq_len: int) -> int:
         """The largest number of examples in any row."""

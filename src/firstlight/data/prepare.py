@@ -298,9 +298,8 @@ class _Preparation:
         rejected = self.writer.rejected
         if not rejected:
             return "the corpus is empty: the inputs hold no documents"
-        reasons = ", ".join(f"{n} {REASONS[reason]}" for reason, n in rejected.items())
         advice = "; name the field with --text-key" if "no_text" in rejected else ""
         return (
             f"the corpus is empty: all {rejected.total()} documents were rejected "
-            f"({reasons}); first: {self.writer.first_rejected}{advice}"
+            f"({self.writer.rejections(REASONS)}); first: {self.writer.first_rejected}{advice}"
         )

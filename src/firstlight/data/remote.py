@@ -23,9 +23,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from rich.progress import DownloadColumn, TransferSpeedColumn
@@ -75,13 +74,8 @@ class _TransferError(Exception):
     """A transfer that failed, and may not the next time."""
 
 
-@dataclass(frozen=True)
-class _RemoteShard:
-    """A file of a corpus, as its manifest describes it."""
-
-    name: str
-    size: int
-    sha256: str
+#: A shard's entry in the manifest: "file", "bytes", "sha256", "tokens".
+_Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
@@ -255,28 +249,28 @@ def _retried(work: Callable[[], Found]) -> Found:
         ) from error
 
 
-def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_RemoteShard]:
+def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
     """The shards of the splits; a DataError if one has a name that no shard has."""
     chosen = [name for name in manifest["splits"] if splits is None or name in splits]
-    found: dict[str, _RemoteShard] = {}
+    found: dict[str, _Entry] = {}
     for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
         name = shard["file"]
         if not _SHARD_NAME.fullmatch(name):
             raise DataError(f"{url}: the manifest names a shard outside, or no shard: {name}")
-        wanted = _RemoteShard(name, shard["bytes"], shard["sha256"])
-        if found.setdefault(name, wanted) != wanted:
+        first = found.setdefault(name, shard)
+        if (first["bytes"], first["sha256"]) != (shard["bytes"], shard["sha256"]):
             raise DataError(f"{url}: the manifest names {name} twice")
     return list(found.values())
 
 
-def _missing(folder: Path, wanted: Sequence[_RemoteShard], verify: bool) -> list[_RemoteShard]:
+def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
     """Those that are not in the folder as they have to be."""
 
-    def is_there(file: _RemoteShard) -> bool:
-        path = folder / file.name
-        if not path.is_file() or path.stat().st_size != file.size:
+    def is_there(file: _Entry) -> bool:
+        path = folder / file["file"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
             return False
-        return not verify or sha256_of(path) == file.sha256
+        return not verify or sha256_of(path) == file["sha256"]
 
     with storage_errors(folder):
         return [file for file in wanted if not is_there(file)]
@@ -311,10 +305,8 @@ def _fetch_tokenizer(store: _Store, folder: Path, fingerprint: str) -> None:
     _retried(fetch)
 
 
-def _fetch_shards(
-    store: _Store, folder: Path, files: Sequence[_RemoteShard], progress: bool
-) -> None:
-    total = sum(file.size for file in files)
+def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Entry], progress: bool) -> None:
+    total = sum(file["bytes"] for file in files)
     with storage_errors(folder):
         free = shutil.disk_usage(folder).free
     if total > free:
@@ -331,27 +323,27 @@ def _fetch_shards(
 
         for file in files:
             _retried(functools.partial(_fetch, store, folder, file, show))
-            done += file.size
+            done += file["bytes"]
 
 
-def _fetch(store: _Store, folder: Path, file: _RemoteShard, show: Callable[[int], None]) -> None:
+def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None]) -> None:
     """Fetch one shard; `show` gets the number of bytes that have arrived."""
-    digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file.name}"
+    digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file['file']}"
     with (
-        replacing(folder / file.name) as target,
-        contextlib.closing(store.parts(file.name)) as parts,
+        replacing(folder / file["file"]) as target,
+        contextlib.closing(store.parts(file["file"])) as parts,
     ):
         for part in parts:
             received += len(part)
-            if received > file.size:
+            if received > file["bytes"]:
                 break
             digest.update(part)
             target.write(part)
             show(received)
-        if received != file.size:
-            more = "more than" if received > file.size else f"{received:,} of"
-            raise _TransferError(f"{shard} has {more} its {file.size:,} bytes")
-        if digest.hexdigest() != file.sha256:
+        if received != file["bytes"]:
+            more = "more than" if received > file["bytes"] else f"{received:,} of"
+            raise _TransferError(f"{shard} has {more} its {file['bytes']:,} bytes")
+        if digest.hexdigest() != file["sha256"]:
             raise _TransferError(f"{shard} is damaged: its sha256 is not the manifest's")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -187,6 +187,10 @@ class CorpusWriter:
         entry = {"file": record.origin, "line": record.line}
         entry |= {"reason": error.reason, "detail": str(error)}
         self._log.write((json.dumps(entry) + "\n").encode())
+
+    def rejections(self, names: Mapping[str, str]) -> str:
+        """The number of rejected records for each reason, called by `names`."""
+        return ", ".join(f"{count} {names[reason]}" for reason, count in self.rejected.items())
 
     def finish(
         self,

@@ -160,28 +160,28 @@ class ChatEncoder:
         plain, signs = "".join(parts[::2]), parts[1::2]
         if plain != text or signs != [*marks] * (len(signs) // 2):
             raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
-        places, position = [], 0
+        positions, position = [], 0
         for part in parts[:-1:2]:
             position += len(part)
-            places.append(position)
-        return list(zip(places[::2], places[1::2], strict=True))
+            positions.append(position)
+        return list(zip(positions[::2], positions[1::2], strict=True))
 
     def _span(
         self,
         messages: list[dict[str, Any]],
         pattern: re.Pattern[str],
         text: str,
-        place: int,
+        index: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
         """The span of one answer with its end token, without blocks."""
-        prompt = self._beginning(text, messages[:place], add_generation_prompt=True)
-        last = place + 1 == len(messages)
-        whole = len(text) if last else self._beginning(text, messages[: place + 1])
+        prompt = self._beginning(text, messages[:index], add_generation_prompt=True)
+        last = index + 1 == len(messages)
+        whole = len(text) if last else self._beginning(text, messages[: index + 1])
         if prompt is None or whole is None:
             # A template may leave out the beginning of an answer, such as its thoughts.
             marks = ("" if prompt is not None else marks[0], marks[1])
-            start, end = self._marked_content(messages, text, place, marks)
+            start, end = self._marked_content(messages, text, index, marks)
             end = self._with_end_token(text, end, pattern)
             return (start if prompt is None else prompt), end
         end = whole
@@ -201,20 +201,16 @@ class ChatEncoder:
         return len(part) if text.startswith(part) else None
 
     def _marked_content(
-        self,
-        messages: list[dict[str, Any]],
-        text: str,
-        place: int,
-        marks: tuple[str, str],
+        self, messages: list[dict[str, Any]], text: str, index: int, marks: tuple[str, str]
     ) -> tuple[int, int]:
         """The span of a message's content without white space at its ends; from 0 on without a
         mark for its beginning."""
         before, after = marks
-        content = messages[place]["content"]
+        content = messages[index]["content"]
         core = content.strip()
         changed = content.replace(core, f"{before}{core}{after}", 1) if core else ""
         found = self._render(
-            [*messages[:place], {**messages[place], "content": changed}, *messages[place + 1 :]]
+            [*messages[:index], {**messages[index], "content": changed}, *messages[index + 1 :]]
         )
         unmarked = found.replace(before, "").replace(after, "")
         if unmarked != text or any(mark and found.count(mark) != 1 for mark in marks):
@@ -256,10 +252,7 @@ class ChatEncoder:
 #: trained on its characters: their tokenizers come with the template.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
-_CONVERSATION = [
-    {"role": "user", "content": "1"},
-    {"role": "assistant", "content": "2"},
-]
+_CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
 def with_chat_template(

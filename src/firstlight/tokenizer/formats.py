@@ -75,12 +75,7 @@ _NUM_GPT2_RANKS = 50_256
 _MOST_SECONDS = 0.3
 
 #: Rank files that would silently get Llama 3's split, by their number of ranks.
-_OTHER_RANKS = {
-    50_280: "p50k_base",
-    100_256: "cl100k_base",
-    151_643: "Qwen",
-    199_998: "o200k_base",
-}
+_OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 #: The two names of GPT-2's vocabulary, and of the merges that go with each.

@@ -260,40 +260,40 @@ _NO_END = 1 << 30
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether a pattern takes few tries at each place of any text: no group is repeated, and what
-    is repeated stands at most twice in an alternative. All published splits are of this kind."""
-    depth = repeats = place = 0
-    while place < len(pattern):
-        character, is_group = pattern[place], pattern[place] == ")"
-        place += 1
+    """True for a pattern of few tries at each position: no group is repeated, and at most two parts
+    of an alternative are repeated. All published splits are of this kind."""
+    depth = repeats = position = 0
+    while position < len(pattern):
+        character, is_group = pattern[position], pattern[position] == ")"
+        position += 1
         if character == "\\":
-            if pattern[place : place + 1] in "123456789kg":
+            if pattern[position : position + 1] in "123456789kg":
                 return False
-            place = _end(r"[pPxo]\{[^}]*\}|.", pattern, place)
+            position = _end(r"[pPxo]\{[^}]*\}|.", pattern, position)
         elif character == "[":
-            end = _end_of_class(pattern, place)
+            end = _end_of_class(pattern, position)
             if end is None:
                 return False
-            place = end
+            position = end
         elif character == "(":
-            if pattern[place : place + 1] == "?":
-                end = _end(r"\?(?:[a-z-]*[:)]|[=!>]|<[=!])", pattern, place)
-                if end == place:
+            if pattern[position : position + 1] == "?":
+                end = _end(r"\?(?:[a-z-]*[:)]|[=!>]|<[=!])", pattern, position)
+                if end == position:
                     return False
                 depth += pattern[end - 1] != ")"
-                place = end
+                position = end
             else:
                 depth += 1
             continue
         elif character == "|" and not depth:
             repeats = 0
         depth -= is_group
-        quantifier = _QUANTIFIER.match(pattern, place)
+        quantifier = _QUANTIFIER.match(pattern, position)
         if quantifier is not None and (most := _most(quantifier)) > 1:
             repeats += most > 10
             if is_group or repeats > 2:
                 return False
-        place = place if quantifier is None else quantifier.end()
+        position = position if quantifier is None else quantifier.end()
     return True
 
 
@@ -309,22 +309,22 @@ def _most(quantifier: re.Match[str]) -> int:
     return int((most or _NO_END) if comma else (least or 1))
 
 
-def _end(expected: str, pattern: str, place: int) -> int:
-    match = re.compile(expected, re.DOTALL).match(pattern, place)
-    return place if match is None else match.end()
+def _end(expected: str, pattern: str, position: int) -> int:
+    match = re.compile(expected, re.DOTALL).match(pattern, position)
+    return position if match is None else match.end()
 
 
-def _end_of_class(pattern: str, place: int) -> int | None:
-    """The place after a [...] that begins before `place`; classes may stand in classes."""
+def _end_of_class(pattern: str, position: int) -> int | None:
+    """The position after a [...] that begins before `position`; classes may stand in classes."""
     depth = 1
-    while place < len(pattern):
-        if pattern[place] == "\\":
-            place += 1
+    while position < len(pattern):
+        if pattern[position] == "\\":
+            position += 1
         else:
-            depth += {"[": 1, "]": -1}.get(pattern[place], 0)
-        place += 1
+            depth += {"[": 1, "]": -1}.get(pattern[position], 0)
+        position += 1
         if not depth:
-            return place
+            return position
     return None
 
 
