@@ -20,7 +20,6 @@ from firstlight.bench import gemm
 from firstlight.bench.gemm import (
     DTYPES,
     FP8,
-    GemmBench,
     GemmRun,
     ceiling,
     hardware_dtypes,
@@ -42,6 +41,7 @@ from firstlight.bench.gemm_products import (
     wave_products,
 )
 from firstlight.bench.gemm_report import compare, draw, step_times, summarize
+from firstlight.bench.options import GemmBench
 from firstlight.cli.bench import gemm_command
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
@@ -63,16 +63,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"dtypes": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
-        ({"dtypes": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
-        ({"dtypes": ["tf32"], "device": "cpu"}, "tf32 is not multiplied in hardware by .*: use fp"),
+        ({"dtype": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
+        ({"dtype": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
+        ({"dtype": ["tf32"], "device": "cpu"}, "tf32 is not multiplied in hardware by .*: use fp"),
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GemmBench(**options)
+        GemmRun(GemmBench(**options))
 
 
 def test_what_the_cpu_only_emulates_is_refused_and_no_default(
@@ -84,8 +84,8 @@ def test_what_the_cpu_only_emulates_is_refused_and_no_default(
     for name in ("fp16", "bf16"):
         message = f"{name} is not multiplied in hardware by Old CPU, .*: use fp32"
         with pytest.raises(ConfigError, match=message):
-            GemmBench(dtypes=[name])
-    assert GemmBench().dtypes == ("fp32",)
+            GemmRun(GemmBench(dtype=[name]))
+    assert GemmRun(GemmBench()).dtypes == ["fp32"]
 
 
 @pytest.mark.parametrize("name", ["avx512_fp16", "amx_fp16", "fp16_arith"])
@@ -295,7 +295,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        run = GemmRun(GemmBench(device="cpu", dtypes=["fp32"], plan=_TINY))
+        run = GemmRun(GemmBench(device="cpu", dtype=["fp32"]), _TINY)
         run.measure()
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
@@ -313,7 +313,7 @@ def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> Non
     monkeypatch.setattr(gemm, "measure", measured)
     # Two formats, whatever this machine has.
     monkeypatch.setattr(gemm, "hardware_dtypes", lambda hardware: ["fp32", "bf16"])
-    run = GemmRun(GemmBench(device="cpu", plan=replace(_TINY, turns=2)))
+    run = GemmRun(GemmBench(device="cpu"), replace(_TINY, turns=2))
     run.measure()
     one_round = [
         (product.name, DTYPES[name])
@@ -329,7 +329,7 @@ def test_rounds_fill_the_time_that_is_there(
     budget: float, rounds: int, monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:
     plan = replace(_TINY, budget_seconds=budget, min_rounds=2, max_rounds=5)
-    run = GemmRun(GemmBench(device="cpu", dtypes=["fp32"], plan=plan))
+    run = GemmRun(GemmBench(device="cpu", dtype=["fp32"]), plan)
     # All products of a round together take a second, and none is repeated.
     once = 1 / len(run.products)
     monkeypatch.setattr(gemm, "_warm_up", lambda multiply, device: once)
@@ -421,7 +421,7 @@ def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str
     gemm_command.main(["--help"], standalone_mode=False)
     text = "".join(capsys.readouterr().out.split())
     assert f"Numberformats:{','.join(DTYPES)}." in text
-    assert f"Whoseshapes:{','.join(MODELS)}." in text
+    assert f"Modelwiththeshapes:{','.join(MODELS)}." in text
 
 
 def test_the_command_line_starts_without_torch() -> None:

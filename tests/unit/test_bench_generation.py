@@ -11,12 +11,13 @@ import torch
 from firstlight.bench.generation import (
     REFERENCE,
     ROWS,
-    GenerationBench,
     bench_generation,
     bytes_per_token,
+    decided,
     draw,
     summarize,
 )
+from firstlight.bench.options import GenerationBench
 from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
@@ -118,7 +119,7 @@ def test_a_model_folder_is_measured_with_the_tokens_that_it_says(tmp_path: Path)
 )
 def test_what_can_not_be_measured_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        GenerationBench(**values)
+        decided(GenerationBench(**values))
 
 
 def test_tokens_that_do_not_fit_the_context_are_refused() -> None:
@@ -127,6 +128,6 @@ def test_tokens_that_do_not_fit_the_context_are_refused() -> None:
 
 
 def test_quick_compiles_nothing_unless_it_is_named() -> None:
-    assert not any(row.compile for row in GenerationBench(quick=True).chosen)
-    named = GenerationBench(quick=True, rows=["int8-compiled"]).chosen
-    assert [row.name for row in named] == ["int8-compiled"]
+    assert not any("compiled" in name for name in decided(GenerationBench(quick=True)).rows)
+    named = decided(GenerationBench(quick=True, rows=["int8-compiled"]))
+    assert named.rows == ["int8-compiled"]

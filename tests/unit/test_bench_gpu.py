@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from firstlight.bench import gpu
 from firstlight.bench.calls import Call, Results, Row, order, run_rows
 from firstlight.bench.corpus import ShardRows, open_rows
-from firstlight.bench.gpu import GPUBench, bench_gpu, report
+from firstlight.bench.gpu import bench_gpu, report
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.models import find_model
+from firstlight.bench.options import GPUBench
 from firstlight.bench.runner import RowOutcome
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError

@@ -23,14 +23,15 @@ from firstlight.bench.loading import (
     LARGEST,
     ROWS,
     SMALLEST,
-    LoadingBench,
     LoadingRow,
+    chosen_rows,
     compare,
     draw,
     make_checkpoints,
     model_config,
     parse_count,
 )
+from firstlight.bench.options import LoadingBench
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.environment import SHORT_SPIN, for_generation
@@ -115,14 +116,14 @@ def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LoadingBench(**options)
+        chosen_rows(LoadingBench(**options))
 
 
 def test_rows_can_be_chosen() -> None:
-    assert LoadingBench().rows == list(ROWS)
-    names = [row.name for row in LoadingBench(no_transformers=True).rows]
+    assert chosen_rows(LoadingBench()) == list(ROWS)
+    names = [row.name for row in chosen_rows(LoadingBench(no_transformers=True))]
     assert names == [*LOADING_MODES, "sharded", "cast"]
-    chosen = LoadingBench(ways=["transformers", "mmap"]).rows
+    chosen = chosen_rows(LoadingBench(ways=["transformers", "mmap"]))
     assert [row.name for row in chosen] == ["mmap", "transformers"]
 
 

@@ -28,7 +28,6 @@ from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_by
 from firstlight.bench.methods import (
     TIME_IS_UP,
     MethodRuns,
-    MethodsBench,
     MethodsWork,
     child_environment,
     choose_rows,
@@ -51,6 +50,7 @@ from firstlight.bench.methods_rows import (
     why_skipped,
 )
 from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
+from firstlight.bench.options import MethodsBench
 from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
 from firstlight.bench.steps import StepsPlan, plan_steps
 from firstlight.bench.training_once import training_once

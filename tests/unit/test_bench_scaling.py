@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+from firstlight.bench.options import ScalingBench
 from firstlight.bench.runner import RowOutcome
-from firstlight.bench.scaling import ENGINES, ScalingBench, bench_scaling, draw, summarize
+from firstlight.bench.scaling import ENGINES, bench_scaling, draw, scaling_rows, summarize
 from firstlight.errors import ConfigError
 
 
 def test_rows_are_powers_of_two_and_the_most() -> None:
-    assert ScalingBench(nproc=1).rows() == [("none", 1)]
+    assert scaling_rows(ScalingBench(nproc=1)) == [("none", 1)]
     two = ScalingBench(nproc=2, engines=["ddp", "hybrid"])
-    assert two.rows() == [("none", 1), ("ddp", 2)]
+    assert scaling_rows(two) == [("none", 1), ("ddp", 2)]
     six = ScalingBench(nproc=6, engines=["ddp", "hybrid"])
-    assert six.rows() == [
+    assert scaling_rows(six) == [
         ("none", 1),
         ("ddp", 2),
         ("ddp", 4),
@@ -30,9 +31,9 @@ def test_rows_are_powers_of_two_and_the_most() -> None:
 
 def test_values_that_can_not_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine .dpd. is unknown .did you mean .ddp."):
-        ScalingBench(engines=["dpd"])
+        scaling_rows(ScalingBench(engines=["dpd"]))
     with pytest.raises(ConfigError, match="processes is 0: at least 1 is needed"):
-        ScalingBench(nproc=0)
+        scaling_rows(ScalingBench(nproc=0))
 
 
 def _outcomes() -> dict[tuple[str, int], RowOutcome]:
@@ -78,7 +79,7 @@ def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
 
 def test_only_what_a_model_can_use_is_measured() -> None:
     def engines(model: str) -> set[str]:
-        return {name for name, _ in ScalingBench(model=model).rows()}
+        return {name for name, _ in scaling_rows(ScalingBench(model=model))}
 
     assert engines("llama-110m") - engines("gpt2-124m") == {"tensor", "pipeline"}
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from firstlight.bench import training
 from firstlight.bench.corpus import write_tokens
+from firstlight.bench.options import TrainingBench
 from firstlight.bench.process import (
     answer,
     ask,
@@ -34,7 +35,6 @@ from firstlight.bench.runner import RowOutcome
 from firstlight.bench.steps import plan_steps
 from firstlight.bench.training import (
     PROGRAMS,
-    TrainingBench,
     TrainingRow,
     bench_training,
     choose_programs,

@@ -80,7 +80,7 @@ class Results:
     Attributes:
         folder: the folder with the file.
         machine: facts of the machine that measured; {} before the first call.
-        calls: one entry for each call: "date", "seconds", "turns", "command".
+        calls: entry of each call: "date", "seconds", "turns", "command".
         outcomes: outcomes of all rows that were tried.
     """
 

@@ -39,9 +39,9 @@ def write_tokens(path: Path, count: int, vocab_size: int) -> None:
     """Write `count` tokens of the standard library, from its start again where it is shorter.
 
     Args:
-        path: a safetensors file of "tokens" [count], and "starts", where the documents begin.
-        count: tokens.
-        vocab_size: ids are below it; the last one ends every document.
+        path: safetensors file to write: "tokens" [count], and "starts" of the documents.
+        count: number of tokens.
+        vocab_size: size of the vocabulary, whose last id ends every document.
 
     Raises:
         InputError: the library's source is not there.
@@ -83,8 +83,8 @@ def library_corpus(folder: Path, vocab_size: int) -> Path:
     they are there: ten seconds for 50,257 tokens.
 
     Args:
-        folder: gets tokenizer/ and corpus/.
-        vocab_size: of the tokenizer.
+        folder: parent of tokenizer/ and corpus/.
+        vocab_size: vocabulary size of the tokenizer.
 
     Returns:
         The prepared corpus, with its splits "train" and "val".

@@ -15,7 +15,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from firstlight.bench.gemm_products import (
     STEP_TOKENS,
     GemmPlan,
     GemmProduct,
-    GPT2Shape,
     Layout,
     all_products,
     plan_for,
 )
 from firstlight.bench.gemm_report import summarize
-from firstlight.bench.runner import machine_facts, require_known
+from firstlight.bench.options import GemmBench, require_known
+from firstlight.bench.runner import machine_facts
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware, synchronize
@@ -70,45 +69,6 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
     else:
         fp16 = True
     return [*names, *(["bf16"] if hardware.bf16 else []), *(["fp16"] if fp16 else [])]
-
-
-@dataclass(frozen=True)
-class GemmBench:
-    """Options of `bench gemm`.
-
-    Attributes:
-        device: device as `find_hardware` takes it.
-        dtypes: names among DTYPES; empty is all that the device multiplies in hardware.
-        model: name among `gemm_products.MODELS` of the model with the shapes.
-        quick: fewer and smaller products, fewer rounds.
-        plan: amount of measuring; None is the device's own.
-
-    Raises:
-        ConfigError: a name is unknown, or the device can't do what is asked.
-    """
-
-    device: str = "auto"
-    dtypes: Sequence[str] = ()
-    model: str = "gpt2-124m"
-    quick: bool = False
-    plan: GemmPlan | None = None
-    hardware: Hardware = field(init=False)
-    shape: GPT2Shape = field(init=False)
-
-    def __post_init__(self) -> None:
-        hardware = find_hardware(self.device)
-        able = hardware_dtypes(hardware)
-        require_known("dtype", self.dtypes, DTYPES)
-        for name in self.dtypes:
-            if name not in able:
-                raise ConfigError(
-                    f"{name} is not multiplied in hardware by {hardware.name}, and emulated rates "
-                    f"say nothing: use {', '.join(able)}"
-                )
-        require_known("model", [self.model], MODELS)
-        object.__setattr__(self, "hardware", hardware)
-        object.__setattr__(self, "shape", MODELS[self.model])
-        object.__setattr__(self, "dtypes", tuple(dict.fromkeys(self.dtypes)) or tuple(able))
 
 
 @contextlib.contextmanager
@@ -226,33 +186,49 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> flo
 class GemmRun:
     """A benchmark that runs; what it has measured can be asked for at any time.
 
-    Attributes:
+    Args:
         bench: the options.
+        plan: amount of measuring; None is the device's own.
+
+    Attributes:
+        dtypes: number formats that are measured.
         products: all products.
         seconds: seconds of each round, by number format and product.
         rounds: number of rounds that have begun.
         complete: True once all is measured.
+
+    Raises:
+        ConfigError: a name is unknown, or the device can't do what is asked.
     """
 
-    def __init__(self, bench: GemmBench) -> None:
-        device = bench.hardware.device
+    def __init__(self, bench: GemmBench, plan: GemmPlan | None = None) -> None:
+        self.bench, self.hardware = bench, find_hardware(bench.device)
+        device, able = self.hardware.device, hardware_dtypes(self.hardware)
+        require_known("dtype", bench.dtype, DTYPES)
+        for name in bench.dtype:
+            if name not in able:
+                raise ConfigError(
+                    f"{name} is not multiplied in hardware by {self.hardware.name}, and emulated "
+                    f"rates say nothing: use {', '.join(able)}"
+                )
+        require_known("model", [bench.model], MODELS)
+        self.shape, self.dtypes = MODELS[bench.model], list(dict.fromkeys(bench.dtype)) or able
         count = 0
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.bench = bench
         self.multiprocessors = count
-        self.plan = bench.plan or plan_for(device.type, bench.quick)
-        self.products = all_products(bench.shape, self.plan, count)
+        self.plan = plan or plan_for(device.type, bench.quick)
+        self.products = all_products(self.shape, self.plan, count)
         self.seconds: dict[str, list[list[float]]] = {
-            name: [[] for _ in self.products] for name in bench.dtypes
+            name: [[] for _ in self.products] for name in self.dtypes
         }
         self.rounds = 0
         self.complete = False
-        self.load = machine_facts(bench.hardware)["load"]
+        self.load = machine_facts(self.hardware)["load"]
 
     def measure(self) -> None:
         """Warm everything up, then measure round after round until the plan's time is over."""
-        device = self.bench.hardware.device
+        device = self.hardware.device
         start = time.perf_counter()
         with progress_bar() as progress:
             operands, costs = self._warm_up(progress)
@@ -288,7 +264,7 @@ class GemmRun:
 
         The formats of one product follow each other: they are compared, too.
         """
-        device, names = self.bench.hardware.device, self.bench.dtypes
+        device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
         task = progress.add_task("warming up", total=flops * len(names))
         operands = {name: make_operands(self.products, DTYPES[name], device) for name in names}
@@ -309,8 +285,8 @@ class GemmRun:
             "complete": whether it is all that was to be measured; "machine"; and what `summarize`
             returns.
         """
-        summary = summarize(self.products, self.seconds, self.bench.shape, self.plan)
-        machine = machine_facts(self.bench.hardware)
+        summary = summarize(self.products, self.seconds, self.shape, self.plan)
+        machine = machine_facts(self.hardware)
         return {
             "complete": self.complete,
             "machine": {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from firstlight.bench.generation_once import copy_rate
 from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.options import GenerationBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment
 from firstlight.bench.runner import (
@@ -26,8 +27,6 @@ from firstlight.bench.runner import (
     RowOutcome,
     has_package,
     machine_facts,
-    require_known,
-    require_positive,
     run_bench,
 )
 from firstlight.checkpoint.selection import resolve_model_folder
@@ -37,7 +36,7 @@ from firstlight.files.atomic import new_folder, write_json
 from firstlight.hardware.device import find_hardware
 from firstlight.hardware.environment import for_generation
 from firstlight.models import ModelConfig, empty_model
-from firstlight.models.accounting import meta_model
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.weights.huggingface import CONFIG_NAME, read_config
 from firstlight.weights.loading import embedding_name, weights_to_save
 from firstlight.weights.stored import save_weights
@@ -75,56 +74,28 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class GenerationBench:
-    """Options of `bench generation`.
-
-    Attributes:
-        model: name as for `bench methods`, which gets random weights, or a model folder; None is
-            gpt2-124m, or with `quick` the small one.
-        batch_sizes: numbers of prompts at a time.
-        prompt_tokens: tokens of each prompt; None is 128, with `quick` 32.
-        new_tokens: new tokens of each prompt; None is 64, with `quick` 16.
-        repeats: turns of all rows; None is 3, with `quick` 1.
-        rows: names of rows; empty is all, with `quick` those that are not compiled.
-        device: "auto", "cpu", "cuda", ...
-        quick: a small model, few tokens, one turn.
+def decided(bench: GenerationBench) -> GenerationBench:
+    """The options with nothing open.
 
     Raises:
         ConfigError: a value is out of range, or a name unknown.
     """
-
-    model: str | None = None
-    batch_sizes: Sequence[int] = (1, 8)
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    repeats: int | None = None
-    rows: Sequence[str] = ()
-    device: str = "auto"
-    quick: bool = False
-
-    def __post_init__(self) -> None:
-        usual = (
-            ("model", SMALL if self.quick else "gpt2-124m"),
-            ("prompt_tokens", 32 if self.quick else 128),
-            ("new_tokens", 16 if self.quick else 64),
-            ("repeats", 1 if self.quick else 3),
-        )
-        for name, value in usual:
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        require_positive(**{name: getattr(self, name) for name in ("prompt_tokens", "repeats")})
-        require_positive(2, new_tokens=self.new_tokens or 0)
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ConfigError("batch sizes must be at least 1")
-        require_known("row", self.rows, [row.name for row in ROWS])
-
-    @property
-    def chosen(self) -> list[GenerationRow]:
-        """The chosen rows."""
-        if self.rows:
-            return [row for row in ROWS if row.name in self.rows]
-        return [row for row in ROWS if not (self.quick and row.compile)]
+    usual: dict[str, Any] = {
+        "model": SMALL if bench.quick else "gpt2-124m",
+        "prompt_tokens": 32 if bench.quick else 128,
+        "new_tokens": 16 if bench.quick else 64,
+        "repeats": 1 if bench.quick else 3,
+        "rows": [row.name for row in ROWS if not (bench.quick and row.compile)],
+    }
+    bench = replace(
+        bench, **{k: v for k, v in usual.items() if getattr(bench, k) in (None, (), [])}
+    )
+    require_positive(prompt_tokens=bench.prompt_tokens or 0, repeats=bench.repeats or 0)
+    require_positive(2, new_tokens=bench.new_tokens or 0)
+    if not bench.batch_sizes or min(bench.batch_sizes) < 1:
+        raise ConfigError("batch sizes must be at least 1")
+    require_known("row", bench.rows, [row.name for row in ROWS])
+    return bench
 
 
 def bench_generation(
@@ -144,28 +115,23 @@ def bench_generation(
         ConfigError: the prompt and the new tokens don't fit the model's context.
         ModelError, InputError, StorageError: there is no model, or the disk refused.
     """
+    bench = decided(bench)
     hardware, own = find_hardware(bench.device), for_generation()
-    rows = [
-        row for row in bench.chosen if row.program == "firstlight" or has_package("transformers")
-    ]
-    if len(rows) < len(bench.chosen):
+    chosen = [row for row in ROWS if row.name in bench.rows]
+    rows = [row for row in chosen if row.program == "firstlight" or has_package("transformers")]
+    if len(rows) < len(chosen):
         say("transformers is not installed: its rows are left out")
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
-        head = {
-            "model": bench.model,
-            "parameters": sum(p.numel() for p in meta_model(config).parameters()),
-            "prompt_tokens": bench.prompt_tokens,
-            "new_tokens": bench.new_tokens,
-            "repeats": bench.repeats,
-        }
+        sizes = {"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens}
+        parameters = count_parameters(meta_model(config)).total
+        head = {"model": bench.model, "parameters": parameters, "repeats": bench.repeats, **sizes}
         machine = {**machine_facts(hardware), "copy_bytes_per_second": 0.0, "environment": own}
         request = {
+            **sizes,
             "folder": str(folder),
             "device": str(hardware.device),
             "batch_sizes": list(bench.batch_sizes),
-            "prompt_tokens": bench.prompt_tokens,
-            "new_tokens": bench.new_tokens,
             "times": 1 if bench.quick else 3,
             "threads": torch.get_num_threads(),
             "vocab_size": config.vocab_size,
@@ -174,9 +140,8 @@ def bench_generation(
 
         def measure(name: str) -> Found:
             row, environment = by_name[name], plain_environment()
-            machine["copy_bytes_per_second"] = max(
-                machine["copy_bytes_per_second"], copy_rate(hardware.device)
-            )
+            rates = (machine["copy_bytes_per_second"], copy_rate(hardware.device))
+            machine["copy_bytes_per_second"] = max(rates)
             if row.program == "firstlight":
                 environment = dict(own) | environment
             # The first turn compiles, whatever was compiled before.

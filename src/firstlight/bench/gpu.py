@@ -9,7 +9,6 @@ import datetime
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from firstlight.bench.gpu_pages import Part, write_pages
 from firstlight.bench.gpu_planner import PLANNER
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
+from firstlight.bench.options import GPUBench, require_known
 from firstlight.bench.process import ask, plain_environment, training_environment
-from firstlight.bench.runner import require_known
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
 
@@ -34,25 +33,6 @@ PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUID
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"
 #: After which looking at the machine is ended: a driver that hangs would take the whole call.
 _MACHINE_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class GPUBench:
-    """Options of `bench gpu`.
-
-    Attributes:
-        folder: folder of the results; those of earlier calls are gone on with.
-        minutes: duration of the call.
-        parts: names of parts; empty is all.
-        dry: True measures tiny models on the CPU.
-        retry: True measures rows again that have failed.
-    """
-
-    folder: Path
-    minutes: float = 9.0
-    parts: Sequence[str] = ()
-    dry: bool = False
-    retry: bool = False
 
 
 def choose_parts(names: Sequence[str]) -> list[Part]:

@@ -12,7 +12,6 @@ REQUEST is a JSON object with "measure" and "device", and for
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -35,6 +34,7 @@ from firstlight.bench.gemm import (
     product_rates,
 )
 from firstlight.bench.gemm_products import GemmProduct, Layout, layer_products
+from firstlight.bench.generation_once import copy_seconds
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
 from firstlight.bench.pictures import new_figure, png_of
@@ -145,12 +145,16 @@ def _page(found: Findings) -> Page:
         pictures["gpu-ceilings.png"] = _draw(runs)
         for dtype in ("bf16", "fp8"):
             if dtype in runs:
-                summary.append(_rate_line(dtype, runs[dtype]["ceiling"], gpu))
+                rate, sheet = runs[dtype]["ceiling"], _sheet_rate(gpu, dtype)
+                line = f"- {dtype} matrix products: {rate / 1e12:,.0f} TFLOP/s at best"
+                if sheet:
+                    line += f", {rate / sheet:.0%} of the data sheet's {sheet / 1e12:,.0f}"
+                summary.append(f"{line}.")
     for run in found.outcome(NAME, "copies").runs[-1:]:
         rates = run["rates"]
-        sheet = f" The data sheet says {gpu.bandwidth / 1e9:,.0f} for its memory." if gpu else ""
+        said = f" The data sheet says {gpu.bandwidth / 1e9:,.0f} for its memory." if gpu else ""
         cells = [(name, f"{rate / 1e9:,.1f}") for name, rate in rates.items()]
-        text = _COPIES.format(size=run["bytes"] / 2**20, sheet=sheet)
+        text = _COPIES.format(size=run["bytes"] / 2**20, sheet=said)
         parts.append(text + markdown_table(("copy", "GB/s"), cells))
         said = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
         summary.append(f"- Copies, GB/s: {said}.")
@@ -161,12 +165,6 @@ def _page(found: Findings) -> Page:
         said = ", ".join(f"{name} {times['first step']:.0f} s" for name, times in starts)
         summary.append(f"- From the start of a process to the end of its first step: {said}.")
     return Page("\n".join(summary), "\n".join(parts), pictures)
-
-
-def _rate_line(dtype: str, rate: float, gpu: GPU | None) -> str:
-    sheet = _sheet_rate(gpu, dtype)
-    share = f", {rate / sheet:.0%} of the data sheet's {sheet / 1e12:,.0f}" if sheet else ""
-    return f"- {dtype} matrix products: {rate / 1e12:,.0f} TFLOP/s at best{share}."
 
 
 def _sheet_rate(gpu: GPU | None, dtype: str) -> float:
@@ -347,23 +345,11 @@ def _copies(request: dict[str, Any]) -> dict[str, Any]:
             "device to host, pageable": (host, there, 1),
         }
     rates = {
-        name: factor * size / _copy_seconds(target, source, device)
+        name: factor * size / copy_seconds(target, source, device)
         for name, (target, source, factor) in pairs.items()
     }
     said = ", ".join(f"{name} {rate / 1e9:,.0f} GB/s" for name, rate in rates.items())
     return {"bytes": size, "rates": rates, "line": said}
-
-
-def _copy_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    """The least of some measurements of a copy."""
-    best = math.inf
-    for _ in range(6):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def _start(request: dict[str, Any]) -> dict[str, Any]:

@@ -32,9 +32,10 @@ made; and what the planner predicts: see `planner_predictions.memory_entry`, wit
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 
 from firstlight.bench.calls import Row
 from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
+from firstlight.bench.gpu_pages import Findings, Page, Part, cell, draw_bars, markdown_table
 from firstlight.bench.memory import driver_used_bytes
 from firstlight.bench.planner_predictions import (
     memory_entry,
@@ -60,25 +61,16 @@ from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed
 
 NAME = "guide"
-
 _MODULE = "firstlight.bench.gpu_guide"
-
+_WARMUP_STEPS = 3
 _MIB = 2**20
 
-_BERT_LARGE = {
-    "vocab_size": 30522,
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
-_TINY = {
-    "vocab_size": 1000,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
+_KEYS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "intermediate_size",
+)
+_BERT_LARGE = dict(zip(_KEYS, (30522, 1024, 24, 16, 4096), strict=True))
+_TINY = dict(zip(_KEYS, (1000, 32, 2, 2, 64), strict=True))
 
 
 @dataclass(frozen=True)
@@ -168,19 +160,9 @@ def _rows(machine: BenchMachine) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A row with its figures.
-
-    Attributes:
-        entry: row of the guide.
-        run: result of the measurement; see the module's head.
-        predicted_samples: samples/s by the planner; None where the GPU has no data sheet.
-    """
-
-    entry: GuideRow
-    run: Mapping[str, Any]
-    predicted_samples: float | None
+#: A row of the guide, the result of its measurement, and samples/s by the planner, which are None
+#: where the GPU has no data sheet.
+_Measured = tuple[GuideRow, Mapping[str, Any], float | None]
 
 
 def _measured(found: Findings) -> Iterator[_Measured]:
@@ -196,7 +178,7 @@ def _measured(found: Findings) -> Iterator[_Measured]:
             work = Workload(tokens, 1.0, "fp16" if request["fp16"] else "fp32")
             speed = predict_speed(unpacked(run["operators"]), work, gpu)
             predicted = speed.tokens_per_second.expected / request["seq_len"]
-        yield _Measured(entry, run, predicted)
+        yield entry, run, predicted
 
 
 def _page(found: Findings) -> Page:
@@ -206,7 +188,7 @@ def _page(found: Findings) -> Page:
         *("driver, MB", "planner", "V100, published", "allocator's peak, MB", "planner"),
     )
     text = [
-        markdown_table(header, [_cells(one) for one in measured]),
+        markdown_table(header, [_cells(*one) for one in measured]),
         "Published figures: Hugging Face's guide, on a V100 with 16 GB; it has none for the\n"
         "Accelerate loop. All rows are trained as the guide does it (transformers' Trainer, or\n"
         "Accelerate), with attention as two products, as it was then, and AdamW as torch has it\n"
@@ -215,44 +197,39 @@ def _page(found: Findings) -> Page:
         "guide's V100 had 1,343 MB of context). MB are 2^20 bytes, as in the guide.\n",
         "![samples per second](../images/gpu-guide.png)\n",
     ]
-    bars = [(one.entry.name, one.run["samples_per_second"]) for one in measured]
+    bars = [(entry.name, run["samples_per_second"]) for entry, run, _ in measured]
     pictures = {"gpu-guide.png": draw_bars("bert-large, 512 tokens", "samples/s", bars)}
     return Page("\n".join(_summary(measured)), "\n".join(text), pictures)
 
 
-def _cells(one: _Measured) -> tuple[str, ...]:
-    run, entry = one.run, one.entry
+def _cells(entry: GuideRow, run: Mapping[str, Any], predicted: float | None) -> tuple[str, ...]:
+    def megabytes(*keys: str) -> str:
+        """The sum of some sizes; "" where one is missing."""
+        known = all(run.get(key) is not None for key in keys)
+        return f"{sum(run[key] for key in keys) / _MIB:,.0f}" if known else ""
 
-    def megabytes(size: float | None) -> str:
-        return "" if size is None else f"{size / _MIB:,.0f}"
-
-    driver = run.get("predicted_reserved_bytes")
-    driver = None if driver is None or "context_bytes" not in run else driver + run["context_bytes"]
     return (
         entry.name,
         f"{run['samples_per_second']:.2f}",
-        "" if one.predicted_samples is None else f"{one.predicted_samples:.2f}",
-        "" if entry.samples is None else f"{entry.samples:.2f}",
-        megabytes(run.get("driver_bytes")),
-        megabytes(driver),
-        "" if entry.megabytes is None else f"{entry.megabytes:,}",
-        megabytes(run.get("peak_bytes")),
-        megabytes(run.get("predicted_bytes")),
+        cell("{:.2f}", predicted),
+        cell("{:.2f}", entry.samples),
+        megabytes("driver_bytes"),
+        megabytes("predicted_reserved_bytes", "context_bytes"),
+        cell("{:,}", entry.megabytes),
+        megabytes("peak_bytes"),
+        megabytes("predicted_bytes"),
     )
 
 
 def _summary(measured: Sequence[_Measured]) -> Iterator[str]:
-    for one in measured:
-        if one.entry.samples is None:
+    for entry, run, _ in measured:
+        if entry.samples is None:
             continue
-        ratio = one.run["samples_per_second"] / one.entry.samples
-        memory = ""
-        if "driver_bytes" in one.run:
-            memory = f", {one.run['driver_bytes'] / _MIB:,.0f} MB of the driver"
-        yield (
-            f"- {one.entry.name}: {one.run['samples_per_second']:.1f} samples/s{memory}; "
-            f"{ratio:.1f} times the published V100."
-        )
+        rate, memory = run["samples_per_second"], ""
+        if "driver_bytes" in run:
+            memory = f", {run['driver_bytes'] / _MIB:,.0f} MB of the driver"
+        ratio = f"{rate / entry.samples:.1f} times the published V100"
+        yield f"- {entry.name}: {rate:.1f} samples/s{memory}; {ratio}."
 
 
 GUIDE_PART = Part(
@@ -265,16 +242,12 @@ GUIDE_PART = Part(
 )
 
 
-_WARMUP_STEPS = 3
-
-
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train and predict as the module's head says."""
     on_gpu = request["device"] == "cuda"
     idle = driver_used_bytes() if on_gpu else None
     with predicting([(predict_bert, (request,))], beside=on_gpu) as predictions:
-        found = _train(request, idle)
-        found |= predictions()[0]
+        found = _train(request, idle) | predictions()[0]
     memory = "" if "peak_bytes" not in found else f", {found['peak_bytes'] / 2**20:,.0f} MiB"
     return found | {"line": f"{found['samples_per_second']:.2f} samples/s{memory}"}
 
@@ -291,12 +264,17 @@ def _model(request: dict[str, Any], device: str) -> Any:
 def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
     on_gpu = request["device"] == "cuda"
     found: dict[str, Any] = {}
+
+    def note_growth(key: str, known: int) -> None:
+        """Note the driver's bytes beyond those before the process and those that are known."""
+        used = driver_used_bytes()
+        if used is not None and idle is not None:
+            found[key] = used - idle - known
+
     if on_gpu:
         # One small tensor loads the kernels, as in the guide.
         torch.ones((1, 1), device="cuda") + 1
-        used = driver_used_bytes()
-        if used is not None and idle is not None:
-            found["context_bytes"] = used - idle - torch.cuda.memory_reserved()
+        note_growth("context_bytes", torch.cuda.memory_reserved())
     torch.manual_seed(0)
     clock = StepClock(torch.device(request["device"]))
     loop = _accelerate_loop if request["loop"] == "accelerate" else _trainer_loop
@@ -307,9 +285,7 @@ def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
     if on_gpu:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        used = driver_used_bytes()
-        if used is not None and idle is not None:
-            found["driver_bytes"] = used - idle
+        note_growth("driver_bytes", 0)
     return found
 
 
@@ -363,7 +339,7 @@ def _accelerate_loop(model: Any, request: dict[str, Any], clock: StepClock) -> N
     mixed = "no" if precision == "fp32" else precision
     accelerator = Accelerator(mixed_precision=mixed, cpu=on_cpu)
     loader = torch.utils.data.DataLoader(_DummyData(request), batch_size=request["rows"])
-    optimizer = _OPTIMIZERS[request["optimizer"]](model.parameters())
+    optimizer = _optimizer(request["optimizer"], model.parameters())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     for number, batch in enumerate(loader):
@@ -377,28 +353,21 @@ def _accelerate_loop(model: Any, request: dict[str, Any], clock: StepClock) -> N
             clock.stop()
 
 
-def _adafactor(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    from transformers.optimization import Adafactor
+def _optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of one of the Trainer's names."""
+    optimizer: torch.optim.Optimizer
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
 
-    optimizer: torch.optim.Optimizer = Adafactor(
-        parameters, scale_parameter=False, relative_step=False, lr=5e-5
-    )
+        options = {"scale_parameter": False, "relative_step": False, "lr": 5e-5}
+        optimizer = Adafactor(parameters, **options)
+    elif name == "adamw_bnb_8bit":
+        import bitsandbytes
+
+        optimizer = bitsandbytes.optim.AdamW8bit(parameters)
+    else:
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
     return optimizer
-
-
-def _eight_bit_adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    import bitsandbytes
-
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters)
-    return optimizer
-
-
-#: The optimizers of the Trainer's names.
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw_torch": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adafactor": _adafactor,
-    "adamw_bnb_8bit": _eight_bit_adam,
-}
 
 
 def _precision(request: dict[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
@@ -414,7 +383,7 @@ def predict_bert(request: dict[str, Any]) -> dict[str, Any]:
     found = plan_module(
         _model(request, "meta"),
         {"input_ids": ids, "labels": labels},
-        optimizer=_OPTIMIZERS[request["optimizer"]],
+        optimizer=functools.partial(_optimizer, request["optimizer"]),
         precision=_precision(request),
         gradient_accumulation_steps=request["accumulation"],
         activation_checkpointing=request["checkpointing"],

@@ -44,9 +44,9 @@ class BenchMachine:
         dry: tiny models on the CPU: figures without meaning.
         name: the GPU's, by its driver; the CPU's of a dry run.
         memory_bytes: memory of the device.
-        bf16: whether it multiplies bf16 in hardware.
+        bf16: True if the device multiplies bf16 in hardware.
         capability: CUDA's compute capability; (0, 0) of a CPU.
-        multiprocessors: of the GPU; 0 of a CPU.
+        multiprocessors: number of the GPU's multiprocessors; 0 of a CPU.
         driver: the GPU driver's version; "" where it is not known.
         cuda: version of CUDA that torch was built with; "" without.
         torch: its version.

@@ -274,6 +274,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     return "\n".join(lines) + "\n"
 
 
+def cell(template: str, value: float | None) -> str:
+    """A number as text; "" for None."""
+    return "" if value is None else template.format(value)
+
+
 def draw_bars(
     title: str,
     xlabel: str,

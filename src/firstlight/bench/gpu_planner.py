@@ -18,7 +18,7 @@ from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.planner_cases import PlannerCase, dry_grid, gpu_grid
 from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
-from firstlight.bench.planner_predictions import target_request, unpacked
+from firstlight.bench.planner_predictions import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.planner_speed import GOAL, percentile
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
@@ -30,8 +30,6 @@ from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.
 NAME = "planner"
-
-STEPS_MODULE = "firstlight.bench.planner_steps"
 
 #: Configurations that one process measures, and of those that compile.
 _TOGETHER, _COMPILED_TOGETHER = 7, 2
@@ -49,25 +47,6 @@ _DRY_GPU = "H100"
 def grid_of(machine: BenchMachine) -> tuple[PlannerCase, ...]:
     """The configurations for a machine."""
     return dry_grid() if machine.dry else gpu_grid()
-
-
-def steps_request(
-    machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
-) -> dict[str, Any]:
-    """A request of `planner_steps`.
-
-    Args:
-        machine: the machine that measures.
-        cases: the configurations.
-        seconds: duration of timing each.
-    """
-    return {
-        "cases": [case.request(machine.device) for case in cases],
-        "device": machine.device,
-        "steps": 2 if machine.dry else 12,
-        "seconds": seconds,
-        "target": target_request(machine),
-    }
 
 
 def _groups(machine: BenchMachine) -> Iterator[tuple[int, list[PlannerCase]]]:

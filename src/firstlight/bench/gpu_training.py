@@ -144,7 +144,7 @@ def _row(
     """A row of a program.
 
     Args:
-        changes: what a variant of firstlight sets otherwise; None is no variant.
+        changes: keys of the recipe that a variant of firstlight changes; None is no variant.
     """
     micro = _micro_batch_size(case, machine)
     request = {

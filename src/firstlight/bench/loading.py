@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from firstlight.bench.options import LoadingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask
 from firstlight.bench.runner import (
@@ -30,8 +31,6 @@ from firstlight.bench.runner import (
     RowOutcome,
     has_package,
     machine_facts,
-    require_known,
-    require_positive,
     run_bench,
 )
 from firstlight.console import say
@@ -90,47 +89,26 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class LoadingBench:
-    """Options of `bench loading`.
-
-    Attributes:
-        parameters: approximate number of the model's parameters.
-        dtype: number format of the file: "bfloat16" or "float32".
-        repeats: turns of all rows.
-        ways: names of the rows; empty is all.
-        no_transformers: True leaves the rows of transformers out.
-        folder: folder where the checkpoint is made, kept and used again; None is a temporary one.
+def chosen_rows(bench: LoadingBench) -> list[LoadingRow]:
+    """The rows that are to be measured.
 
     Raises:
         ConfigError: a value is out of range, or a name unknown.
     """
-
-    parameters: int = 500_000_000
-    dtype: str = "bfloat16"
-    repeats: int = 3
-    ways: Sequence[str] = ()
-    no_transformers: bool = False
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not SMALLEST <= self.parameters <= LARGEST:
-            raise ConfigError(
-                f"{self.parameters:,} parameters are outside what this benchmark makes: "
-                f"between {SMALLEST:,} and {LARGEST:,}"
-            )
-        require_positive(repeats=self.repeats)
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype '{self.dtype}' is not one of bfloat16, float32")
-        require_known("way", self.ways, [row.name for row in ROWS])
-        if not self.rows:
-            raise ConfigError("no way is left to measure")
-
-    @property
-    def rows(self) -> list[LoadingRow]:
-        """The chosen rows."""
-        rows = [row for row in ROWS if not self.ways or row.name in self.ways]
-        return [row for row in rows if not (self.no_transformers and row.program != "firstlight")]
+    if not SMALLEST <= bench.parameters <= LARGEST:
+        raise ConfigError(
+            f"{bench.parameters:,} parameters are outside what this benchmark makes: "
+            f"between {SMALLEST:,} and {LARGEST:,}"
+        )
+    require_positive(repeats=bench.repeats)
+    if bench.dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"dtype '{bench.dtype}' is not one of bfloat16, float32")
+    require_known("way", bench.ways, [row.name for row in ROWS])
+    rows = [row for row in ROWS if not bench.ways or row.name in bench.ways]
+    rows = [row for row in rows if not (bench.no_transformers and row.program != "firstlight")]
+    if not rows:
+        raise ConfigError("no way is left to measure")
+    return rows
 
 
 def bench_loading(
@@ -147,12 +125,12 @@ def bench_loading(
         of what `load_once` measures, its ratios, and all its "runs".
 
     Raises:
-        ConfigError, InputError, StorageError: the checkpoint can't be made.
+        ConfigError, InputError, StorageError: an option can't be meant, or the checkpoint be made.
         ModelError: a way failed.
     """
-    has_transformers = has_package("transformers")
-    rows = [row for row in bench.rows if row.program == "firstlight" or has_transformers]
-    if len(rows) < len(bench.rows):
+    chosen, has_transformers = chosen_rows(bench), has_package("transformers")
+    rows = [row for row in chosen if row.program == "firstlight" or has_transformers]
+    if len(rows) < len(chosen):
         say("transformers is not installed: its rows are left out")
     if not rows:
         raise ConfigError("no way is left to measure: transformers is not installed")

@@ -44,9 +44,10 @@ from firstlight.bench.methods_rows import (
     why_skipped,
 )
 from firstlight.bench.models import changed_recipe
+from firstlight.bench.options import MethodsBench, require_known
 from firstlight.bench.process import ForkServer, ask, error_of, training_environment
-from firstlight.bench.runner import Found, require_known, take_turns
-from firstlight.bench.steps import StepsBench, StepsPlan, plan_steps
+from firstlight.bench.runner import Found, take_turns
+from firstlight.bench.steps import StepsPlan, plan_steps
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.recipe import parse_resolved_recipe
@@ -60,18 +61,6 @@ QUICK_SECONDS = 275.0
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
 Tables = Mapping[str, Sequence[MethodRow]]
-
-
-@dataclass(frozen=True)
-class MethodsBench(StepsBench):
-    """Options of `bench methods`; `quick` also leaves out some rows, and measures no more after
-    `QUICK_SECONDS`.
-
-    Attributes:
-        rows: names of rows or tables; empty is all. The plain run is always among them.
-    """
-
-    rows: Sequence[str] = ()
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:

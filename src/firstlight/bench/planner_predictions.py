@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from firstlight.bench.gpu_machine import BenchMachine
+from firstlight.bench.planner_cases import PlannerCase
 from firstlight.errors import FirstlightError
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.module import predict_generation
@@ -30,6 +31,9 @@ from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+
+#: The module that answers `steps_request`.
+STEPS_MODULE = "firstlight.bench.planner_steps"
 
 #: Cores from which on predictions have processes of their own.
 _MANY_CORES = 4
@@ -48,6 +52,25 @@ def target_request(machine: BenchMachine) -> dict[str, Any] | None:
         return None
     name = machine.name if machine.gpu is None else machine.gpu.name
     return {"name": name, "capability": list(machine.capability)}
+
+
+def steps_request(
+    machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
+) -> dict[str, Any]:
+    """A request of `planner_steps`.
+
+    Args:
+        machine: the machine that measures.
+        cases: the configurations.
+        seconds: duration of timing each.
+    """
+    return {
+        "cases": [case.request(machine.device) for case in cases],
+        "device": machine.device,
+        "steps": 2 if machine.dry else 12,
+        "seconds": seconds,
+        "target": target_request(machine),
+    }
 
 
 def target_of(request: Mapping[str, Any] | None) -> Target:

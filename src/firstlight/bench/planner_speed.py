@@ -128,27 +128,21 @@ def bench_speed(
         tokens = Path(temporary) / "tokens.safetensors"
         # As on a machine that has no calibration.
         calibration = str(Path(temporary) / "calibration")
-        shared = {"calibration": calibration, "threads": torch.get_num_threads()}
+        shared: dict[str, Any] = {"calibration": calibration, "threads": torch.get_num_threads()}
         if calibrate_seconds:
             filled = ask(_MODULE, {**shared, "calibrate": calibrate_seconds}, environment)
             if "error" in filled:
                 raise TrainingError(f"calibrating failed: {filled['error']['message']}")
 
+        shared |= {"data": str(tokens), "warmup_steps": WARMUP_STEPS}
+        shared |= {"steps": steps, "turns": turns, "seconds": seconds}
+
         def measure(name: str) -> Found:
-            case = by_name[name]
-            recipe = case.recipe()
+            case, recipe = by_name[name], by_name[name].recipe()
             count = WARMUP_STEPS + (steps + 1) * turns
             count *= case.accumulation * case.rows * case.tokens
             write_tokens(tokens, count + 1, config_of(recipe["model"]).vocab_size)
-            request = {
-                **shared,
-                "recipe": recipe,
-                "data": str(tokens),
-                "warmup_steps": WARMUP_STEPS,
-                "steps": steps,
-                "turns": turns,
-                "seconds": seconds,
-            }
+            request = {**shared, "recipe": recipe}
             return ask(_MODULE, request, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def run_trainer(model: Any, dataset: Any, clock: StepClock, **options: Any) -> l
     """Train a model with transformers' Trainer, and return the logged losses.
 
     Args:
-        model: one of transformers' models.
+        model: model of transformers.
         dataset: training examples.
         clock: clock that is told when each step begins and ends.
         options: further `TrainingArguments`.

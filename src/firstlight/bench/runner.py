@@ -11,14 +11,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from firstlight.console import progress_bar
-from firstlight.errors import ConfigError, nearest
 from firstlight.hardware.device import Hardware
 
 #: Errors that say that a row can't be measured here, rather than that it went wrong.
@@ -170,28 +169,3 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 def has_package(name: str) -> bool:
     """True if a package is installed."""
     return importlib.util.find_spec(name) is not None
-
-
-def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check names that a person gave.
-
-    Args:
-        kind: noun for the message.
-        names: names to check.
-        known: valid names.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
-    known = list(known)
-    for name in names:
-        if name not in known:
-            hint = nearest(name, known) or f": use {', '.join(known)}"
-            raise ConfigError(f"{kind} '{name}' is unknown{hint}")
-
-
-def require_positive(least: int = 1, **values: int) -> None:
-    """Check numbers that a person gave; raises a ConfigError for one below `least`."""
-    for name, value in values.items():
-        if value < least:
-            raise ConfigError(f"{name} is {value}: at least {least} is needed")

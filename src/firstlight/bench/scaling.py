@@ -22,14 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from firstlight.bench.memory import begin_peak, peaks
-from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.models import find_model
+from firstlight.bench.options import ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import answer, error_of, last_words, training_environment
 from firstlight.bench.runner import (
@@ -37,8 +37,6 @@ from firstlight.bench.runner import (
     RowOutcome,
     has_package,
     machine_facts,
-    require_known,
-    require_positive,
     run_bench,
 )
 from firstlight.bench.training_once import EPOCH_TOKENS
@@ -72,71 +70,42 @@ ENGINES: dict[str, Callable[[int], dict[str, Any]]] = {
 _TOGETHER = ("tensor", "pipeline")
 
 
-@dataclass(frozen=True)
-class ScalingBench:
-    """Options of `bench scaling`.
+def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
+    """Engine and number of processes of each row; the first is one process without an engine.
 
-    Attributes:
-        nproc: the most processes; 1, 2, 4, ... and this number are measured.
-        model: name as for `bench methods`, or a recipe file.
-        engines: names of `ENGINES`; empty is all that such a model, so many processes and what is
-            installed can use.
-        seq_len, micro_batch_size, accumulation: tokens of a sequence, sequences of a micro-batch,
-            micro-batches of a step, of each process.
-        precision: see the `efficiency` section.
-        steps: timed steps in each turn.
-        repeats: turns of all rows.
-        device: "auto", "cpu", "cuda".
+    Without names these are the engines that such a model and what is installed can use.
 
     Raises:
         ConfigError: a value is out of range, or a name unknown.
     """
+    require_positive(processes=bench.nproc, steps=bench.steps, repeats=bench.repeats)
+    sizes = ("seq_len", "micro_batch_size", "accumulation")
+    require_positive(**{name: getattr(bench, name) for name in sizes})
+    require_known("engine", bench.engines, ENGINES)
+    counts = sorted({2**power for power in range(1, 20) if 2**power < bench.nproc})
+    if bench.nproc > 1:
+        counts.append(bench.nproc)
+    model, left_out = find_model(bench.model), set()
+    if not model.tensor_parallel_sizes:
+        left_out.add("tensor")
+    if not model.has_pipeline:
+        left_out.add("pipeline")
+    if not has_package("deepspeed"):
+        left_out |= {"zero-1", "zero-2", "zero-3"}
+    engines = bench.engines or [name for name in ENGINES if name not in left_out]
+    rows = [("none", 1)]
+    for count in counts:
+        for name in engines:
+            # Groups of two of two processes are fsdp itself.
+            if name != "hybrid" or (count > 2 and count % 2 == 0):
+                rows.append((name, count))
+    return rows
 
-    nproc: int = 2
-    model: str = SMALL
-    engines: Sequence[str] = ()
-    seq_len: int = 256
-    micro_batch_size: int = 2
-    accumulation: int = 1
-    precision: str = "fp32"
-    steps: int = 5
-    repeats: int = 3
-    device: str = "auto"
 
-    def __post_init__(self) -> None:
-        require_positive(processes=self.nproc, seq_len=self.seq_len)
-        require_positive(micro_batch_size=self.micro_batch_size, accumulation=self.accumulation)
-        require_positive(steps=self.steps, repeats=self.repeats)
-        require_known("engine", self.engines, ENGINES)
-
-    def rows(self) -> list[tuple[str, int]]:
-        """(engine, processes) of each row; the first is one process without an engine."""
-        counts = sorted({2**power for power in range(1, 20) if 2**power < self.nproc})
-        if self.nproc > 1:
-            counts.append(self.nproc)
-        rows = [("none", 1)]
-        for count in counts:
-            for name in self.engines or self._usual():
-                # Groups of two of two processes are fsdp itself.
-                if name != "hybrid" or (count > 2 and count % 2 == 0):
-                    rows.append((name, count))
-        return rows
-
-    def _usual(self) -> list[str]:
-        left_out: set[str] = set()
-        model = find_model(self.model)
-        if not model.tensor_parallel_sizes:
-            left_out.add("tensor")
-        if not model.has_pipeline:
-            left_out.add("pipeline")
-        if not has_package("deepspeed"):
-            left_out |= {"zero-1", "zero-2", "zero-3"}
-        return [name for name in ENGINES if name not in left_out]
-
-    def tokens(self, engine: str, count: int) -> int:
-        """Tokens of one step of all processes together."""
-        rows = self.micro_batch_size * (1 if engine in _TOGETHER else count)
-        return self.seq_len * rows * self.accumulation
+def step_tokens(bench: ScalingBench, engine: str, count: int) -> int:
+    """Tokens of one step of all processes together."""
+    rows = bench.micro_batch_size * (1 if engine in _TOGETHER else count)
+    return bench.seq_len * rows * bench.accumulation
 
 
 def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -151,7 +120,7 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
         "repeats", "machine", "complete", and "rows": see `summarize`.
 
     Raises:
-        ConfigError: there are fewer GPUs than processes.
+        ConfigError: an option can't be meant, or there are fewer GPUs than processes.
     """
     hardware = find_hardware(bench.device)
     if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():
@@ -170,7 +139,7 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
         "repeats": bench.repeats,
         "machine": {**machine_facts(hardware), "cores": os.cpu_count()},
     }
-    rows = {f"{engine}, {count}": (engine, count) for engine, count in bench.rows()}
+    rows = {f"{engine}, {count}": (engine, count) for engine, count in scaling_rows(bench)}
     return run_bench(
         "scaling",
         list(rows),
@@ -256,9 +225,9 @@ def summarize(
         good = outcome.runs
         entry: dict[str, Any] = {"engine": engine, "processes": count, "reason": outcome.problem}
         if good:
-            tokens = bench.tokens(engine, count)
+            tokens = step_tokens(bench, engine, count)
             rates = [tokens / run["step_seconds"] for run in good]
-            work = tokens / bench.tokens("none", 1)
+            work = tokens / step_tokens(bench, "none", 1)
             ratios = [
                 work * one["step_seconds"] / run["step_seconds"]
                 for one, run in zip(alone, good, strict=False)

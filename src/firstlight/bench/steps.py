@@ -1,4 +1,4 @@
-"""Options of the benchmarks that train for some steps, and what they come to on this machine."""
+"""What the benchmarks that train for some steps measure on this machine."""
 
 from __future__ import annotations
 
@@ -7,35 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.runner import machine_facts, require_positive
+from firstlight.bench.options import StepsBench, require_positive
+from firstlight.bench.runner import machine_facts
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-
-
-@dataclass(frozen=True)
-class StepsBench:
-    """Options of the benchmarks that train for some steps.
-
-    Attributes:
-        model: name or recipe, see `find_model`; None is gpt2-124m, or with `quick` the small one.
-        seq_len: tokens of a sequence; None is 1024, with `quick` 256, or the model's context where
-            that is less.
-        micro_batch_size: sequences of a step of the plain run; None is 4 on a CPU, 16 on a GPU.
-        steps: timed steps of a run; None is 4 on a CPU, 20 on a GPU.
-        repeats: turns of all rows; None is 3, with `quick` 1.
-        device: device as in a recipe's `run.device`.
-        quick: a small model and one turn.
-    """
-
-    model: str | None = None
-    seq_len: int | None = None
-    micro_batch_size: int | None = None
-    steps: int | None = None
-    repeats: int | None = None
-    device: str = "auto"
-    quick: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,15 @@ import torch
 from firstlight.bench.corpus import write_tokens
 from firstlight.bench.gemm import ceiling
 from firstlight.bench.models import find_model
+from firstlight.bench.options import TrainingBench, require_known
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
 from firstlight.bench.runner import (
     Found,
     RowOutcome,
-    require_known,
     run_bench,
 )
-from firstlight.bench.steps import StepsBench, StepsPlan, plan_steps, steps_title
+from firstlight.bench.steps import StepsPlan, plan_steps, steps_title
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -59,22 +59,6 @@ _SECTIONS = ("model", "optimizer", "efficiency")
 
 #: Sections that a variant may change: the model and the data stay the same for all rows.
 _VARIABLE = ("batch", "data", "efficiency", "optimizer")
-
-
-@dataclass(frozen=True)
-class TrainingBench(StepsBench):
-    """Options of `bench training`.
-
-    Attributes:
-        programs: names of `PROGRAMS`; None is "reference", and "reference-fp32" where bf16
-            products are no faster.
-        variants: further rows of firstlight, each "section.key=value,section.key=value".
-        same_environment: True gives the other programs the environment of `firstlight train`, too.
-    """
-
-    programs: Sequence[str] | None = None
-    variants: Sequence[str] = ()
-    same_environment: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,22 @@ from typing import Any
 
 import click
 
-from firstlight.cli import bench_tables as tables
-from firstlight.cli.bench_options import (
-    Keep,
-    Result,
-    device_option,
-    names_option,
-    number_option,
-    out_option,
-    publish,
-    steps_options,
+from firstlight.bench.options import (
+    GemmBench,
+    GenerationBench,
+    GPUBench,
+    LoadingBench,
+    MethodsBench,
+    ScalingBench,
+    TrainingBench,
 )
+from firstlight.cli import bench_tables as tables
+from firstlight.cli.bench_options import Keep, Result, bench_options, out_option, publish
 from firstlight.cli.output import show, with_json
+from firstlight.console import progress_bar, say
 from firstlight.errors import ConfigError
+
+_STEPS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 
 @click.group("bench")
@@ -42,13 +45,7 @@ def bench_group() -> None:
     show_default=True,
     help="Number format of the file.",
 )
-@number_option("--repeats", "Turns of all ways.", 3)
-@names_option(
-    "--ways",
-    "Only these rows: auto, sequential, mmap, straight, sharded, cast, "
-    "transformers, transformers-huge-pages, transformers-cast.",
-)
-@click.option("--no-transformers", is_flag=True, help="Leave transformers' rows out.")
+@bench_options(LoadingBench, "repeats", "ways", "no_transformers")
 @click.option(
     "--dir",
     "folder",
@@ -64,7 +61,7 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
     from the page cache. Peak memory is what the process takes above its level after the
     imports, until the first logits.
     """
-    from firstlight.bench.loading import LoadingBench, bench_loading, draw, parse_count
+    from firstlight.bench.loading import bench_loading, draw, parse_count
 
     bench = LoadingBench(parameters=parse_count(parameters), **options)
     return publish(
@@ -77,24 +74,7 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
 
 
 @bench_group.command("methods")
-@click.option(
-    "--model",
-    metavar="NAME|RECIPE.yaml",
-    help="gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or the model of a recipe. "
-    "[gpt2-124m; small with --quick]",
-)
-@steps_options
-@names_option(
-    "--rows",
-    "Only these rows, as the tables name them (a rung of the ladder brings those below it), "
-    "or `alone` or `ladder` for a whole table.",
-)
-@device_option()
-@click.option(
-    "--quick",
-    is_flag=True,
-    help="A small model, one turn, fewer rows, and an end after five minutes at most.",
-)
+@bench_options(MethodsBench, *_STEPS, "rows", "device", "quick", model="NAME|RECIPE.yaml")
 @out_option("methods", "methods-bench")
 @with_json
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
@@ -105,7 +85,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     Python's standard library. methods.json is written anew after every run, so that an
     interrupted benchmark leaves what it has measured.
     """
-    from firstlight.bench.methods import MethodsBench, bench_methods
+    from firstlight.bench.methods import bench_methods
     from firstlight.bench.methods_rows import draw
 
     return publish(
@@ -118,20 +98,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 
 
 @bench_group.command("training")
-@click.option(
-    "--model",
-    metavar="NAME|RECIPE.yaml",
-    help="gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or the model, optimizer "
-    "and efficiency sections of a recipe. [gpt2-124m; small with --quick]",
-)
-@steps_options
-@names_option(
-    "--programs",
-    "Compare with: reference (a bare loop: bf16 autocast, compiled), reference-fp32, "
-    "pure-bf16 (no master weights, no clipping), trainer (transformers, bf16, compiled). "
-    "[reference; reference-fp32 too where bf16 is no faster]",
-    default=None,
-)
+@bench_options(TrainingBench, *_STEPS, "programs", model="NAME|RECIPE.yaml")
 @click.option(
     "--set",
     "variants",
@@ -139,13 +106,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     multiple=True,
     help="One more row of firstlight with these keys of its recipe; may be given several times.",
 )
-@click.option(
-    "--same-environment",
-    is_flag=True,
-    help="Run the other programs in the environment of `firstlight train` (spinning threads), too.",
-)
-@device_option()
-@click.option("--quick", is_flag=True, help="A small model, one turn.")
+@bench_options(TrainingBench, "same_environment", "device", "quick")
 @out_option("training")
 @with_json
 def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
@@ -155,7 +116,7 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     library; the rows take turns. training.json is written anew after every run, so that an
     interrupted benchmark leaves what it has measured.
     """
-    from firstlight.bench.training import TrainingBench, bench_training, draw
+    from firstlight.bench.training import bench_training, draw
 
     return publish(
         "training",
@@ -167,25 +128,11 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 @bench_group.command("generation")
-@click.option(
-    "--model",
-    metavar="NAME|CHECKPOINT",
-    help="gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b or small, with random weights; or "
-    "a model's folder. [gpt2-124m; small with --quick]",
-)
+@bench_options(GenerationBench, "model", model="NAME|CHECKPOINT")
 @click.option(
     "--batch-sizes", metavar="N,...", default="1,8", show_default=True, help="Texts at a time."
 )
-@number_option("--prompt-tokens", "Of each text. [128; 32 with --quick]")
-@number_option("--new-tokens", "Of each text. [64; 16 with --quick]")
-@number_option("--repeats", "Turns of all rows. [3; 1 with --quick]")
-@names_option(
-    "--rows",
-    "Only these: transformers-fp32, transformers-bf16, fp32, bf16, int8, fp32-compiled, "
-    "bf16-compiled, int8-compiled.",
-)
-@device_option()
-@click.option("--quick", is_flag=True, help="A small model, one turn, nothing compiled.")
+@bench_options(GenerationBench, "prompt_tokens", "new_tokens", "repeats", "rows", "device", "quick")
 @out_option("generation")
 @with_json
 def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **options: Any) -> Result:
@@ -195,7 +142,7 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
     time that reading the weights once would take, at the rate measured for copying memory, in the
     time that a step took.
     """
-    from firstlight.bench.generation import GenerationBench, bench_generation, draw
+    from firstlight.bench.generation import bench_generation, draw
 
     try:
         sizes = [int(size) for size in batch_sizes.split(",")]
@@ -211,28 +158,12 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
 
 
 @bench_group.command("scaling")
-@number_option("--nproc", "Up to so many processes: 1, 2, 4, ...", 2)
-@click.option(
-    "--model",
-    metavar="NAME|RECIPE.yaml",
-    default="small",
-    show_default=True,
-    help="gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or a recipe's.",
+@bench_options(
+    ScalingBench,
+    *("nproc", "model", "engines", "seq_len", "micro_batch_size", "accumulation"),
+    *("precision", "steps", "repeats", "device"),
+    model="NAME|RECIPE.yaml",
 )
-@names_option(
-    "--engines",
-    "Only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1, "
-    "zero-2, zero-3.",
-)
-@number_option("--seq-len", "Tokens a row.", 256)
-@number_option("--micro-batch-size", "Rows of each process.", 2)
-@number_option("--accumulation", "Passes a step.", 1)
-@click.option(
-    "--precision", default="fp32", show_default=True, help="As in a recipe's efficiency section."
-)
-@number_option("--steps", "Timed in each turn.", 5)
-@number_option("--repeats", "Turns of all rows.", 3)
-@device_option("auto, cpu or cuda.")
 @out_option("scaling")
 @with_json
 def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
@@ -242,7 +173,7 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     Every process has the same micro-batch. On a CPU the processes share its cores: what is
     gained there is little, and what an engine costs is what is to be seen.
     """
-    from firstlight.bench.scaling import ScalingBench, bench_scaling, draw
+    from firstlight.bench.scaling import bench_scaling, draw
 
     return publish(
         "scaling",
@@ -254,19 +185,7 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 @bench_group.command("gemm")
-@device_option("auto, cpu, cuda, cuda:1, mps.")
-@names_option(
-    "--dtype",
-    "Number formats: fp32, tf32, bf16, fp16. [all that the hardware multiplies]",
-    name="dtypes",
-)
-@click.option(
-    "--model",
-    default="gpt2-124m",
-    show_default=True,
-    help="Whose shapes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m.",
-)
-@click.option("--quick", is_flag=True, help="Smaller products, fewer rounds: under a minute.")
+@bench_options(GemmBench, "device", "dtype", "model", "quick")
 @out_option("gemm")
 @with_json
 def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
@@ -276,7 +195,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     multiples of 8, 64 and 128 beside sizes that are not; steps around a tile's edge. Ctrl-C
     leaves what has been measured so far.
     """
-    from firstlight.bench.gemm import GemmBench, GemmRun
+    from firstlight.bench.gemm import GemmRun
     from firstlight.bench.gemm_report import draw
 
     run = GemmRun(GemmBench(**options))
@@ -313,9 +232,9 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     def measure(keep: Keep) -> None:
         result: Result = {}
         if only != "speed":
-            tables.measure_memory(result, quick, keep)
+            _measure_memory(result, quick, keep)
         if only != "memory":
-            tables.measure_speed(result, quick, keep)
+            _measure_speed(result, quick, keep)
 
     def pictures(result: Result) -> dict[str, bytes]:
         drawn = {}
@@ -328,25 +247,50 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     return publish("planner", out, measure, tables.show_planner, pictures)
 
 
+def _measure_memory(result: Result, quick: bool, keep: Keep) -> None:
+    """Measure the memory half, add it to the result, and say and keep each row at once."""
+    from firstlight.bench import planner_memory
+
+    cases = planner_memory.memory_grid(quick=quick)
+    found: list[Result] = result.setdefault("memory", [])
+    with progress_bar() as bar:
+        task = bar.add_task("memory", total=len(cases))
+
+        def on_case(one: Result) -> None:
+            found.append(one)
+            result["memory_summary"] = planner_memory.summary(found)
+            keep(result)
+            bar.advance(task)
+            say(f"{len(found)}/{len(cases)}  {'  '.join(tables.memory_cells(one))}")
+
+        planner_memory.bench_memory(
+            cases, on_case, lambda name: bar.update(task, description=f"memory: {name}")
+        )
+
+
+def _measure_speed(result: Result, quick: bool, keep: Keep) -> None:
+    """Measure the speed half; see `_measure_memory`."""
+    from firstlight.bench import planner_speed
+
+    grid = planner_speed.speed_grid()[:: 5 if quick else 1]
+
+    def on_row(so_far: Result) -> None:
+        result.update(speed=so_far)
+        keep(result)
+        if not so_far["complete"]:
+            count, last = len(so_far["rows"]), so_far["rows"][-1]
+            say(f"{count}/{len(grid)}  {'  '.join(tables.speed_cells(last))}")
+
+    planner_speed.bench_speed(grid, on_row, calibrate_seconds=15.0 if quick else 60.0)
+
+
 @bench_group.command("gpu")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="Measure, and write results.json into this folder; go on with what it holds already.",
 )
-@click.option(
-    "--minutes",
-    type=float,
-    default=9.0,
-    show_default=True,
-    help="Measure for at most so long; what would not end in time is left for the next call.",
-)
-@names_option(
-    "--parts",
-    "Only these parts: ceilings, training, ladder, planner, generation, guide, run.",
-)
-@click.option("--dry", is_flag=True, help="Every part on tiny models on the CPU, and its pages.")
-@click.option("--retry", is_flag=True, help="Measure rows again that have failed.")
+@bench_options(GPUBench, "minutes", "parts", "dry", "retry")
 @click.option(
     "--report",
     "report_of",
@@ -375,7 +319,7 @@ def gpu_command(
     after each; the same command goes on where the last one stopped. --report writes docs/gpu.md and
     docs/benchmarks/gpu-*.md.
     """
-    from firstlight.bench.gpu import GPUBench, bench_gpu, report
+    from firstlight.bench.gpu import bench_gpu, report
 
     def written(folder: Path, place: Path | None) -> list[str]:
         names = [str(path) for path in report(folder, place)]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from firstlight.cli.options import config_fields
 from firstlight.cli.output import show
 from firstlight.files.atomic import write_file, write_json
 
@@ -19,27 +20,39 @@ C = TypeVar("C", bound=Callable[..., Any])
 Keep = Callable[[Result], None]
 
 
-def names_option(
-    option: str, help_text: str, name: str = "", default: str | None = ""
-) -> Callable[[C], C]:
-    """An option of comma-separated names; with the default None it is None unless given."""
+def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C]:
+    """Add an option for each named field of a benchmark's options.
+
+    Args:
+        config: class of `firstlight.bench.options`.
+        names: names of the fields in the order of --help.
+        metavars: placeholders of values in --help, by name.
+    """
+    fields = config_fields(config)
 
     def split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
         if value is None:
             return None
         return [part.strip() for part in value.split(",") if part.strip()]
 
-    declarations = [option, name] if name else [option]
-    return click.option(
-        *declarations, metavar="NAME,...", default=default, callback=split, help=help_text
-    )
+    def add(command: C) -> C:
+        for name in reversed(names):
+            field = fields[name]
+            settings: dict[str, Any] = {"help": field.text[0].upper() + field.text[1:]}
+            if field.kind is bool:
+                settings["is_flag"] = True
+            elif field.default == () or field.kind not in (int, float, str):
+                settings |= {"metavar": "NAME,...", "callback": split}
+                settings["default"] = None if field.default is None else ""
+            else:
+                settings |= {"type": field.kind, "default": field.default}
+                settings |= {"metavar": metavars.get(name)}
+                settings["show_default"] = field.default is not None
+            option = name.replace("_", "-")
+            command = click.option(f"--{option}", name, **settings)(command)
+        return command
 
-
-def number_option(option: str, help_text: str, default: int | None = None) -> Callable[[C], C]:
-    """An option of an integer."""
-    return click.option(
-        option, type=int, default=default, show_default=default is not None, help=help_text
-    )
+    return add
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
@@ -51,24 +64,6 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
         show_default=default is not None,
         help=f"Write {name}.json and {name}.png into this folder.",
     )
-
-
-def device_option(choices: str = "auto, cpu, cuda or cuda:1.") -> Callable[[C], C]:
-    """The option of the device."""
-    return click.option("--device", default="auto", show_default=True, help=choices)
-
-
-def steps_options(command: C) -> C:
-    """Add the options that `bench methods` and `bench training` share, but for the model."""
-    options = (
-        ("--seq-len", "Tokens a row. [1024, 256 with --quick; at most the context]"),
-        ("--micro-batch-size", "Rows a step of the plain run. [4 on a CPU, 16 on a GPU]"),
-        ("--steps", "Timed steps a run. [4 on a CPU, 20 on a GPU]"),
-        ("--repeats", "Turns of all rows. [3; 1 with --quick]"),
-    )
-    for name, help_text in reversed(options):
-        command = number_option(name, help_text)(command)
-    return command
 
 
 def publish(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from firstlight.cli.output import counted, human_bytes, show, show_table
-from firstlight.console import progress_bar, say
 
 Result = dict[str, Any]
 
@@ -297,57 +296,16 @@ def _tera(rate: float) -> str:
     return f"{rate / 1e12:.3g}"
 
 
-def measure_memory(result: Result, quick: bool, keep: Callable[[Result], None]) -> None:
-    """Measure the memory half of `bench planner`, and say each row at once.
-
-    Args:
-        result: result that the rows are added to.
-        quick: True takes every eighth configuration.
-        keep: called with the result after every row.
-    """
-    from firstlight.bench import planner_memory
-
-    cases = planner_memory.memory_grid(quick=quick)
-    found: list[Result] = result.setdefault("memory", [])
-    with progress_bar() as bar:
-        task = bar.add_task("memory", total=len(cases))
-
-        def on_case(one: Result) -> None:
-            found.append(one)
-            result["memory_summary"] = planner_memory.summary(found)
-            keep(result)
-            bar.advance(task)
-            say(f"{len(found)}/{len(cases)}  {'  '.join(_memory_cells(one))}")
-
-        planner_memory.bench_memory(
-            cases, on_case, lambda name: bar.update(task, description=f"memory: {name}")
-        )
-
-
-def measure_speed(result: Result, quick: bool, keep: Callable[[Result], None]) -> None:
-    """Measure the speed half of `bench planner`; arguments as of `measure_memory`."""
-    from firstlight.bench import planner_speed
-
-    grid = planner_speed.speed_grid()[:: 5 if quick else 1]
-
-    def on_row(so_far: Result) -> None:
-        result.update(speed=so_far)
-        keep(result)
-        if not so_far["complete"]:
-            count, last = len(so_far["rows"]), so_far["rows"][-1]
-            say(f"{count}/{len(grid)}  {'  '.join(_speed_cells(last))}")
-
-    planner_speed.bench_speed(grid, on_row, calibrate_seconds=15.0 if quick else 60.0)
-
-
-def _memory_cells(one: Result) -> tuple[str, ...]:
+def memory_cells(one: Result) -> tuple[str, ...]:
+    """A row of the memory half of `bench planner`."""
     if one["reason"]:
         return one["name"], f"failed: {one['reason']}"
     sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("predicted_bytes", "peak_bytes"))
     return one["name"], *sizes, f"{one['error']:+.2%}"
 
 
-def _speed_cells(row: Result) -> tuple[str, ...]:
+def speed_cells(row: Result) -> tuple[str, ...]:
+    """A row of the speed half of `bench planner`."""
     if row["problem"]:
         return row["name"], f"failed: {row['problem']}"
     seconds = (f"{row[key]:.3f}" for key in ("predicted", "measured"))
@@ -366,10 +324,10 @@ def _show_memory(result: Result) -> None:
     good = [one for one in result["memory"] if not one["reason"]]
     worst = sorted(good, key=lambda one: abs(one["error"]), reverse=True)[:5]
     header = ("worst in memory", "predicted", "measured", "error")
-    show_table([header, *map(_memory_cells, worst)])
+    show_table([header, *map(memory_cells, worst)])
     for one in result["memory"]:
         if one["reason"]:
-            show(": ".join(_memory_cells(one)))
+            show(": ".join(memory_cells(one)))
     found = result["memory_summary"]
     if found["count"]:
         show(
@@ -382,10 +340,10 @@ def _show_memory(result: Result) -> None:
 def _show_speed(found: Result) -> None:
     rows = [row for row in found["rows"] if not row["problem"]]
     ordered = sorted(rows, key=lambda row: -abs(row["error"]))
-    show_table([("speed", "predicted s", "measured s", "error"), *map(_speed_cells, ordered)])
+    show_table([("speed", "predicted s", "measured s", "error"), *map(speed_cells, ordered)])
     for row in found["rows"]:
         if row["problem"]:
-            show(": ".join(_speed_cells(row)))
+            show(": ".join(speed_cells(row)))
     if rows:
         p95_worked = found["p95"]["error_worked"]
         show(

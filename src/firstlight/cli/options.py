@@ -37,7 +37,9 @@ class ConfigField:
 
 def config_fields(config: type) -> dict[str, ConfigField]:
     """The documented fields of a config dataclass by name."""
-    documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(config) or "", re.M)
+    # Base classes first: a class may say more of a field than its base.
+    docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
+    documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
     hints = typing.get_type_hints(config)
     found = {}

@@ -1,0 +1,211 @@
+"""The options of `firstlight bench ...`, which the command line reads without importing torch.
+
+The text of an attribute is the help of its option; the values that stand for None are in brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from firstlight.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class LoadingBench:
+    """Options of `bench loading`.
+
+    Attributes:
+        parameters: approximate number of the model's parameters.
+        dtype: number format of the file: bfloat16 or float32.
+        repeats: turns of all ways.
+        ways: only these rows: auto, sequential, mmap, straight, sharded, cast, transformers,
+            transformers-huge-pages, transformers-cast.
+        no_transformers: leave transformers' rows out.
+        folder: folder where the checkpoint is made, kept and used again. [a temporary one]
+    """
+
+    parameters: int = 500_000_000
+    dtype: str = "bfloat16"
+    repeats: int = 3
+    ways: Sequence[str] = ()
+    no_transformers: bool = False
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class StepsBench:
+    """Options of the benchmarks that train for some steps.
+
+    Attributes:
+        seq_len: tokens of a sequence. [1024, 256 with --quick; at most the context]
+        micro_batch_size: sequences of a step of the plain run. [4 on a CPU, 16 on a GPU]
+        steps: timed steps of a run. [4 on a CPU, 20 on a GPU]
+        repeats: turns of all rows. [3; 1 with --quick]
+        device: device to run on: auto, cpu, cuda or cuda:1.
+    """
+
+    model: str | None = None
+    seq_len: int | None = None
+    micro_batch_size: int | None = None
+    steps: int | None = None
+    repeats: int | None = None
+    device: str = "auto"
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class MethodsBench(StepsBench):
+    """Options of `bench methods`.
+
+    Attributes:
+        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or
+            the model of a recipe. [gpt2-124m; small with --quick]
+        rows: only these rows, as the tables name them (a rung of the ladder brings those below
+            it), or `alone` or `ladder` for a whole table.
+        quick: a small model, one turn, fewer rows, and an end after five minutes at most.
+    """
+
+    rows: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class TrainingBench(StepsBench):
+    """Options of `bench training`.
+
+    Attributes:
+        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or
+            the model, optimizer and efficiency sections of a recipe. [gpt2-124m; small with
+            --quick]
+        programs: compare with: reference (a bare loop: bf16 autocast, compiled), reference-fp32,
+            pure-bf16 (no master weights, no clipping), trainer (transformers, bf16, compiled).
+            [reference; reference-fp32 too where bf16 is no faster]
+        variants: further rows of firstlight, each with some keys of its recipe.
+        same_environment: run the other programs in the environment of `firstlight train` (spinning
+            threads), too.
+        quick: a small model, one turn.
+    """
+
+    programs: Sequence[str] | None = None
+    variants: Sequence[str] = ()
+    same_environment: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationBench:
+    """Options of `bench generation`.
+
+    Attributes:
+        model: model that continues texts: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b or
+            small, with random weights; or a model's folder. [gpt2-124m; small with --quick]
+        batch_sizes: texts at a time.
+        prompt_tokens: tokens of each prompt. [128; 32 with --quick]
+        new_tokens: new tokens of each text. [64; 16 with --quick]
+        repeats: turns of all rows. [3; 1 with --quick]
+        rows: only these: transformers-fp32, transformers-bf16, fp32, bf16, int8, fp32-compiled,
+            bf16-compiled, int8-compiled.
+        device: device to run on: auto, cpu, cuda or cuda:1.
+        quick: a small model, one turn, nothing compiled.
+    """
+
+    model: str | None = None
+    batch_sizes: Sequence[int] = (1, 8)
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    repeats: int | None = None
+    rows: Sequence[str] = ()
+    device: str = "auto"
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class ScalingBench:
+    """Options of `bench scaling`.
+
+    Attributes:
+        nproc: greatest number of processes: 1, 2, 4, ... and this number are measured.
+        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or a
+            recipe's.
+        engines: only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1,
+            zero-2, zero-3.
+        seq_len: tokens of a sequence.
+        micro_batch_size: sequences of each process's micro-batch.
+        accumulation: micro-batches of a step.
+        precision: precision as in a recipe's efficiency section.
+        steps: timed steps of each turn.
+        repeats: turns of all rows.
+        device: device to run on: auto, cpu or cuda.
+    """
+
+    nproc: int = 2
+    model: str = "small"
+    engines: Sequence[str] = ()
+    seq_len: int = 256
+    micro_batch_size: int = 2
+    accumulation: int = 1
+    precision: str = "fp32"
+    steps: int = 5
+    repeats: int = 3
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class GemmBench:
+    """Options of `bench gemm`.
+
+    Attributes:
+        device: device to run on: auto, cpu, cuda, cuda:1, mps.
+        dtype: number formats: fp32, tf32, bf16, fp16. [all that the hardware multiplies]
+        model: model with the shapes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m.
+        quick: smaller products, fewer rounds: under a minute.
+    """
+
+    device: str = "auto"
+    dtype: Sequence[str] = ()
+    model: str = "gpt2-124m"
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class GPUBench:
+    """Options of `bench gpu`.
+
+    Attributes:
+        folder: folder of the results; those of earlier calls are gone on with.
+        minutes: greatest duration of the call; what would not end in time is left for the next.
+        parts: only these parts: ceilings, training, ladder, planner, generation, guide, run.
+        dry: every part on tiny models on the CPU, and its pages.
+        retry: measure rows again that have failed.
+    """
+
+    folder: Path
+    minutes: float = 9.0
+    parts: Sequence[str] = ()
+    dry: bool = False
+    retry: bool = False
+
+
+def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Check names that a person gave.
+
+    Args:
+        kind: noun for the message.
+        names: names to check.
+        known: valid names.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known) or f": use {', '.join(known)}"
+            raise ConfigError(f"{kind} '{name}' is unknown{hint}")
+
+
+def require_positive(least: int = 1, **values: int) -> None:
+    """Check numbers that a person gave; raises a ConfigError for one below `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name} is {value}: at least {least} is needed")
