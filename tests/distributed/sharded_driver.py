@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from firstlight.checkpoint.checkpoint import Checkpoint, verify_checkpoint
 from firstlight.checkpoint.selection import newest_checkpoint
-from firstlight.checkpoint.sharded import MOMENTS, WEIGHTS, read_pieces, read_wholes
+from firstlight.checkpoint.sharded import MOMENTS, WEIGHTS, read_full_tensors, read_shards
 from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files import disk
@@ -112,13 +112,13 @@ class Scenarios:
             expected[MOMENTS][f"rng.rank{rank}"] = torch.tensor([rank])
         wrong = []
         for kind, tensors in expected.items():
-            read = read_wholes(newest, kind)
+            read = read_full_tensors(newest, kind)
             wrong += list(read.keys() ^ tensors.keys())
             wrong += [n for n, t in tensors.items() if not torch.equal(t, read[n])]
             cut = {n: t for n, t in tensors.items() if t.numel() > 1}
             for mesh in self.meshes:
                 own = self.cut({n: torch.zeros_like(t) for n, t in cut.items()}, mesh)
-                read_pieces(newest, kind, own)
+                read_shards(newest, kind, own)
                 for name, tensor in own.items():
                     assert isinstance(tensor, DTensor)
                     if not torch.equal(tensor.full_tensor(), cut[name]):

@@ -16,9 +16,9 @@ from spawned import free_port, run_ranks
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import firstlight
-from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state
+from firstlight.checkpoint.checkpoint import is_sharded_checkpoint, load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
-from firstlight.checkpoint.sharded import MOMENTS, read_wholes
+from firstlight.checkpoint.sharded import MOMENTS, read_full_tensors
 from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, ModelError
@@ -120,7 +120,7 @@ def _consolidated(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     names = {name: 1 for path in parts.iterdir() for name in safetensors.torch.load_file(path)}
     consolidate_safetensors_files(str(parts), str(out), names)
     (file,) = out.glob("*.safetensors")
-    return {**safetensors.torch.load_file(file), **read_wholes(folder, MOMENTS)}
+    return {**safetensors.torch.load_file(file), **read_full_tensors(folder, MOMENTS)}
 
 
 def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -173,7 +173,7 @@ def runs(
 def test_pieces_hold_what_whole_checkpoints_hold(runs: tuple[Path, str], tmp_path: Path) -> None:
     folder, family = runs
     early, last = (_checkpoint(folder / "pieces", step) for step in (3, 6))
-    assert is_in_shards(early)
+    assert is_sharded_checkpoint(early)
     assert not (early / "model.safetensors").exists()
     assert {p.name for p in early.glob("*.safetensors")} == {
         f"{kind}.shard-0000{n}-of-00002.safetensors"

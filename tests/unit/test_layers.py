@@ -136,7 +136,7 @@ import firstlight.models.llama as x
 from firstlight.training import loop
 from firstlight import cli
 def f():
-    from firstlight.data.corpus import TokenDataset
+    from firstlight.data.shards import TokenDataset
 import torch
 """
     assert list(imports(ast.parse(code), "m")) == [

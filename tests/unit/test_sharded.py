@@ -1,4 +1,4 @@
-"""Tensors in pieces on the disk: what was cut comes back, and what is not a whole is refused."""
+"""Tensors in shards on the disk: what was cut comes back, and what is not a whole is refused."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch import Tensor
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
-    Piece,
-    read_pieces,
-    read_wholes,
+    Shard,
+    read_full_tensors,
+    read_shards,
     shard_name,
     shard_names,
-    stored_wholes,
-    write_pieces,
+    stored_shapes,
+    write_shards,
 )
 from firstlight.errors import CheckpointError
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Piece]]:
-    """A tensor, and the pieces of a cut along any of its dimensions."""
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Shard]]:
+    """A tensor, and the shards of a cut along any of its dimensions."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     ends = []
@@ -38,60 +38,60 @@ def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Piece]]:
         inner = draw(st.sets(st.integers(1, size))) | {0, size}
         ends.append(list(itertools.pairwise(sorted(inner))))
     boxes = itertools.product(*ends)
-    pieces = [
-        Piece(tensor[tuple(slice(a, b) for a, b in box)], tuple(a for a, _ in box)) for box in boxes
+    shards = [
+        Shard(tensor[tuple(slice(a, b) for a, b in box)], tuple(a for a, _ in box)) for box in boxes
     ]
-    return tensor, draw(st.permutations(pieces))
+    return tensor, draw(st.permutations(shards))
 
 
-def _write(folder: Path, pieces: list[Piece]) -> None:
-    for rank, piece in enumerate(pieces):
-        write_pieces(folder / shard_name(WEIGHTS, rank, len(pieces)), {"one": piece})
+def _write(folder: Path, shards: list[Shard]) -> None:
+    for rank, shard in enumerate(shards):
+        write_shards(folder / shard_name(WEIGHTS, rank, len(shards)), {"one": shard})
 
 
 @given(cut_tensors())
-def test_what_is_cut_comes_back(cut: tuple[Tensor, list[Piece]]) -> None:
-    tensor, pieces = cut
+def test_what_is_cut_comes_back(cut: tuple[Tensor, list[Shard]]) -> None:
+    tensor, shards = cut
     with tempfile.TemporaryDirectory() as name:
-        _write(Path(name), pieces)
-        assert torch.equal(read_wholes(Path(name), WEIGHTS)["one"], tensor)
+        _write(Path(name), shards)
+        assert torch.equal(read_full_tensors(Path(name), WEIGHTS)["one"], tensor)
 
 
 @given(cut_tensors(), st.data())
 def test_what_is_not_a_whole_is_refused(
-    cut: tuple[Tensor, list[Piece]], data: st.DataObject
+    cut: tuple[Tensor, list[Shard]], data: st.DataObject
 ) -> None:
-    tensor, pieces = cut
-    number = data.draw(st.integers(0, len(pieces) - 1))
+    tensor, shards = cut
+    number = data.draw(st.integers(0, len(shards) - 1))
     double = data.draw(st.booleans())
-    wrong = [*pieces, pieces[number]] if double else pieces[:number] + pieces[number + 1 :]
+    wrong = [*shards, shards[number]] if double else shards[:number] + shards[number + 1 :]
     with tempfile.TemporaryDirectory() as name:
         _write(Path(name), wrong)
         target = torch.full_like(tensor, -1)
         # Without its last rows, it is another whole; what is to be read decides.
         with pytest.raises(CheckpointError, match=r"not a whole|expected|lacks"):
-            read_pieces(Path(name), WEIGHTS, {"one": target})
+            read_shards(Path(name), WEIGHTS, {"one": target})
         assert torch.equal(target, torch.full_like(tensor, -1))
 
 
 def test_pieces_that_lie_over_each_other_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
     places = [(0, 0), (0, 1), (2, 0)]
-    _write(tmp_path, [Piece(torch.ones(2, 2), place) for place in places])
-    with pytest.raises(CheckpointError, match="pieces of 'one' are not a whole"):
-        stored_wholes(tmp_path, WEIGHTS)
+    _write(tmp_path, [Shard(torch.ones(2, 2), place) for place in places])
+    with pytest.raises(CheckpointError, match="shards of 'one' are not a whole"):
+        stored_shapes(tmp_path, WEIGHTS)
 
 
 def test_tensors_are_refused_that_are_not_what_is_expected(tmp_path: Path) -> None:
-    _write(tmp_path, [Piece(torch.ones(2), (0,)), Piece(torch.ones(1), (2,))])
+    _write(tmp_path, [Shard(torch.ones(2), (0,)), Shard(torch.ones(1), (2,))])
     for name, target, problem in (
         ("other", torch.ones(3), "lacks tensor 'other'"),
         ("one", torch.ones(4), r"'one' is \[3\] torch.float32, expected \[4\] torch.float32"),
         ("one", torch.ones(3).bfloat16(), r"expected \[3\] torch.bfloat16"),
     ):
         with pytest.raises(CheckpointError, match=problem):
-            read_pieces(tmp_path, WEIGHTS, {name: target})
+            read_shards(tmp_path, WEIGHTS, {name: target})
     with pytest.raises(CheckpointError, match="lacks tensor 'other'"):
-        read_wholes(tmp_path, WEIGHTS, ["other"])
+        read_full_tensors(tmp_path, WEIGHTS, ["other"])
 
 
 def _places(value: object) -> dict[str, str]:
@@ -116,13 +116,13 @@ def test_a_file_without_sound_places_is_damaged(tmp_path: Path, metadata: dict[s
     path = tmp_path / shard_name(WEIGHTS, 0, 1)
     safetensors.torch.save_file({"one": torch.ones(3)}, path, metadata)
     with pytest.raises(CheckpointError, match=f"{path} is damaged"):
-        stored_wholes(tmp_path, WEIGHTS)
+        stored_shapes(tmp_path, WEIGHTS)
 
 
 def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
-    _write(tmp_path, [Piece(torch.ones(2), (0,)), Piece(torch.ones(2).bfloat16(), (2,))])
+    _write(tmp_path, [Shard(torch.ones(2), (0,)), Shard(torch.ones(2).bfloat16(), (2,))])
     with pytest.raises(CheckpointError, match=r"'one' is torch.bfloat16 in it only"):
-        stored_wholes(tmp_path, WEIGHTS)
+        stored_shapes(tmp_path, WEIGHTS)
 
 
 def test_the_names_of_files_say_how_many_there_are(tmp_path: Path) -> None:
@@ -131,6 +131,6 @@ def test_the_names_of_files_say_how_many_there_are(tmp_path: Path) -> None:
     assert shard_names(["model.safetensors", "config.json"]) == []
     expected = [shard_name(kind, rank, 2) for kind in (MOMENTS, WEIGHTS) for rank in (0, 1)]
     assert shard_names([name]) == expected
-    write_pieces(tmp_path / name, {})
+    write_shards(tmp_path / name, {})
     with pytest.raises(CheckpointError, match=r"optimizer.shard-00001-of-00002.*is missing"):
-        stored_wholes(tmp_path, MOMENTS)
+        stored_shapes(tmp_path, MOMENTS)

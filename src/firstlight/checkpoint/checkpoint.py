@@ -78,7 +78,7 @@ class Checkpoint:
             if there is one.
         is_copy: whether the tensors are copies that nothing changes any more; otherwise they may be
             those of a run that goes on.
-        pieces: the folder of a checkpoint in pieces that was read: its tensors are not among
+        shards: the folder of a checkpoint in shards that was read: its tensors are not among
             these, and are read where they belong.
     """
 
@@ -87,7 +87,7 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     trainer_state: Mapping[str, Any]
     is_copy: bool = False
-    pieces: Path | None = None
+    sharded_folder: Path | None = None
 
 
 def save_checkpoint(
@@ -209,7 +209,7 @@ def _weights_name(names: Container[str]) -> str:
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint, for resuming; of one in pieces all but its tensors.
+    """Read a checkpoint, for resuming; of one in shards all but its tensors.
 
     Args:
         verify: compare every file with the manifest first; False where that was just done.
@@ -219,8 +219,8 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     """
     if verify:
         verify_checkpoint(folder)
-    if is_in_shards(folder):
-        return Checkpoint({}, {}, {}, load_trainer_state(folder), pieces=folder)
+    if is_sharded_checkpoint(folder):
+        return Checkpoint({}, {}, {}, load_trainer_state(folder), sharded_folder=folder)
     try:
         names = read_manifest(folder)["files"]
         for name in (_weights_name(names), OPTIMIZER_NAME):
@@ -232,7 +232,7 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     return Checkpoint({}, model, optimizer, load_trainer_state(folder))
 
 
-def is_in_shards(folder: Path) -> bool:
+def is_sharded_checkpoint(folder: Path) -> bool:
     """Whether each process wrote its own part of a checkpoint."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 

@@ -44,7 +44,7 @@ class CheckpointConfig(Section):
     """copy the state and write the copy while training goes on; null is where memory for the copy
     is free at the first save."""
     sharded: bool = False
-    """with distributed.engine fsdp, each process writes the pieces that it holds, and nothing is
+    """with distributed.engine fsdp, each process writes the shards that it holds, and nothing is
     put together: for models that are too large for that. Any engine goes on from it, with any
     number of processes. The last checkpoint of a run is a Hugging Face model folder too;
     `firstlight convert` makes one of an earlier one."""

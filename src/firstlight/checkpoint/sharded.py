@@ -1,11 +1,11 @@
-"""Tensors in pieces on the disk: each process writes the ones it holds, any number reads them.
+"""Tensors in shards on the disk: each process writes the ones it holds, any number reads them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
 The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files,
-whose metadata say where in its tensor each piece lies, so torch.distributed.checkpoint reads them,
-and so does its consolidation. Its usual format isn't used: what that says about the pieces is a
+whose metadata say where in its tensor each shard lies, so torch.distributed.checkpoint reads them,
+and so does its consolidation. Its usual format isn't used: what that says about the shards is a
 pickle.
 
 Weights have the names and shapes that parameters have in the model: with experts stacked and the
@@ -45,7 +45,7 @@ _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safeten
 # torch's names in the files' metadata.
 _PLACES_KEY, _OFFSETS_KEY, _VERSION_KEY = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION"
 
-#: The formats of what a checkpoint may hold in pieces, by safetensors' names.
+#: The formats of what a checkpoint may hold in shards, by safetensors' names.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,7 +58,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A part of a tensor.
 
     Attributes:
@@ -71,12 +71,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredWhole:
-    """A tensor that lies in pieces in the files of a folder.
+class StoredShape:
+    """A tensor that lies in shards in the files of a folder.
 
     Attributes:
         shape: of the whole.
-        dtype: of all pieces.
+        dtype: of all shards.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class StoredWhole:
 
 
 def shard_name(kind: str, rank: int, size: int) -> str:
-    """The file of a rank's pieces.
+    """The file of a rank's shards.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -95,7 +95,7 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """The files that a checkpoint in pieces has to have, by the names of those that it has; none
+    """The files that a checkpoint in shards has to have, by the names of those that it has; none
     for a checkpoint of another kind."""
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
@@ -106,11 +106,11 @@ def shard_names(names: Iterable[str]) -> list[str]:
     ]
 
 
-def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """What this process writes of tensors that may be in pieces: each number is written by one.
+def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """What this process writes of tensors that may be in shards: each number is written by one.
 
-    Of copies of a piece (hybrid sharding) one process writes each, taking turns. A tensor that is
-    not in pieces is written as it is: give it to one process only.
+    Of copies of a shard (hybrid sharding) one process writes each, taking turns. A tensor that is
+    not in shards is written as it is: give it to one process only.
 
     Returns:
         Pieces whose tensors share memory with those given, on their device.
@@ -119,8 +119,8 @@ def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
-    pieces = {
-        name: Piece(tensor.detach(), (0,) * tensor.dim())
+    shards = {
+        name: Shard(tensor.detach(), (0,) * tensor.dim())
         for name, tensor in tensors.items()
         if not is_sharded(tensor)
     }
@@ -131,12 +131,12 @@ def own_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
         assert is_sharded(tensor)
         # More processes than rows: some hold nothing.
         if math.prod(place.chunk.sizes):
-            pieces[name] = Piece(tensor.to_local(), tuple(place.chunk.offsets))
-    return pieces
+            shards[name] = Shard(tensor.to_local(), tuple(place.chunk.offsets))
+    return shards
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Whether it is this process that writes its piece of a tensor of which others may have
+    """Whether it is this process that writes its shard of a tensor of which others may have
     the same one."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
@@ -151,34 +151,34 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
     )
 
 
-def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> HashedFile:
-    """Write the file of this process' pieces; return it, for its size and sha256.
+def write_shards(path: Path, shards: Mapping[str, Shard]) -> HashedFile:
+    """Write the file of this process' shards; return it, for its size and sha256.
 
     Raises:
         OSError: the disk refuses.
         StorageError: a tensor is of a format that such a file can't hold.
     """
-    places = {name: {_OFFSETS_KEY: list(piece.offsets)} for name, piece in pieces.items()}
+    places = {name: {_OFFSETS_KEY: list(shard.offsets)} for name, shard in shards.items()}
     metadata = {_PLACES_KEY: json.dumps(places), _VERSION_KEY: "1.0", "format": "pt"}
     with HashedFile(path) as file:
-        write_tensors(file, {name: piece.tensor for name, piece in pieces.items()}, metadata)
+        write_tensors(file, {name: shard.tensor for name, shard in shards.items()}, metadata)
     return file
 
 
-def stored_wholes(folder: Path, kind: str) -> dict[str, StoredWhole]:
-    """What lies in pieces in a folder; together the pieces are the whole of each tensor.
+def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
+    """What lies in shards in a folder; together the shards are the whole of each tensor.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, pieces are missing at a place or lie over
+        CheckpointError: a file is missing or damaged, shards are missing at a place or lie over
             each other.
     """
     boxes: dict[str, list[_Box]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in _files(folder, kind):
-        for name, box, dtype in _pieces_of(path):
+        for name, box, dtype in _shards_of(path):
             boxes.setdefault(name, []).append(box)
             if dtypes.setdefault(name, dtype) != dtype:
                 raise CheckpointError(f"{path} is damaged: '{name}' is {dtype} in it only")
@@ -186,13 +186,13 @@ def stored_wholes(folder: Path, kind: str) -> dict[str, StoredWhole]:
     for name, parts in boxes.items():
         shape = _union(parts)
         if shape is None:
-            raise CheckpointError(f"{folder} is damaged: the pieces of '{name}' are not a whole")
-        wholes[name] = StoredWhole(shape, dtypes[name])
+            raise CheckpointError(f"{folder} is damaged: the shards of '{name}' are not a whole")
+        wholes[name] = StoredShape(shape, dtypes[name])
     return wholes
 
 
-def read_pieces(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors with what lies in pieces in a folder: whole ones, or pieces cut in any other
+def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
+    """Fill tensors with what lies in shards in a folder: whole ones, or shards cut in any other
     way, on any device. Each process reads what it needs, and nothing is sent between them.
 
     Args:
@@ -203,11 +203,11 @@ def read_pieces(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
         CheckpointError: a tensor is missing, or of another shape or dtype (named); a file is
             damaged.
     """
-    stored = stored_wholes(folder, kind)
+    stored = stored_shapes(folder, kind)
     for name, target in targets.items():
         found = stored.get(name)
         if found is None:
-            raise CheckpointError(f"{folder} lacks tensor '{name}' in its pieces")
+            raise CheckpointError(f"{folder} lacks tensor '{name}' in its shards")
         if (found.shape, found.dtype) != (tuple(target.shape), target.dtype):
             raise CheckpointError(
                 f"{folder}: tensor '{name}' is {list(found.shape)} {found.dtype}, "
@@ -242,8 +242,10 @@ def read_pieces(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
 
 
-def read_wholes(folder: Path, kind: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Tensors that lie in pieces in a folder, whole and on the CPU.
+def read_full_tensors(
+    folder: Path, kind: str, names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """Tensors that lie in shards in a folder, whole and on the CPU.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -252,39 +254,39 @@ def read_wholes(folder: Path, kind: str, names: Iterable[str] | None = None) -> 
     Raises:
         CheckpointError: one is missing, or a file is damaged.
     """
-    stored = stored_wholes(folder, kind)
+    stored = stored_shapes(folder, kind)
     wanted = stored.keys() if names is None else list(names)
     if lost := sorted(set(wanted) - stored.keys()):
-        raise CheckpointError(f"{folder} lacks tensor '{lost[0]}' in its pieces")
+        raise CheckpointError(f"{folder} lacks tensor '{lost[0]}' in its shards")
     tensors = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in wanted}
-    read_pieces(folder, kind, tensors)
+    read_shards(folder, kind, tensors)
     return tensors
 
 
 def sharded_model(folder: Path, vocab_multiple: int) -> Model:
-    """The model whose weights lie in pieces in a checkpoint, whole and on the CPU.
+    """The model whose weights lie in shards in a checkpoint, whole and on the CPU.
 
     Args:
         vocab_multiple: what the checkpoint's vocabulary is padded to a multiple of.
 
     Raises:
         ModelError: config.json is damaged.
-        CheckpointError: the pieces are not those of such a model.
+        CheckpointError: the shards are not those of such a model.
     """
     model = fitting_model(read_config(folder), folder, vocab_multiple)
     allocate(model, torch.device("cpu"))
-    read_pieces(folder, WEIGHTS, dict(model.named_parameters()))
+    read_shards(folder, WEIGHTS, dict(model.named_parameters()))
     return model
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """The model of a config on the meta device, which the pieces in a folder are known to fit.
+    """The model of a config on the meta device, which the shards in a folder are known to fit.
 
     Raises:
         ModelError: the config is of a model of quite another size.
         CheckpointError: a tensor is missing, extra or of another shape (named).
     """
-    stored = stored_wholes(folder, WEIGHTS)
+    stored = stored_shapes(folder, WEIGHTS)
     model = unloaded_model(config, folder, vocab_multiple, tensors=len(stored))
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for name in sorted(expected.keys() ^ stored.keys()):
@@ -300,7 +302,7 @@ def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Mod
     return model
 
 
-def restore_pieces(
+def restore_shards(
     folder: Path,
     model: Model,
     optimizer: Optimizer,
@@ -327,8 +329,8 @@ def restore_pieces(
     """
     fitting_model(model.config, folder, vocab_multiple)
     with optimizer.master_weights(changed=True):
-        read_pieces(folder, WEIGHTS, dict(model.named_parameters()))
-    names = stored_wholes(folder, MOMENTS).keys()
+        read_shards(folder, WEIGHTS, dict(model.named_parameters()))
+    names = stored_shapes(folder, MOMENTS).keys()
     others = {name for name in names if name.startswith(other_prefix)}
     if moments := names - others:
         for name in sorted(moments ^ optimizer.state_names):
@@ -336,10 +338,10 @@ def restore_pieces(
                 "the saved optimizer state is not that of this model and optimizer: "
                 f"'{name}' is in only one of them"
             )
-        optimizer.fill_state(lambda tensors: read_pieces(folder, MOMENTS, tensors))
+        optimizer.fill_state(lambda tensors: read_shards(folder, MOMENTS, tensors))
     elif has_moments and optimizer.state_names:
         raise CheckpointError(f"{folder} holds no optimizer state")
-    return read_wholes(folder, MOMENTS, others)
+    return read_full_tensors(folder, MOMENTS, others)
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
@@ -347,12 +349,12 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Where a piece begins and ends, for each dimension.
+#: Where a shard begins and ends, for each dimension.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _pieces_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Name, place and dtype of each piece of a file."""
+def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
+    """Name, place and dtype of each shard of a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Saving checkpoints of which each process writes the pieces that it holds."""
+"""Saving checkpoints of which each process writes the shards that it holds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from firstlight.checkpoint.saver import COPY_SHARE, Saver, Snapshot
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
-    Piece,
-    own_pieces,
+    Shard,
+    own_shards,
     shard_name,
     sharded_model,
-    write_pieces,
+    write_shards,
 )
 from firstlight.errors import CheckpointError, FirstlightError, StorageError
 from firstlight.files.atomic import forget_cached, sha256_of, storage_errors
@@ -46,7 +46,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-_Pieces = dict[str, dict[str, Piece]]
+_Shards = dict[str, dict[str, Shard]]
 
 
 class _DiscardedError(Exception):
@@ -86,7 +86,7 @@ class ShardedSaver(Saver):
         """Save a checkpoint of this moment; return the seconds that training stood still.
 
         Args:
-            capture: gives this process' part of the state: of tensors that are in pieces (DTensor)
+            capture: gives this process' part of the state: of tensors that are in shards (DTensor)
                 its own are written, and all of the others.
 
         Raises:
@@ -96,18 +96,18 @@ class ShardedSaver(Saver):
         start = time.perf_counter()
         self.wait()
         checkpoint = capture()
-        pieces = {
-            MOMENTS: own_pieces(checkpoint.optimizer),
-            WEIGHTS: own_pieces(checkpoint.model),
+        shards = {
+            MOMENTS: own_shards(checkpoint.optimizer),
+            WEIGHTS: own_shards(checkpoint.model),
         }
-        asynchronous = self._is_asynchronous(pieces)
+        asynchronous = self._is_asynchronous(shards)
         if asynchronous:
-            pieces = self._snapshot(pieces)
+            shards = self._snapshot(shards)
         state = copy.deepcopy(checkpoint.trainer_state)
         part = Checkpoint(dict(checkpoint.files), {}, {}, state)
         folder = self._new_folder(step)
         self._finish = lambda outcomes: self._publish(step, folder, state, outcomes)
-        self._writing = self._executor.submit(self._write, step, folder, pieces, part)
+        self._writing = self._executor.submit(self._write, step, folder, shards, part)
         if not asynchronous:
             self.wait()
         return time.perf_counter() - start
@@ -154,22 +154,22 @@ class ShardedSaver(Saver):
         if deleting is not None:
             deleting.result()
 
-    def _is_asynchronous(self, pieces: _Pieces) -> bool:
+    def _is_asynchronous(self, shards: _Shards) -> bool:
         """Whether there is memory for the copies of all: decided once, by all together."""
         if self._asynchronous is None:
-            needed = sum(p.tensor.nbytes for part in pieces.values() for p in part.values())
+            needed = sum(p.tensor.nbytes for part in shards.values() for p in part.values())
             free = free_memory_bytes(torch.device("cpu")) / self._world.local_size
             self._asynchronous = not agree(needed > COPY_SHARE * free)
         return self._asynchronous
 
-    def _snapshot(self, pieces: _Pieces) -> _Pieces:
+    def _snapshot(self, shards: _Shards) -> _Shards:
         """Pieces that do not change with the run."""
         copies = self._copies.take(
-            {f"{kind} {n}": p.tensor for kind, part in pieces.items() for n, p in part.items()}
+            {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
         return {
-            kind: {n: Piece(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
-            for kind, part in pieces.items()
+            kind: {n: Shard(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
+            for kind, part in shards.items()
         }
 
     def _new_folder(self, step: int) -> Path:
@@ -179,16 +179,16 @@ class ShardedSaver(Saver):
             name = str(self._folder.enter_context(new_checkpoint(self._run_folder, step)))
         return Path(broadcast_object(name))
 
-    def _write(self, step: int, folder: Path, pieces: _Pieces, part: Checkpoint) -> dict[str, Any]:
+    def _write(self, step: int, folder: Path, shards: _Shards, part: Checkpoint) -> dict[str, Any]:
         """Write this process' files. What goes wrong is returned: all have to hear of it."""
         rank, size = self._world.rank, self._world.size
         try:
-            for own in pieces.values():
-                require_finite(step, {name: piece.tensor for name, piece in own.items()})
+            for own in shards.values():
+                require_finite(step, {name: shard.tensor for name, shard in own.items()})
             with storage_errors(folder):
                 written = [
-                    write_pieces(folder / shard_name(kind, rank, size), own)
-                    for kind, own in pieces.items()
+                    write_shards(folder / shard_name(kind, rank, size), own)
+                    for kind, own in shards.items()
                 ]
                 if self._is_main:
                     written += write_texts(folder, checkpoint_texts(step, part))
@@ -238,7 +238,7 @@ class ShardedSaver(Saver):
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the weights into one file beside their pieces: a Hugging Face model folder."""
+    """Write the weights into one file beside their shards: a Hugging Face model folder."""
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
         write_tensors(file, weights_to_save(model), {"format": "pt"})

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import is_in_shards, load_trainer_state, saved_vocab_multiple
+from firstlight.checkpoint.checkpoint import (
+    is_sharded_checkpoint,
+    load_trainer_state,
+    saved_vocab_multiple,
+)
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.checkpoint.sharded import sharded_model
@@ -156,7 +160,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ModelError, CheckpointError: one of them is missing or damaged, or they don't fit each
             other.
     """
-    if is_in_shards(folder) and not (folder / WEIGHTS_NAME).is_file():
+    if is_sharded_checkpoint(folder) and not (folder / WEIGHTS_NAME).is_file():
         multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
         return read_json(folder / CONFIG_NAME), weights_to_save(sharded_model(folder, multiple))
     config = read_config(folder)

@@ -17,18 +17,18 @@ class DistributedConfig(Section):
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
     model, and gradients are added up; "fsdp" (FSDP2) cuts parameters, gradients and optimizer state
-    into pieces, one a process, and puts each layer together while it is computed; "deepspeed" is
+    into shards, one a process, and puts each layer together while it is computed; "deepspeed" is
     ZeRO, of one process too."""
     shard: int | None = Field(None, gt=1)
     """with fsdp, how many processes share one copy of the model; null is all. With fewer (hybrid
     sharding, best those of one machine), each group has a copy, and layers are put together within
     a group only."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """with fsdp, "cpu" keeps the pieces in the CPU's memory, and updates them there. With
+    """with fsdp, "cpu" keeps the shards in the CPU's memory, and updates them there. With
     deepspeed, it keeps the optimizer state there, and at stage 3 the parameters; "nvme" keeps
     optimizer state in files instead."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """with deepspeed, what is cut into pieces: 1 optimizer state, 2 (null) gradients too, 3
+    """with deepspeed, what is cut into shards: 1 optimizer state, 2 (null) gradients too, 3
     parameters too."""
     nvme_path: str | None = None
     """with offload nvme, a folder on a fast disk, on each machine."""

@@ -252,7 +252,7 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Of parameters that are in pieces, shapes are gone.
+        # Of parameters that are in shards, shapes are gone.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
@@ -262,7 +262,7 @@ class ZeroOptimizer(Optimizer):
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """What torch's optimizer updates: many parameters' pieces in a row."""
+        """What torch's optimizer updates: many parameters' shards in a row."""
         inner = self._inner
         if self.zero.stage == 3:
             return list(inner.fp32_partitioned_groups_flat)

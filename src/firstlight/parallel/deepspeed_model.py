@@ -168,7 +168,7 @@ class ZeroModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole, on the CPU of every process where they are in pieces, for
+        """Inside, parameters are whole, on the CPU of every process where they are in shards, for
         reading and for writing, not for computing. All processes have to call it.
 
         Args:
@@ -247,7 +247,7 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Give this process' piece of what ZeRO-3 keeps in fp32 of a parameter its part of a whole.
+    """Give this process' shard of what ZeRO-3 keeps in fp32 of a parameter its part of a whole.
 
     Args:
         value: the whole, the same on all processes.
@@ -256,16 +256,16 @@ def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) ->
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # The last pieces are filled up to the size of the others.
+    # The last shards are filled up to the size of the others.
     count = held.numel()
     start = torch.distributed.get_rank() * count
     own = value.reshape(-1)[start : start + count].float()
-    piece = torch.zeros(count, dtype=torch.float32)
-    piece[: len(own)] = own
+    shard = torch.zeros(count, dtype=torch.float32)
+    shard[: len(own)] = own
     if key is None:
-        safe_set_local_fp32_param(parameter, piece)
+        safe_set_local_fp32_param(parameter, shard)
     else:
-        safe_set_local_optimizer_state(parameter, piece, key)
+        safe_set_local_optimizer_state(parameter, shard, key)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
-    is_in_shards,
+    is_sharded_checkpoint,
     load_checkpoint,
     load_trainer_state,
 )
@@ -87,7 +87,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     if run.recipe.lora is not None:
         raise ConfigError("schedule.resume goes on with all of a model: leave it out, or lora")
     folder = resolve_model_folder(init_from)
-    if not (folder / OPTIMIZER_NAME).is_file() and not is_in_shards(folder):
+    if not (folder / OPTIMIZER_NAME).is_file() and not is_sharded_checkpoint(folder):
         raise CheckpointError(
             f"{init_from} has no optimizer state, which schedule.resume goes on with: name a run "
             "or one of its checkpoints, or leave schedule.resume out"

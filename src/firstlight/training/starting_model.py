@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from firstlight.checkpoint.checkpoint import (
-    is_in_shards,
+    is_sharded_checkpoint,
     load_checkpoint,
     load_trainer_state,
     saved_vocab_multiple,
@@ -220,7 +220,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     multiple = saved_vocab_multiple(newest, state)
     try:
         # Its files are what they were when they were saved; that they belong together is not said.
-        if is_in_shards(newest):
+        if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
             fitting_tensors(unloaded_model(config, newest), newest)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint
-from firstlight.checkpoint.sharded import restore_pieces
+from firstlight.checkpoint.sharded import restore_shards
 from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.lora.files import adapter_files, adapter_tensors, fill_adapter
@@ -132,22 +132,22 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     state = _saved_state(checkpoint.trainer_state)
     # Where every step so far was skipped there are no moments yet.
     has_moments = state.skipped_steps < state.step
-    if checkpoint.pieces is not None and program.recipe.distributed.pipeline > 1:
-        raise CheckpointError(
-            f"{checkpoint.pieces} is in pieces, which distributed.pipeline can't read: go on "
-            "without distributed.pipeline"
-        )
-    if checkpoint.pieces is None:
+    folder = checkpoint.sharded_folder
+    if folder is None:
         randoms = _restore_tensors(checkpoint, program, has_moments)
     else:
+        if program.recipe.distributed.pipeline > 1:
+            raise CheckpointError(
+                f"{folder} is in shards, which distributed.pipeline can't read: go on without "
+                "distributed.pipeline"
+            )
         if program.recipe.lora is not None:
             raise CheckpointError(
-                f"{checkpoint.pieces} holds all weights in pieces, and the recipe has a lora "
-                "section: take that out, or start a new run from what `firstlight convert` makes "
-                "of it"
+                f"{folder} holds all weights in shards, and the recipe has a lora section: take "
+                "that out, or start a new run from what `firstlight convert` makes of it"
             )
-        randoms = restore_pieces(
-            checkpoint.pieces,
+        randoms = restore_shards(
+            folder,
             program.model,
             program.optimizer,
             program.recipe.efficiency.vocab_multiple,

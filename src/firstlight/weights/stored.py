@@ -282,7 +282,7 @@ def has_pickled_weights(folder: Path) -> bool:
 def _no_weights(folder: Path) -> ModelError:
     if any(folder.glob("model.shard-*-of-*.safetensors")):
         return ModelError(
-            f"{folder} holds its weights in pieces, each written by one process: make a model "
+            f"{folder} holds its weights in shards, each written by one process: make a model "
             f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
         )
     repository = repository_of(folder)
