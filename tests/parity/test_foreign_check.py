@@ -26,8 +26,7 @@ from foreign_programs import (
 from torch import Tensor, nn
 
 from firstlight.conversion import foreign, foreign_forward
-from firstlight.conversion.foreign import ForeignModel, read_foreign
-from firstlight.conversion.foreign_names import LAYOUTS, TRANSPOSED
+from firstlight.conversion.foreign import LAYOUTS, TRANSPOSED, ForeignModel, read_foreign
 
 KINDS = ["nanoGPT", "GPT", "fast GPT", "Llama"]
 LLAMA = {

@@ -18,9 +18,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.conversion.gguf_file import GGUFDtype, gguf_notes, write_gguf
 from firstlight.conversion.gguf_layout import Rope
 from firstlight.conversion.gguf_reader import read_gguf
+from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
 from firstlight.models import FAMILIES

@@ -1,1 +1,1 @@
-"""Conversion: models of other programs in, models for other programs out."""
+"""Conversion of models from and to the formats of other programs."""

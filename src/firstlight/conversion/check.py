@@ -1,13 +1,13 @@
 """The check after a conversion: source and result must be the same model.
 
-Three comparisons, since each sees what the others can't: the tensors one by one (a token or an
-expert that the prompt doesn't meet), the logits on a fixed prompt (the settings that the tensors
-are used with; the layout of another program's tensors), the chat template's text.
+Three comparisons, each of which finds errors that the others miss: the tensors one by one (a token
+or an expert that the prompt does not use), the logits on a fixed prompt (settings of the model; the
+layout of another program's tensors), the chat template's text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -21,12 +21,12 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 
-#: What both models read. Words, numbers, code, two scripts: no single row of the embedding decides.
+#: The prompt of both models. Words, numbers, code, two scripts: many rows of the embedding count.
 PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
 )
-#: So many tokens of it, and of others where it has fewer.
+#: Number of tokens, filled up with arbitrary ones if the prompt has fewer.
 _PROMPT_TOKENS = 64
 
 #: The conversation that both chat templates render.
@@ -36,32 +36,32 @@ CONVERSATION = [
     {"role": "user", "content": "And set?"},
 ]
 
-#: By the format that numbers were rounded to, f32 where they were not: the greatest difference of
-#: two logits that is rounding, as a share of the largest logit.
+#: The greatest difference of two logits by rounding, as a share of the largest logit, by the format
+#: that numbers were rounded to (f32: not rounded).
 #:
 #: Measured, greatest of 30 random models a family, 2 to 4 layers of width 64, then stories260K:
 #: f16 0.0041 and 0.0006, bf16 0.037 and 0.005, q8_0 0.073 and 0.016; and f32, between another
-#: program's own forward pass and the one here, 9e-6. Allowed is three times the random models',
-#: whose roundings add up as those of trained ones don't; of bf16 more, since models of width 10
-#: with heads of size 2 reach 0.13.
+#: program's own forward pass and the one here, 9e-6. The limit is three times the random models'
+#: difference, whose rounding errors add up more than those of trained models; for bf16 it is
+#: larger, since models of width 10 with heads of size 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.0125, "bf16": 0.2, "q8_0": 0.22}
 
-#: By the same formats, what rounding does to a number: so much of the largest of its tensor, and
-#: so much of whatever is smaller than the format's normal numbers.
+#: The rounding error of a number by the same formats: a share of its tensor's largest number, and
+#: an absolute error for numbers below the format's normal ones.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
     "bf16": (2**-8, 0.0),
-    # Half a 127th of the largest, and the scale's own rounding to f16.
+    # Half of 1/127 of the largest number, and the scale's own rounding to f16.
     "q8_0": (2**-7, 2**-18),
 }
-#: Rows of a tensor that are compared at a time.
+#: Rows of a tensor that are compared at a time, since the comparison is in fp32.
 _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Ids that models are compared on, int64 [1, T]: the prompt's, then some of the whole
-    vocabulary, which are all there is without a tokenizer."""
+    """Token ids that models are compared on, int64 [1, T]: the prompt's, filled up with ids from
+    the whole vocabulary, which are the only ones without a tokenizer."""
     count = min(_PROMPT_TOKENS, context)
     ids: list[int] = []
     if tokenizer is not None:
@@ -72,8 +72,8 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """What source and result are computed in: fp32, or bf16 where memory doesn't hold that."""
-    # Weights in fp32 twice: those of the model, and those that were read from a GGUF file.
+    """The dtype that source and result are computed in: fp32, or bf16 if memory is short."""
+    # fp32 weights twice: the model's, and those read from a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
 
@@ -85,13 +85,13 @@ def logits_of(
     ids: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The logits [1, T, V], fp32, that a model gives.
+    """The logits [1, T, V], fp32, of a model.
 
     Args:
-        config: its config.json.
-        tensors: its weights by their names in the file.
-        ids: int64 [1, T].
-        dtype: what they are computed in.
+        config: the model's config.json.
+        tensors: weights by their names in the file.
+        ids: token ids, int64 [1, T].
+        dtype: dtype of the computation.
     """
     with torch.device("meta"):
         model: Model = build_model(config_from_hf(config, "the model"))
@@ -100,24 +100,55 @@ def logits_of(
     return logits.float()
 
 
-def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights of which some are not numbers.
+def first_names(names: Sequence[str]) -> str:
+    """The first three names and the number of the others, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def require_tensors(
+    where: str, expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse tensors that are missing, extra or misshapen.
+
+    Args:
+        where: the model or file, for the message.
+        expected, given: shapes by name.
 
     Raises:
-        ModelError: with the tensors' names.
+        ModelError: there are such tensors (named).
+    """
+    wrong = [
+        f"{name} is {list(given[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - given.keys())),
+        ("has unknown", sorted(given.keys() - expected.keys())),
+        ("has misshapen", wrong),
+    ):
+        if names:
+            raise ModelError(f"{where} {problem} tensors: {first_names(names)}")
+
+
+def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights with NaN or infinity.
+
+    Raises:
+        ModelError: there are such tensors (named).
     """
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if broken:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise ModelError(
-            f"{where} has tensors with NaN or infinity: {', '.join(broken[:3])}{more}; such a "
-            "model says nothing, take an earlier checkpoint"
+            f"{where} has tensors with NaN or infinity: {first_names(broken)}; such a model says "
+            "nothing, take an earlier checkpoint"
         )
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers of a tensor are finite."""
-    # Without the tensors of its size that torch.isfinite makes.
+    # torch.isfinite would allocate tensors of the same size.
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
@@ -127,11 +158,11 @@ def require_same_tensors(
     """Compare the tensors of source and result one by one.
 
     Args:
-        source, result: by their Hugging Face names.
-        kind: the format they were rounded to; "f32" if they weren't.
+        source, result: tensors by their Hugging Face names.
+        kind: format that they were rounded to; "f32" if they were not.
 
     Raises:
-        ModelError: one is missing or differs by more than rounding; with its name.
+        ModelError: a tensor is missing, or differs by more than rounding (named).
     """
     share, smallest = _ROUNDING[kind]
     for name in sorted(source.keys() | result.keys()):
@@ -150,14 +181,14 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """The largest number of a tensor, and the greatest difference to the other's."""
+    """The largest absolute value of `source`, and the greatest difference to `result`."""
     if source.shape != result.shape:
         return 0.0, float("inf")
     largest = difference = 0.0
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
         largest = max(largest, float(a.abs().max()))
-        # NaN is not less than anything.
+        # Written so that NaN counts as the greatest difference.
         found = float((a - b).abs().max())
         difference = difference if found <= difference else found
     return largest, difference
@@ -168,23 +199,23 @@ def require_same_logits(
 ) -> tuple[float, float]:
     """Compare the logits of source and result, [1, T, V] each.
 
-    A logit counts by its distance from its position's mean, which softmax doesn't see: those
-    of OpenAI's GPT-2 lie around -35 or -110, and next to that any difference would look small.
+    The mean of each position is subtracted, since softmax ignores it: the logits of OpenAI's GPT-2
+    lie around -35 or -110, and relative to that any difference would look small.
 
     Args:
         source, result: the logits.
-        limit: the greatest difference that passes, as a share of the largest logit.
-        is_routed: weights were rounded and there are routers, which then send a few tokens to
-            other experts: the greatest difference is of no account (measured: up to 0.9 of the
-            largest logit), and half of the positions must stay within the limit (measured at
-            the median position: as much as in models without experts).
-        hint: what else may be wrong, for the message.
+        limit: greatest difference that passes, as a share of the largest logit.
+        is_routed: True if weights were rounded and the model has routers. A few tokens then get
+            other experts, so the greatest difference is ignored (measured: up to 0.9 of the
+            largest logit), and half of the positions must be within the limit (measured at the
+            median position: as much as in models without experts).
+        hint: further possible causes, for the message.
 
     Returns:
         The greatest difference, and the largest logit of the source.
 
     Raises:
-        ModelError: they differ by more, or are not numbers.
+        ModelError: the logits differ by more, or are not numbers.
     """
     source, result = (x - x.mean(-1, keepdim=True) for x in (source, result))
     by_position = (source - result).abs().amax(-1).flatten()
@@ -201,13 +232,17 @@ def require_same_logits(
 
 
 def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
-    """Compare what the chat templates of source and result make of a conversation.
+    """Compare a conversation that the chat templates of source and result render.
+
+    Args:
+        source, result: the tokenizers; the result has none if it has no chat template either.
+        what: name of the result for the message.
 
     Returns:
-        Notes for people: that neither renders it, and why.
+        Notes: the reason why neither renders it.
 
     Raises:
-        ModelError: it is not the same text.
+        ModelError: the texts differ.
     """
     expected = _rendered(source)
     found = None if result is None else _rendered(result)
@@ -226,11 +261,11 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """The conversation as text, or why the template refuses it; None without a template."""
+    """The conversation as text, or the template's error; None without a template."""
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # A template may be for other conversations, or broken: copying it is all that is asked.
+        # A template may be for other conversations, or broken: it only has to be copied.
         return str(error)

@@ -1,4 +1,4 @@
-"""`convert`: a model of one program becomes one of another, and is compared with it."""
+"""`convert`: write a model in another program's format, and compare the result with the source."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from firstlight.conversion.check import (
     require_same_logits,
     require_same_tensors,
 )
-from firstlight.conversion.gguf_file import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.gguf_reader import read_gguf
+from firstlight.conversion.gguf_writer import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.source import Source, read_folder, read_source, with_qkv_biases
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import new_folder, read_json, require_free
@@ -42,7 +42,7 @@ from firstlight.weights.stored import save_weights
 
 #: The formats of each target; "auto" keeps that of the source.
 _FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}
-_LONG_NAMES = {
+_SHORT_NAMES = {
     "float32": "f32",
     "float16": "f16",
     "bfloat16": "bf16",
@@ -56,33 +56,33 @@ _TORCH_DTYPES = {
     "f64": torch.float64,
 }
 
-#: What a tokenizer may consist of; copied as it is where the source is a model folder.
+#: Files of a tokenizer; copied unchanged from a model folder.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-#: Where transformers keeps the chat templates that are not the default one.
+#: Folder of further chat templates in transformers.
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         out: the folder that was written.
         file: the GGUF file in it; None for a Hugging Face folder.
-        program: whose model the source was: "Hugging Face", "adapter (PEFT)", "nanoGPT",
+        program: the source's program: "Hugging Face", "adapter (PEFT)", "nanoGPT",
             "LLMs-from-scratch".
         model_type: the family.
-        parameters: how many numbers were written.
-        dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder as its source also "f64", or
-            "mixed" where there are several.
-        largest_difference: of two logits, source and result, on a fixed prompt; each less the
-            mean of its position, which softmax doesn't see.
-        largest_logit: of the source, for comparison.
-        has_chat_template: whether there is one, which is then the same in both.
-        notes: what a person should know.
+        parameters: number of weights that were written.
+        dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder, as its source, also "f64",
+            or "mixed" for several.
+        largest_difference: greatest difference of two logits of source and result on a fixed
+            prompt, each less the mean of its position, which softmax ignores.
+        largest_logit: largest logit of the source, for comparison.
+        has_chat_template: True if source and result have a chat template, which is the same.
+        notes: remarks for people.
     """
 
     out: Path
@@ -99,9 +99,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """What was written, as it is read back; `what` names it in messages."""
+    """The written model, read back; `name` is for messages."""
 
-    what: str
+    name: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
@@ -118,23 +118,22 @@ def convert(
     tolerance: float | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and refuse the result where it doesn't compute what the source does.
+    """Convert a model, and refuse a result that does not compute the same as the source.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or a file: nanoGPT's `ckpt.pt`, an
             LLMs-from-scratch `model.pth`.
         out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder) or "gguf" (a file for llama.cpp in the folder).
-        dtype: "auto" (that of the source), "f32", "f16", "bf16", and for GGUF "q8_0".
-        tokenizer: a tokenizer's folder or file, where the source has none or another is wanted.
-        config: a JSON file with keys of a Hugging Face config.json that a `.pt` or `.pth` file
-            doesn't say.
-        tolerance: the greatest difference of two logits that passes, as a share of the largest;
-            None is right for the format's rounding.
+        dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0".
+        tokenizer: a tokenizer's folder or file, in place of the source's.
+        config: a JSON file with keys of a Hugging Face config.json that a `.pt` or `.pth` lacks.
+        tolerance: greatest difference of two logits that passes, as a share of the largest;
+            None fits the format's rounding.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: an option can't be meant.
+        ConfigError: an option is invalid.
         InputError: `out` holds something, or a file is missing.
         ModelError, CheckpointError, TokenizerError: the source can't be read, can't be
             expressed in the target, or the result's tensors, logits or chat template differ.
@@ -149,23 +148,21 @@ def convert(
         model = with_qkv_biases(model)
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
-    kinds = {tensor.dtype for tensor in model.tensors.values()}
-    own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
+    own = _dtype_of(model.tensors)
     chosen = own if dtype == "auto" else dtype
     if to == "gguf" and chosen not in _FORMATS["gguf"]:
         chosen = "f32"
     file = f"{model.name}-{chosen}.gguf" if to == "gguf" else None
+    notes = (export_notes if file is None else gguf_notes)(model.config, model.tokenizer)
     with new_folder(out) as folder:
-        if file is not None:
-            notes = gguf_notes(model.config, model.tokenizer)
-            result = _write_gguf(model, folder / file, chosen)
-        else:
-            notes = export_notes(model.config, model.tokenizer)
+        if file is None:
             result = _write_folder(model, folder, None if dtype == "auto" else dtype)
+        else:
+            result = _write_gguf(model, folder / file, chosen)
         kind = "f32" if chosen == own else chosen
         difference, largest, more = _compare(model, own_config, result, kind, tolerance)
     if model.tokenizer is None:
-        notes = [*notes, "there is no tokenizer: give one with --tokenizer"]
+        notes.append("there is no tokenizer: give one with --tokenizer")
     return Conversion(
         out=out,
         file=None if file is None else out / file,
@@ -180,15 +177,21 @@ def convert(
     )
 
 
+def _dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    """The one dtype of all tensors by its short name; "mixed" if there are several."""
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    return next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
+
+
 def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
     """The dtype by its short name.
 
     Raises:
-        ConfigError, MissingDependencyError: an option can't be meant, or not here.
+        ConfigError, MissingDependencyError: an option is invalid, or gguf is not installed.
     """
     if to not in _FORMATS:
         raise ConfigError(f"to '{to}' is unknown{nearest(to, _FORMATS)}: hf or gguf")
-    dtype = _LONG_NAMES.get(dtype.lower(), dtype.lower())
+    dtype = _SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if dtype not in _FORMATS[to]:
         raise ConfigError(f"dtype '{dtype}' is not one of {to}: {', '.join(_FORMATS[to])}")
     if tolerance is not None and not tolerance >= 0:
@@ -199,7 +202,7 @@ def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
 
 
 def _require_place(out: Path, source: str | Path) -> None:
-    """Refuse an `out` that holds something, or that is part of the source."""
+    """Refuse an `out` that holds something, or that lies in the source."""
     folder = Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -209,7 +212,7 @@ def _require_place(out: Path, source: str | Path) -> None:
 
 
 def _require_fit(model: Source, config: ModelConfig) -> None:
-    """Refuse a tokenizer of another model, and weights that are not numbers."""
+    """Refuse a tokenizer of another model, and weights with NaN or infinity."""
     if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
@@ -219,7 +222,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
 
 
 def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
-    """Write the file; return what is read back from it."""
+    """Write the file, and read it back."""
     write_gguf(
         path,
         model.config,
@@ -240,7 +243,7 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
 
 
 def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
-    """Write a Hugging Face model folder; return what is read back from it."""
+    """Write a Hugging Face model folder, and read it back."""
     if model.folder is not None:
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, *_TOKENIZER_FILES):
             if (model.folder / name).is_file():
@@ -260,7 +263,7 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """What config.json says of the tensors' dtype, in the spellings of transformers 5 and 4."""
+    """config.json's entries of the tensors' dtype, in the spellings of transformers 5 and 4."""
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
@@ -284,7 +287,7 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Refuse a result that is not the source; `kind` is the format that numbers were rounded to.
+    """Refuse a result that differs from the source by more than the rounding of `kind`.
 
     Returns:
         The greatest difference of two logits, the largest logit, and notes.
@@ -293,8 +296,8 @@ def _compare(
     if model.tokenizer is not None:
         found = result.tokenizer
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
-            raise ModelError(f"the tokenizer of {result.what} is not the source's")
-        notes = require_same_chat(model.tokenizer, found, result.what)
+            raise ModelError(f"the tokenizer of {result.name} is not the source's")
+        notes = require_same_chat(model.tokenizer, found, result.name)
     require_same_tensors(model.tensors, result.tensors, kind)
     dtype = check_dtype(config)
     limit = TOLERANCES[kind]

@@ -1,7 +1,7 @@
-"""The config.json of another program's model: what its file says, what the caller does, the rest.
+"""The config.json of another program's model, from its file, the caller and the program's defaults.
 
-What a file says can't be contradicted; what nobody says is filled in as its program does, and
-noted, or asked for.
+The file can't be contradicted. Settings that are missing in both get the program's default, with a
+note, or are asked for.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _LLAMA_KEYS = {
     *("rope_parameters", "rope_theta", "rope_scaling", "tie_word_embeddings", "hidden_act"),
     *("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "pretraining_tp"),
 }
-#: What any config.json may hold beside the model's shape.
+#: Keys of any config.json beside the model's shape.
 _OTHER_KEYS = {
     *("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path"),
 }
-#: The tokenizer's to say: without these, Hugging Face's classes take ids of their own models.
+#: The tokenizer decides: without these, Hugging Face's classes take ids of their own models.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the tensors say of a model.
+    """The shape of a model, as its tensors show it.
 
     Attributes:
-        sizes: by the letters of foreign_names.
-        layers: how many there are.
-        tied: whether head and embedding are the same.
-        qkv_bias: whether a GPT's queries, keys and values have biases.
+        sizes: sizes by the letters of `foreign`.
+        layers: number of layers.
+        tied: True if head and embedding are the same.
+        qkv_bias: True if a GPT's queries, keys and values have biases.
     """
 
     sizes: Mapping[str, int]
@@ -75,10 +75,10 @@ class Shape:
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The caller's config, by the keys' first names; null is as good as absent.
+    """The caller's config without nulls, its aliases replaced by GPT-2's own keys.
 
     Raises:
-        ModelError: a key means nothing.
+        ModelError: a key is unknown.
     """
     is_gpt2 = model_type == "gpt2"
     known = _OTHER_KEYS | (_GPT2_KEYS | set(_GPT2_ALIASES) if is_gpt2 else _LLAMA_KEYS)
@@ -98,7 +98,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """All three, of which `found`, what the file says, may not be contradicted."""
+    """All three merged; `found` comes from the file, and may not be contradicted."""
     for key in found.keys() & given.keys():
         if given[key] != found[key]:
             raise ModelError(
@@ -118,13 +118,13 @@ def gpt2_config(
 
     Args:
         path: the file, for messages.
-        shape: what its tensors say.
-        given: what the caller says.
-        model_args: what nanoGPT's file says beside its tensors; None where it has none.
-        activation: what the program uses, in Hugging Face's words.
+        shape: shape of the model, from its tensors.
+        given: the caller's settings.
+        model_args: settings in nanoGPT's file; None if there are none.
+        activation: the program's activation by Hugging Face's name.
 
     Raises:
-        ModelError: the three contradict each other, or the number of heads is unknown.
+        ModelError: the sources contradict each other, or the number of heads is unknown.
     """
     sizes, model_args, notes = shape.sizes, model_args or {}, []
     found: dict[str, Any] = {
@@ -162,7 +162,7 @@ def gpt2_config(
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
     checked = _checked(path, GPT2Config.from_hf, config)
-    del config["qkv_bias"]  # which stands in config.json only where there are none
+    del config["qkv_bias"]  # config.json has it only if there are no biases
     return {**config, **checked.to_hf()}, notes
 
 
@@ -188,8 +188,8 @@ def llama_config(
 
     Args:
         path: the file, for messages.
-        shape: what its tensors say.
-        given: what the caller says.
+        shape: shape of the model, from its tensors.
+        given: the caller's settings.
         sines: the rotary table [positions, head size] that older models save in each layer.
 
     Raises:
@@ -261,7 +261,7 @@ def _checked(
 
 
 def _check_rope(path: Path, config: LlamaConfig, sines: Tensor) -> None:
-    """Compare with the tables that older models save in each layer; they may be of bfloat16."""
+    """Compare the config with the tables that older models save in each layer, maybe in bf16."""
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):

@@ -1,11 +1,11 @@
 """Logits of other programs' models, from their own tensors, as their own code computes them.
 
-One side of a conversion's check. Nothing here knows Hugging Face's names and layout or this
-package's models, so that a tensor that was given the wrong name, put in the wrong order or left
-untransposed shows. What a program's code fixes is fixed here too, whatever a config says. All is
-computed in fp32, each weight cast as it is used, so that few of them are in memory at a time.
+One side of a conversion's check. This module shares no names, layout or model code with the
+conversion, so that a wrong name, order or transposition of a tensor is found. Constants of a
+program's code are constants here, whatever a config says. The computation is in fp32; each weight
+is cast when it is used, so that few of them are in memory at a time.
 
-Sources: those of foreign_names. Shapes: B batch, T positions, C width, H heads, K heads of keys
+Sources: see `foreign`. Shapes: B batch, T positions, C width, H heads, K heads of keys
 and values, D size of a head, V vocabulary.
 """
 
@@ -23,15 +23,15 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
-#: In the code of all these programs, for norms of either kind.
+#: Epsilon of the norms in the code of all these programs.
 _EPSILON = 1e-5
-#: How many rows of a head, which is the largest tensor by far, are cast at a time.
+#: Rows of the head, the largest tensor by far, that are cast at a time.
 _HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class _Names:
-    """What a program calls a GPT's modules; those of a block without the block's own name."""
+    """A program's names of a GPT's modules; a block's modules without the block's name."""
 
     qkv: tuple[str, ...]
     tokens: str
@@ -71,16 +71,19 @@ def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, *, tanh_gelu: bool
     """Logits [B, T, V], fp32, of nanoGPT's GPT for `ids`, int64 [B, T].
 
     Args:
-        weights: its state_dict; biases may be missing.
-        heads: how many heads there are.
-        ids: of the vocabulary, and T no more than the positions: else torch's IndexError.
-        tanh_gelu: the tanh form of GELU, nanoGPT's before May 2023; else the exact one.
+        weights: the state_dict; biases may be missing.
+        heads: number of heads.
+        ids: token ids below V; T at most the number of positions.
+        tanh_gelu: use the tanh form of GELU, nanoGPT's before May 2023, not the exact one.
+
+    Raises:
+        IndexError: an id or T is too large.
     """
     return _gpt_logits(weights, _NANOGPT, heads, ids, "tanh" if tanh_gelu else "none")
 
 
 def book_gpt_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
-    """Logits of LLMs-from-scratch's GPTModel or GPTModelFast; all as for `nanogpt_logits`."""
+    """Logits [B, T, V] of LLMs-from-scratch's GPTModel or GPTModelFast; see `nanogpt_logits`."""
     names = _BOOK_FAST if "trf_blocks.0.att.qkv.weight" in weights else _BOOK
     return _gpt_logits(weights, names, heads, ids, "tanh")
 
@@ -90,12 +93,12 @@ def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[s
     """Logits [B, T, V], fp32, of LLMs-from-scratch's Llama2Model or Llama3Model.
 
     Args:
-        weights: its state_dict, with the rotary tables that older ones hold: those in fp32 are
-            used, those that were rounded to less are computed again.
-        heads: how many query heads there are.
-        ids: int64 [B, T], below V.
-        rope: `rope_parameters` of a config.json; of the kinds of scaling the book's code knows
-            "llama3" alone, and so do these logits.
+        weights: the state_dict. Older ones hold rotary tables: fp32 tables are used, tables of
+            less precision are computed again.
+        heads: number of query heads.
+        ids: token ids below V, int64 [B, T].
+        rope: `rope_parameters` of a config.json; of the kinds of scaling the book's code has
+            "llama3" alone, and so has this function.
     """
     x = F.embedding(ids, weights["tok_emb.weight"]).float()
     size = x.shape[-1] // heads
@@ -174,11 +177,11 @@ def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
 
 
 def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
-    """Angle [D/2] by which each pair turns a position, slowed as in Llama 3.1 where rope says."""
+    """Rotary angle [D/2] of each pair per position, rescaled as in Llama 3.1 if `rope` says so."""
     frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     if rope["rope_type"] != "llama3":
         return frequencies
-    # By how often a pair turns within the context of before it was stretched.
+    # Rotations of each pair within the original context.
     rounds = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((rounds - low) / (high - low)).clamp(0, 1)
@@ -186,7 +189,7 @@ def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _table(weights: Weights, name: str, computed: Tensor) -> Tensor:
-    """The first rows of a table [positions, D] in the file; `computed` if that has no fit one."""
+    """The first rows of the file's table [positions, D]; `computed` if none fits."""
     saved = weights.get(name, computed)
     rows = saved[: len(computed)] if saved.dim() == 2 else saved
     return rows if rows.shape == computed.shape and rows.dtype == computed.dtype else computed

@@ -1,6 +1,6 @@
-"""How a model lies in a GGUF file: its shape, and which Hugging Face tensors make which of its.
+"""The layout of a model in a GGUF file: its shape, and the Hugging Face tensors of each tensor.
 
-One table a family serves both ways: `gguf_file` applies it, `gguf_reader` undoes it. Names and
+One table a family serves both ways: `gguf_writer` applies it, `gguf_reader` undoes it. Names and
 layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`).
 """
 
@@ -26,7 +26,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-#: What llama.cpp computes of all rotary families; see `GGUFSpec.fixed`.
+#: Settings that llama.cpp fixes for all rotary families; see `GGUFSpec.fixed`.
 _FIXED_ROTARY = (
     ("hidden_act", ("silu",), "silu"),
     ("partial_rotary_factor", (1, None), None),
@@ -40,8 +40,8 @@ class Rope:
     Attributes:
         theta: base of the frequencies.
         kind: "default", "linear" or "llama3".
-        scaling: what belongs to the kind: `factor` and, for llama3, the two frequency factors
-            and `original_max_position_embeddings`.
+        scaling: settings of the kind: `factor` and, for llama3, the two frequency factors and
+            `original_max_position_embeddings`.
     """
 
     theta: float
@@ -49,7 +49,7 @@ class Rope:
     scaling: Mapping[str, float]
 
     def factors(self, head_dim: int) -> Tensor | None:
-        """What llama.cpp divides each frequency by, (head_dim / 2,) fp32; None unless llama3.
+        """The divisors of the frequencies in llama.cpp, fp32 [head_dim / 2]; None unless llama3.
 
         Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
         """
@@ -65,11 +65,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides which tensors a model has, and their shapes.
+    """The sizes that decide which tensors a model has, and their shapes.
 
-    `family` is the entry of its `model_type`; `rotary`: positions are rotated, not learned.
-    `expert_size` is the width inside an expert; 0, as `num_experts`, for dense models.
-    `tied`: the head is the embedding, and has no tensor of its own.
+    `family` is the entry of `model_type`; `rotary` positions are rotated, not learned.
+    `expert_size` is the width inside an expert; 0 for dense models, as `num_experts`.
+    A `tied` head is the embedding, and has no tensor of its own.
     """
 
     model_type: str
@@ -100,7 +100,7 @@ def require_known(config: Mapping[str, Any]) -> str:
     """The `model_type` of a config.json.
 
     Raises:
-        ModelError: the family is none that can be put into GGUF.
+        ModelError: the family can't be put into GGUF.
     """
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
@@ -111,11 +111,11 @@ def require_known(config: Mapping[str, Any]) -> str:
 
 
 def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
-    """The shape that a Hugging Face config.json asks for.
+    """The shape of a Hugging Face config.json's model.
 
     Raises:
-        ModelError: the family or one of its settings is none that llama.cpp computes, or a
-            number is missing or can't be meant.
+        ModelError: llama.cpp does not support the family or one of its settings, or a number is
+            missing or invalid.
     """
     model_type = require_known(config)
     family, config_class = FAMILIES[model_type].spec, FAMILIES[model_type].config
@@ -167,7 +167,7 @@ def _has_own(family: FamilySpec, config: Mapping[str, Any], key: str) -> bool:
 
 
 def _check(shape: ModelShape) -> None:
-    """Refuse numbers that no model can have, or that llama.cpp stops at."""
+    """Refuse invalid combinations of sizes, and those that llama.cpp refuses."""
     if shape.num_heads % shape.num_kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {shape.num_heads} is not a multiple of "
@@ -190,10 +190,10 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     """The rotary settings of a config.json, in the spelling of transformers 5 or 4.
 
     Raises:
-        ModelError: a kind that is not default, linear or llama3, or one that llama.cpp has not
-            for the family; a number is missing.
+        ModelError: the kind is not default, linear or llama3, or llama.cpp lacks it for the
+            family; or a number is missing.
     """
-    # As transformers does where both spellings stand.
+    # The order of transformers, if a file has both spellings.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
@@ -239,16 +239,16 @@ def _number(settings: Mapping[str, Any], key: str, default: Any = None) -> float
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a GGUF file and what it is made of.
+    """One tensor of a GGUF file, and the Hugging Face tensors that it is made of.
 
     Attributes:
-        gguf: its name in the file.
-        sources: its Hugging Face name; of experts, the names of all, stacked in this order.
-        shape: of each source.
-        change: "none"; "transposed"; "rotary", whose rows lie in another order, since
-            llama.cpp's Llama turns neighbouring pairs where Hugging Face turns halves.
-        heads: attention heads among the rows of a "rotary" tensor.
-        stacked: the file's tensor has one dimension more, of the sources.
+        gguf: name in the file.
+        sources: Hugging Face name; for experts, the names of all, stacked in this order.
+        shape: shape of each source.
+        change: "none"; "transposed"; or "rotary", a reordering of rows, since llama.cpp's Llama
+            rotates neighbouring pairs where Hugging Face rotates halves.
+        heads: number of attention heads in the rows of a "rotary" tensor.
+        stacked: True if the file's tensor has a first dimension for the sources.
     """
 
     gguf: str
@@ -266,13 +266,13 @@ class TensorRule:
 
     @property
     def small(self) -> bool:
-        """Whether llama.cpp wants it in fp32 whatever the file's format: vectors, routers and
-        learned positions."""
+        """Whether llama.cpp needs the tensor in fp32 in every format: vectors, routers and learned
+        positions."""
         small_tables = ("position_embd.weight", "ffn_gate_inp.weight")
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """A source as it lies in the file."""
+        """A source tensor in the file's layout."""
         if self.change == "transposed":
             return source.T.contiguous()
         if self.change == "rotary":
@@ -291,7 +291,7 @@ class TensorRule:
 
 
 def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    """All tensors of a model, in the order of the file; `rope_freqs.weight` aside."""
+    """All tensors of a model but `rope_freqs.weight`, in the order of the file."""
     yield from _llama_rules(shape) if shape.rotary else _gpt2_rules(shape)
 
 

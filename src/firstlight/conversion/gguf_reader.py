@@ -1,35 +1,41 @@
 """Read a GGUF file back into a Hugging Face config and tensors.
 
-All of llama.cpp's quantised formats can be read, though only four are written: the package
-gguf undoes them.
+All of llama.cpp's quantised formats can be read, though only four are written: the package gguf
+dequantises them. Every length is checked against the file's size, so that a damaged file is an
+error, never a hang or a demand for all of the memory. Format: ggml-org/ggml `docs/gguf.md`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf_file import KEPT, KEPT_KEYS, import_gguf
+from firstlight.conversion.check import require_tensors
 from firstlight.conversion.gguf_layout import (
     ARCHITECTURES,
     ROPE_FACTORS,
-    TensorRule,
     rope_of,
     shape_of,
     tensor_rules,
 )
-from firstlight.conversion.gguf_parser import GGUFParser, StoredTensor
+from firstlight.conversion.gguf_writer import KEPT, KEPT_KEYS, import_gguf
 from firstlight.errors import ModelError, describe_os_error
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames
+
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+#: GGUF's number types -> struct's letters
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 
 #: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
@@ -41,12 +47,12 @@ _LLAMA3 = {
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """What a GGUF file holds.
+    """The content of a GGUF file.
 
     Attributes:
         config: Hugging Face's config.json as an object.
-        tensors: fp32, by their Hugging Face names; a tied head is absent.
-        tokens: every token's text by id; None where the file has no vocabulary.
+        tensors: fp32 tensors by their Hugging Face names, without a tied head.
+        tokens: every token's text by id; None if the file has no vocabulary.
         chat_template: the Jinja template of a conversation, if there is one.
     """
 
@@ -60,8 +66,8 @@ def read_gguf(path: Path) -> GGUFModel:
     """Read a model from a GGUF file.
 
     Raises:
-        ModelError: the file can't be opened, is damaged or cut short, or holds a model of a
-            family or with settings that firstlight doesn't have.
+        ModelError: the file can't be opened, is damaged or cut short, or its model's family or
+            settings are not supported.
         MissingDependencyError: the package gguf is not installed.
     """
     import_gguf()
@@ -75,7 +81,9 @@ def read_gguf(path: Path) -> GGUFModel:
             config = _config_of(metadata, stored, factors)
             shape = shape_of(config, tied=config["tie_word_embeddings"])
             rules = list(tensor_rules(shape))
-            _check_names(rules, stored)
+            expected = {rule.gguf: rule.gguf_shape for rule in rules}
+            shapes = {name: t.shape for name, t in stored.items() if name != ROPE_FACTORS}
+            require_tensors("the file", expected, shapes)
             tensors = {}
             for rule in rules:
                 values = parser.tensor(rule.gguf, stored[rule.gguf], data_start)
@@ -88,10 +96,8 @@ def read_gguf(path: Path) -> GGUFModel:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: the file is damaged: a text is not UTF-8") from error
-    tokens, template = (
-        metadata.get("tokenizer.ggml.tokens"),
-        metadata.get("tokenizer.chat_template"),
-    )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    template = metadata.get("tokenizer.chat_template")
     return GGUFModel(
         config=config,
         tensors=tensors,
@@ -100,33 +106,102 @@ def read_gguf(path: Path) -> GGUFModel:
     )
 
 
-def _check_names(rules: list[TensorRule], stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that are missing, misshapen, or that would be left out silently."""
-    expected = {rule.gguf: rule.gguf_shape for rule in rules}
-    wrong = [
-        f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - stored.keys())),
-        ("has unknown", sorted(stored.keys() - expected.keys() - {ROPE_FACTORS})),
-        ("has misshapen", wrong),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"the file {problem} tensors: {', '.join(names[:3])}{more}")
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor's place: shape with the outermost dimension first, ggml type, offset in the data."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GGUFParser:
+    """Reads a little-endian GGUF file of `size` bytes, open for reading at its beginning."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
+        """Metadata, tensors by name, and the position of the tensors' data."""
+        if self._size < 4 or self._take(4) != b"GGUF":
+            raise ModelError("this is no GGUF file")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ModelError(f"GGUF version {version} is not supported: 2 and 3 are")
+        tensor_count, entry_count = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        stored: dict[str, GGUFTensor] = {}
+        for _ in range(tensor_count):
+            name = self._string()
+            dimensions = self._number("I")
+            if name in stored or not 0 < dimensions <= 4:
+                raise ModelError(f"the file is damaged at tensor '{name}'")
+            sizes = [self._number("Q") for _ in range(dimensions)]
+            stored[name] = GGUFTensor(tuple(sizes[::-1]), self._number("I"), self._number("Q"))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"the file is damaged: general.alignment is {alignment!r}")
+        return metadata, stored, -(-self._file.tell() // alignment) * alignment
+
+    def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
+        """A tensor's numbers as fp32."""
+        gguf = import_gguf()
+        try:
+            kind = gguf.GGMLQuantizationType(stored.kind)
+        except ValueError:
+            raise ModelError(f"tensor {name} is of the unknown type {stored.kind}") from None
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if stored.shape[-1] % block:
+            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
+        row_bytes = stored.shape[-1] // block * block_bytes
+        self._file.seek(min(data_start + stored.offset, self._size))
+        data = np.frombuffer(self._take(math.prod(stored.shape[:-1]) * row_bytes), dtype=np.uint8)
+        try:
+            values = gguf.quants.dequantize(data.reshape(*stored.shape[:-1], row_bytes), kind)
+        except NotImplementedError:
+            raise ModelError(f"tensor {name} is {kind.name}, which can't be read") from None
+        return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
+
+    def _take(self, count: int) -> bytes:
+        # Checked before reading: a damaged length must not demand all of the memory.
+        if count > self._size - self._file.tell():
+            raise ModelError("the file is damaged or cut short")
+        return self._file.read(count)
+
+    def _number(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ModelError(f"the file is damaged: a value of the unknown type {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            return [self._string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ModelError(f"the file is damaged: an array of the unknown type {kind}")
+        size = struct.calcsize(f"<{_SCALARS[kind]}")
+        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * size)))
 
 
 class _Values:
-    """The metadata of one architecture, checked as it is asked for."""
+    """The metadata of one architecture, checked when it is read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A count; some files have a list of them, one a layer, which is not supported."""
+        """A count; a list with one count a layer is not supported."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
@@ -140,17 +215,14 @@ class _Values:
         return float(str(np.float32(value)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it stands."""
+        """The unchecked value."""
         return self._metadata.get(f"{self.architecture}.{key}", default)
 
 
 def _config_of(
-    metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Tensor | None
+    metadata: Mapping[str, Any], stored: Mapping[str, GGUFTensor], factors: Tensor | None
 ) -> dict[str, Any]:
-    """Hugging Face's config.json of the model that the metadata describes.
-
-    `factors`: the rotary factors of Llama 3, if the file has them.
-    """
+    """Hugging Face's config.json for the metadata, and for Llama 3's rotary factors, if any."""
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES.values():
         raise ModelError(
@@ -161,7 +233,7 @@ def _config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # Before any table of all tensors is made: a damaged count must not make it endless.
+    # Checked before the table of all tensors is made, which a damaged count would make endless.
     if embedding is None or layers > len(stored):
         raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
@@ -180,7 +252,7 @@ def _config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """What firstlight wrote beside GGUF's own keys; empty in files of other programs."""
+    """The entries of firstlight.config; empty in files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError) as error:
@@ -209,8 +281,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
     }
 
 
-def _llama_config(values: _Values, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Of every family but GPT-2; all but the rotary settings."""
+def _llama_config(values: _Values, stored: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """The config of a rotary family, without its rotary settings."""
     hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
     if {values.whole("attention.value_length", head_dim), head_dim} != {
@@ -231,7 +303,7 @@ def _llama_config(values: _Values, stored: Mapping[str, StoredTensor]) -> dict[s
         "hidden_act": "silu",
         "max_position_embeddings": values.whole("context_length"),
         "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
-        # Said even where there is none: Mistral's default is a window.
+        # Written even as None: Mistral's default is a window.
         "sliding_window": window or None,
     }
     if "mlp_bias" in family.own_keys:
@@ -247,7 +319,7 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(architecture: str, experts: int, window: int) -> str:
-    """The first family of an architecture that has what the file has."""
+    """The first family of an architecture with the file's experts and window."""
     named = _families_of(architecture)
     for name in named:
         family = FAMILIES[name].spec
@@ -258,11 +330,11 @@ def _family_of(architecture: str, experts: int, window: int) -> str:
 
 
 def _expert_config(
-    values: _Values, stored: Mapping[str, StoredTensor], names: ExpertNames | None, experts: int
+    values: _Values, stored: Mapping[str, GGUFTensor], names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
-    """What a mixture of experts has beside the rest."""
+    """The config entries of a mixture of experts."""
     router = stored.get("blk.0.ffn_gate_inp.weight")
-    # Before the table of all tensors is made, as for the number of layers.
+    # Checked before the table of all tensors is made, as the number of layers is.
     if router is None or router.shape[0] != experts:
         raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
     used = {"num_experts_per_tok": values.whole("expert_used_count")}
@@ -300,7 +372,7 @@ def _rope_config(
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, head_dim: int) -> dict[str, Any]:
-    """The settings that give these factors: firstlight's own note, or else the published ones."""
+    """The settings of the factors: firstlight's own note, or else the published ones."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}

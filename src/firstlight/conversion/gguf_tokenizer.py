@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF describes it, for the two kinds that llama.cpp gives the same ids for.
+"""GGUF's description of a tokenizer, for two kinds that get the same ids from llama.cpp.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind: tokens, merges, and the
 name of the split. BPE with byte fallback (Llama 2) becomes "llama": tokens and scores.
@@ -17,8 +17,8 @@ from tokenizers import models
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, Tokenizer
 
-#: the split's pattern -> (its name in tokenizer.ggml.pre, whether llama.cpp then looks whole
-#: pieces up before it merges)
+#: the split's pattern -> (its name in tokenizer.ggml.pre, True if llama.cpp then looks up whole
+#: pieces before it merges)
 _SPLITS = {
     GPT2_PATTERN: ("gpt-2", False),
     LLAMA3_PATTERN: ("llama-bpe", True),
@@ -43,14 +43,14 @@ class GGUFTokenizer:
         pre: tokenizer.ggml.pre.
         tokens: every token, by id.
         types: the kind of each token.
-        scores: of "llama": the pair whose joint token scores highest is merged first.
-        merges: of "gpt2": pairs in order, each "left right".
+        scores: scores for "llama": the pair whose joint token scores highest is merged first.
+        merges: merges for "gpt2": pairs in order, each "left right".
         bos_id, eos_id: the tokens that begin and end a document.
-        unknown_id: None where there is none.
-        add_bos: whether a prompt begins with `bos_id`.
-        add_space_prefix: whether a text is read as if it began with a space.
+        unknown_id: the unknown token, if there is one.
+        add_bos: True if a prompt begins with `bos_id`.
+        add_space_prefix: True if a text is read as if it began with a space.
         chat_template: the Jinja template of a conversation, if there is one.
-        notes: where ids can differ from firstlight's.
+        notes: possible differences to firstlight's ids.
     """
 
     model: str
@@ -106,7 +106,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
         pre, notes = _split_name(state, added)
         merges = tuple(" ".join(pair) for pair in _pairs(model))
     unknown = model.get("unk_token")
-    # Each has a default in llama.cpp that is some ordinary token; `separator_id` refuses neither.
+    # llama.cpp's default for a missing bos or eos is some ordinary token.
     separator = tokenizer.separator_id
     return GGUFTokenizer(
         model="gpt2" if scores is None else "llama",
@@ -132,7 +132,7 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Every id's token; ids without one, inside the vocabulary or after it, get a name."""
+    """Every id's token; ids without a token, inside the vocabulary or after it, get a name."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -166,7 +166,7 @@ def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and what to note about it."""
+    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes."""
     normalizer = state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise _refused(f"its normalizer is {json.dumps(normalizer, ensure_ascii=False)}")
@@ -193,7 +193,7 @@ def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Refuse tokens for which looking a piece up and merging it give different ids."""
+    """Refuse tokens whose id depends on whether a piece is looked up or merged."""
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
         if token not in added and len(bpe.tokenize(token)) != 1:
@@ -201,7 +201,7 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Whether a tokenizer with byte fallback puts a space before a text; and what to note."""
+    """Whether a tokenizer with byte fallback puts a space before a text; and notes."""
     normalizer, splitter = state.get("normalizer"), state.get("pre_tokenizer")
     steps = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     if splitter is None and steps == [_PREPEND, _REPLACE]:

@@ -1,8 +1,8 @@
 """Pickled weights: files of `torch.save`, and model folders with `pytorch_model.bin`.
 
-The one place where a pickle is read, and then only by torch's own unpickler for weights, once the
-opcodes of the pickle are seen to build nothing but tensors, numbers, texts and what holds them:
-torch would also call what takes any amount of memory (`bytearray`, `torch.FloatTensor`).
+This is the only module that reads pickles: with torch's unpickler for weights, after a check that
+the pickle's opcodes build nothing but tensors, numbers, texts and containers. torch alone would
+also call functions that take any amount of memory (`bytearray`, `torch.FloatTensor`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: How files of `torch.save` begin: a zip archive, or before PyTorch 1.6 a pickled magic number.
+#: First bytes of a file of `torch.save`: a zip archive, or before PyTorch 1.6 a pickled number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: Bytes of the pickle in an archive, which has 100 to 200 for each tensor: the numbers lie beside
-#: it. A megabyte of opcodes takes a second to look at.
-_MOST_PICKLE_BYTES = 1_500_000
+#: Bytes of the pickle in an archive: 100 to 200 for each tensor, whose numbers are stored apart. A
+#: megabyte of opcodes takes a second to check.
+_MAX_PICKLE_BYTES = 1_500_000
 #: Pickles in a row at the beginning of a file from before PyTorch 1.6; then come the numbers.
 _PICKLES_BEFORE_1_6 = 5
-#: What the opcodes of a pickle may name.
+#: Names that the opcodes of a pickle may contain.
 _PLAIN = re.compile(
     r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
     r"|torch\.storage UntypedStorage|torch (\w+Storage|Size|device|[a-z]+\d+\w*|bool)"
 )
+
+#: Prefixes that torch.compile and DistributedDataParallel put before all names.
+_WRAPPERS = ("_orig_mod.", "module.")
 
 _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
@@ -50,7 +53,7 @@ def read_pickle(path: Path) -> Any:
     """The content of a file of `torch.save`, its tensors mapped into memory.
 
     Raises:
-        ModelError: it can't be read, or holds objects beside weights.
+        ModelError: the file can't be read, or holds objects beside weights.
     """
     if path.is_dir():
         raise ModelError(f"{path} is a folder: name the checkpoint file in it")
@@ -80,7 +83,7 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
         raise
-    except Exception as error:  # torch raises about ten kinds, of which some are Exception itself
+    except Exception as error:  # torch raises about ten classes, Exception itself among them
         raise ModelError(
             f"{path} is damaged, cut short, or not a checkpoint of weights alone: copy it again, "
             "or save the model's state_dict where it was made"
@@ -88,7 +91,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """The names, "module name" each, that the pickles of a file of torch.save ask for."""
+    """The names, as "module name", in the pickles of a file of `torch.save`."""
     if not is_zip:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
@@ -97,10 +100,10 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
-        # torch compresses nothing: what does could take any amount of memory.
+        # torch compresses nothing; a compressed entry could take any amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("torch.save didn't write this archive")
-        if pickles[0].file_size > _MOST_PICKLE_BYTES:
+        if pickles[0].file_size > _MAX_PICKLE_BYTES:
             raise zipfile.BadZipFile("this is no list of weights")
         with archive.open(pickles[0]) as file:
             yield from _names_of(file)
@@ -117,9 +120,30 @@ def _os_error(path: Path, error: OSError) -> str:
     return describe_os_error(error)
 
 
+def named_weights(path: Path, content: Any) -> dict[str, Any]:
+    """The state_dict in a checkpoint's content, its names without wrappers' prefixes.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if not isinstance(content, Mapping):
+        raise ModelError(
+            f"{path} holds a {type(content).__name__}, not a state_dict: save "
+            "model.state_dict() where it was made"
+        )
+    inner = (content.get(key) for key in ("model", "model_state_dict"))
+    weights = next((value for value in inner if isinstance(value, Mapping)), content)
+    if not weights or not all(isinstance(name, str) for name in weights):
+        raise ModelError(f"{path} holds no tensors by name: it is not a model's state_dict")
+    names = list(weights)
+    while wrapper := next((w for w in _WRAPPERS if all(n.startswith(w) for n in names)), ""):
+        names = [name.removeprefix(wrapper) for name in names]
+    return dict(zip(names, weights.values(), strict=True))
+
+
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor of a pickle, described as a `StoredTensor` is."""
+    """A tensor of a pickle, with the attributes of a `StoredTensor`."""
 
     value: Tensor
 
@@ -136,12 +160,12 @@ class _PickledTensor:
 
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of a model folder of `pytorch_model.bin`, or of several such files with an
+    """The weights of a model folder with `pytorch_model.bin`, or with several such files and an
     index, by the names in model.safetensors: mapped into memory, experts one by one.
 
     Raises:
-        ModelError: a file is missing or damaged or holds more than weights, the index is not that
-            of its files, or the tensors don't fit config.json (named).
+        ModelError: a file is missing or damaged or holds more than weights, the index does not
+            match its files, or the tensors don't fit config.json (named).
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)
@@ -169,8 +193,8 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether each number of a tensor has a place of its own in the file: strides of zero make
-    any size of a few bytes."""
+    """Whether a tensor's numbers are all stored in the file: with strides of zero, a few bytes make
+    a tensor of any size."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.nbytes <= tensor.untyped_storage().nbytes()

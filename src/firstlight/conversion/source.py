@@ -1,4 +1,4 @@
-"""The source of a conversion: a model folder, or another program's file, in the same terms."""
+"""The source of a conversion: a model folder, an adapter, or another program's file."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config,
 from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights, open_mapped
 
-#: Fewer rows than this beyond the tokenizer's pad the vocabulary to a multiple of 64 or 128.
-_MOST_PADDING = 128
+#: Fewer rows than this beyond the tokenizer's are padding, to a multiple of 64 or 128.
+_MAX_PADDING = 128
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Source:
     """A model to convert.
 
     Attributes:
-        program: whose it is, or that it is an adapter.
-        name: what the result is called; can be part of a file's name.
-        config: config.json, with the special tokens of `tokenizer`.
-        tensors: by their Hugging Face names, mapped into memory.
-        tokenizer: what the result is to have.
-        folder: the Hugging Face folder whose other files go along; None where there is none.
-        logits: of ids, int64 [1, T], those that the source itself computes, in some dtype.
-        notes: what a person should know.
-        hint: what may be wrong when the result is refused, with "; " at its end.
+        program: the program that the model is from, or "adapter (PEFT)".
+        name: name of the result, which can be part of a file's name.
+        config: content of config.json, with the special tokens of `tokenizer`.
+        tensors: tensors by their Hugging Face names, mapped into memory.
+        tokenizer: tokenizer of the result, if any.
+        folder: Hugging Face folder whose other files are copied; None if there is none.
+        logits: function from ids, int64 [1, T], and a dtype to the source's own logits [1, T, V].
+        notes: remarks for people.
+        hint: possible causes of a difference, with "; " at its end.
     """
 
     program: str
@@ -76,12 +76,12 @@ def read_source(
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
         tokenizer: a tokenizer's folder or file, in place of the source's.
-        config: a JSON file with what another program's file doesn't say.
-        best: of a run, its checkpoint with the lowest validation loss.
+        config: a JSON file with settings that another program's file lacks.
+        best: take a run's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: `config` or `best` is not for this source, or `config` is not an object.
-        InputError: a file is missing, or of a kind that isn't read.
+        ConfigError: `config` or `best` does not fit this source, or `config` is not an object.
+        InputError: a file is missing, or of an unsupported kind.
         ModelError, CheckpointError, TokenizerError: the source can't be read.
     """
     given = None
@@ -112,8 +112,8 @@ def read_source(
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """A GPT-2 without biases on queries, keys and values with zeros for them, as other programs'
-    GPT-2 has them; any other model as it is."""
+    """The model; a GPT-2 without biases of queries, keys and values gets zeros for them, since
+    other programs' GPT-2 has them."""
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
@@ -129,8 +129,8 @@ def with_qkv_biases(model: Source) -> Source:
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """The model that an adapter makes of its base, with the base's other files unless the adapter
-    brings a tokenizer or unties the head."""
+    """An adapter merged into its base, with the base's other files unless the adapter brings a
+    tokenizer or unties the head."""
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
@@ -153,12 +153,11 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of a model folder, and its tensors, mapped into memory; of a checkpoint in
-    pieces they are put together there. Stacked experts are given one by one.
+    """config.json of a model folder, and its tensors, mapped into memory. The tensors of a sharded
+    checkpoint are assembled in memory; stacked experts come one by one.
 
     Raises:
-        ModelError, CheckpointError: one of them is missing or damaged, or they don't fit each
-            other.
+        ModelError, CheckpointError: a file is missing or damaged, or the two don't fit.
     """
     if is_sharded_checkpoint(folder) and not (folder / WEIGHTS_NAME).is_file():
         multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
@@ -172,7 +171,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _name_of(source: str | Path) -> str:
-    """What a model is called by where it lies: its folder, its run, its name on the hub."""
+    """A model's name by its place: its file, its folder, its run, or its name on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -183,7 +182,7 @@ def _name_of(source: str | Path) -> str:
         name = path.name
     else:
         name = str(source).partition("@")[0].rpartition("/")[2]
-    # Part of a file's name, which may have 255 bytes: 4 for a character.
+    # A file's name may have 255 bytes, and a character up to 4.
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:60] or "model"
 
 
@@ -220,13 +219,13 @@ def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | Non
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """The model without the rows that pad its vocabulary beyond the tokenizer's, which must never
-    be predicted. Many rows are no padding, and stay."""
+    """The model without rows that pad its vocabulary beyond the tokenizer's, which must never be
+    predicted. `_MAX_PADDING` rows or more are not taken for padding."""
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size
     if tokenizer is None or extra <= 0:
         return model
-    if extra >= _MOST_PADDING:
+    if extra >= _MAX_PADDING:
         note = f"{extra} ids of the model stand for no token of the tokenizer: is it the right one?"
         return dataclasses.replace(model, notes=(*model.notes, note))
     names = ("transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight")

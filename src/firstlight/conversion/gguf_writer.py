@@ -2,7 +2,7 @@
 
 header      magic, version, counts
 metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
-            config.json entries that GGUF has no key for (KEPT_KEYS, rope_scaling of Llama 3)
+            config.json entries without a GGUF key (KEPT_KEYS, rope_scaling of Llama 3)
 tensors     names, shapes, types; then the data, one tensor after the other
 """
 
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from firstlight.conversion.check import first_names, is_finite, require_tensors
 from firstlight.conversion.gguf_layout import (
     ROPE_FACTORS,
     ModelShape,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
-#: What GGUF has no key for; kept in firstlight.config as it stands in config.json.
+#: Keys of config.json that GGUF has no key for; firstlight.config has them unchanged.
 KEPT_KEYS = (
     "model_type",
     "activation_function",
@@ -77,17 +78,17 @@ def write_gguf(
     Args:
         path: the file, which is replaced once the new one is complete.
         config: Hugging Face's config.json as an object.
-        tensors: by their Hugging Face names; a tied head may be absent. Each is asked for
-            twice and let go, so that the mapping may read it from a file each time.
-        tokenizer: None writes a file without a vocabulary.
-        dtype: of matrices. Vectors, routers and GPT-2's positions are always f32, and in q8_0
-            a matrix whose rows are not a multiple of 32 is f16.
-        name: what programs call the model.
+        tensors: tensors by their Hugging Face names; a tied head may be absent. Each is read
+            twice and released, so that the mapping may read it from a file each time.
+        tokenizer: the tokenizer; None writes a file without a vocabulary.
+        dtype: format of matrices. Vectors, routers and GPT-2's positions are always f32, and in
+            q8_0 a matrix whose rows are not a multiple of 32 is f16.
+        name: name of the model for other programs.
 
     Raises:
-        ModelError: the model is none that llama.cpp computes (see `gguf_notes` for where it
-            computes a little differently), a tensor is missing, extra, misshapen or not
-            finite, or the format can't hold its numbers.
+        ModelError: llama.cpp does not support the model (see `gguf_notes` for small differences),
+            a tensor is missing, extra, misshapen or not finite, or the format can't hold its
+            numbers.
         TokenizerError: llama.cpp would give other ids than the tokenizer.
         MissingDependencyError: the package gguf is not installed.
         StorageError: the operating system refuses, as when the disk is full.
@@ -125,7 +126,7 @@ def write_gguf(
 
 
 def _header(writer: Any) -> bytes:
-    """All that stands before the tensors: the package would write it to a file of its own."""
+    """Everything before the tensors' data, in memory: the package gguf writes files only."""
     import gguf
 
     memory = io.BytesIO()
@@ -137,7 +138,7 @@ def _header(writer: Any) -> bytes:
 
 
 def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:
-    """Where llama.cpp computes something else than the model: one line each, for people.
+    """Differences between llama.cpp and the model, one line each, for people.
 
     Raises:
         ModelError: the model can't be put into GGUF at all.
@@ -165,7 +166,7 @@ def import_gguf() -> Any:
     """The package gguf.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: the package is not installed.
     """
     try:
         import gguf
@@ -175,7 +176,7 @@ def import_gguf() -> Any:
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """The sliding window of attention, where the model has one and uses it."""
+    """The sliding window of attention, if the model has one and uses it."""
     window = config.get("sliding_window")
     family = FAMILIES[config["model_type"]].spec
     always = "sliding_window" in family.own_keys and not family.has_window_switch
@@ -190,7 +191,7 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
         ModelError: config.json and the tensors contradict each other.
     """
     family = FAMILIES[config["model_type"]]
-    # transformers leaves its own default out of old files: GPT-2's are tied.
+    # Old files lack keys at their default in transformers: GPT-2's head is tied.
     usual = family.config.model_fields["tie_word_embeddings"].default
     tied = config.get("tie_word_embeddings", usual)
     embedding = f"{family.model.embedding_name}.weight"
@@ -209,26 +210,18 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
 
 def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], tied: bool) -> None:
     """Refuse, by name, tensors that are missing, extra, misshapen, or not finite."""
+    shapes, broken = {}, []
+    for name in tensors:
+        if name.endswith(COMPUTED_BUFFERS) or (tied and name == "lm_head.weight"):
+            continue
+        tensor = tensors[name]
+        shapes[name] = tensor.shape
+        if not tensor.is_floating_point() or not is_finite(tensor):
+            broken.append(name)
     expected = {source: rule.shape for rule in rules for source in rule.sources}
-    given = {name for name in tensors if not name.endswith(COMPUTED_BUFFERS)}
-    given -= {"lm_head.weight"} if tied else set()
-    wrong, broken = [], []
-    for name, shape in expected.items():
-        if name in given:
-            tensor = tensors[name]
-            if tensor.shape != shape:
-                wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-                broken.append(name)
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - given)),
-        ("has unknown", sorted(given - expected.keys())),
-        ("has misshapen", wrong),
-        ("has integer or not finite", broken),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"the model {problem} tensors: {', '.join(names[:3])}{more}")
+    require_tensors("the model", expected, shapes)
+    if broken:
+        raise ModelError(f"the model has integer or not finite tensors: {first_names(broken)}")
 
 
 def _add_model(
@@ -257,7 +250,7 @@ def _add_model(
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope.scaling["factor"])
         if rope.kind == "llama3":
-            # The factors' tensor alone does not tell these.
+            # They can't be computed from the tensor of the factors.
             kept["rope_scaling"] = {"rope_type": rope.kind, **rope.scaling}
     if shape.num_experts:
         writer.add_expert_count(shape.num_experts)
@@ -345,7 +338,7 @@ def _encoded(
     formats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for source in rule.sources:
         tensor = rule.to_gguf(tensors[source].detach().cpu())
-        # q8_0 is bytes times one f16 scale a block.
+        # q8_0 is int8 times one f16 scale a block.
         packed = kind.name == "Q8_0"
         largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
         if largest.to(torch.float16 if packed else formats[kind.name]).isinf():
