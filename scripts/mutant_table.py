@@ -855,7 +855,7 @@ MUTANTS = [
     ),
     Mutant(
         "the CPU's kernel of 8 bits on a GPU",
-        "firstlight/generation/int8.py",
+        "firstlight/generation/few_rows.py",
         'if x.device.type == "cpu" and rows.shape[0] <= _FEW_ROWS:',
         "if rows.shape[0] <= _FEW_ROWS:",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
@@ -891,7 +891,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps on a GPU in no fixed order",
-        "firstlight/efficiency/determinism.py",
+        "firstlight/efficiency/compilation.py",
         '(kind == "cuda" and deterministic)',
         "False",
         (_SAME_BITS + "on_a_gpu_the_algorithms_are_deterministic_where_that_is_asked_for",),

@@ -13,8 +13,7 @@ from firstlight.evaluation.likelihood import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.compiled import CompiledStep, _settings
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.few_rows import use_few_rows
-from firstlight.generation.int8 import quantize_int8
+from firstlight.generation.few_rows import quantize_int8, use_few_rows
 from firstlight.generation.sampling import logprobs_of, penalize, sample, shift
 from firstlight.models import Model, build_model
 from firstlight.weights.loading import load_weights

@@ -25,8 +25,7 @@ from tiny import (
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
-from firstlight.generation.few_rows import use_few_rows
-from firstlight.generation.int8 import Int8Linear, quantize_int8
+from firstlight.generation.few_rows import Int8Linear, quantize_int8, use_few_rows
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
 from firstlight.weights.huggingface import LoadedModel
 

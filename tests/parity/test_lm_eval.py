@@ -89,7 +89,7 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def own_lm(folder: Path, batch_size: int = 4) -> Any:
-    from firstlight.evaluation.harness_model import harness_model
+    from firstlight.evaluation.harness import harness_model
 
     return harness_model(load_model(folder, dtype=torch.float32), batch_size, None)
 
@@ -242,7 +242,7 @@ def by_their_backend(model: Path, tasks: Path, limit: int | None) -> dict[str, f
 
 def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) -> TaskResult:
     """The accuracies are equal, and so are the log-likelihoods, up to rounding."""
-    from firstlight.evaluation.multiple_choice import answer_items, encode_items
+    from firstlight.evaluation.hellaswag import answer_items, encode_items
 
     theirs = by_their_backend(model, tasks, limit)
     samples: Any = theirs.pop("samples")

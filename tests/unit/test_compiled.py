@@ -14,7 +14,7 @@ from torch import Tensor
 from firstlight.errors import ConfigError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.compiled import RecordedSteps
-from firstlight.generation.int8 import quantize_int8
+from firstlight.generation.few_rows import quantize_int8
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 
 GPT2 = GPT2Config(

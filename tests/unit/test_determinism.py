@@ -44,7 +44,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
 
     def replace(compute: Callable[[], None]) -> None:
         monkeypatch.setattr(
-            "firstlight.efficiency.determinism.torch.ones", lambda *_, **__: Ones(compute)
+            "firstlight.efficiency.compilation.torch.ones", lambda *_, **__: Ones(compute)
         )
 
     return replace

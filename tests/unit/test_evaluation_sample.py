@@ -22,7 +22,14 @@ from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.packing import num_rows
 from firstlight.errors import ConfigError
-from firstlight.evaluation.estimates import (
+from firstlight.evaluation.perplexity import (
+    Evaluation,
+    evaluate,
+    evaluate_split,
+    losses_of_rows,
+    row_losses,
+)
+from firstlight.evaluation.results import (
     RowLoss,
     mean_and_error,
     mean_loss,
@@ -30,13 +37,6 @@ from firstlight.evaluation.estimates import (
     sampled_rows,
     standard_error,
     with_error,
-)
-from firstlight.evaluation.perplexity import (
-    Evaluation,
-    evaluate,
-    evaluate_split,
-    losses_of_rows,
-    row_losses,
 )
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer

@@ -20,10 +20,10 @@ from firstlight.generation.few_rows import (
     FewRowsLinear,
     few_rows_linear,
     lay_out,
+    rounded,
     takes_few_rows,
     use_few_rows,
 )
-from firstlight.generation.int8 import rounded
 from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
 
 needs_compiler = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.generation.engine import generate, load
-from firstlight.generation.int8 import Int8Linear, quantize_int8, rounded
+from firstlight.generation.few_rows import Int8Linear, quantize_int8, rounded
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, MoEConfig, empty_model
 
 GPT2 = GPT2Config(

@@ -27,9 +27,16 @@ from firstlight.errors import (
     TrainingError,
 )
 from firstlight.evaluation import hellaswag
-from firstlight.evaluation.hellaswag import hub_hellaswag, item_of, read_hellaswag
+from firstlight.evaluation.hellaswag import (
+    Item,
+    accuracies,
+    answer_items,
+    encode_items,
+    hub_hellaswag,
+    item_of,
+    read_hellaswag,
+)
 from firstlight.evaluation.likelihood import TokenPair, encode_choices, likelihoods
-from firstlight.evaluation.multiple_choice import Item, accuracies, answer_items, encode_items
 from firstlight.evaluation.tasks import evaluate_tasks
 from firstlight.models import (
     GPT2Config,

@@ -50,8 +50,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
-from firstlight.generation.few_rows import use_few_rows
-from firstlight.generation.int8 import quantize_int8
+from firstlight.generation.few_rows import quantize_int8, use_few_rows
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
 from firstlight.models import Model, empty_model
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe

@@ -3,12 +3,11 @@ model from outside."""
 
 from __future__ import annotations
 
-from firstlight.efficiency.allocator import give_back_unused, keep_memory
 from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
 from firstlight.efficiency.attention import resolve_attention
-from firstlight.efficiency.compilation import can_compile
+from firstlight.efficiency.compilation import can_compile, require_same_bits, same_bits
 from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.efficiency.determinism import require_same_bits, same_bits
+from firstlight.efficiency.memory import give_back_unused, keep_memory
 from firstlight.efficiency.precision import (
     autocast,
     matmul_precision,

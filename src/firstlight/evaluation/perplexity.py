@@ -19,7 +19,7 @@ from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
-from firstlight.evaluation.estimates import RowLoss, mean_loss, sampled_rows, standard_error
+from firstlight.evaluation.results import RowLoss, mean_loss, sampled_rows, standard_error
 from firstlight.hardware.device import find_hardware
 from firstlight.models import Model
 from firstlight.parallel import gather_objects
@@ -43,7 +43,7 @@ class Evaluation:
         seq_len: tokens a row.
         document_masking: whether tokens saw only their own document.
         loss_stderr, perplexity_stderr, bits_per_byte_stderr: standard errors of a random sample of
-            rows as an estimate of the whole split, see `estimates.standard_error`; that of the
+            rows as an estimate of the whole split, see `results.standard_error`; that of the
             perplexity by the delta method. None where all rows were evaluated, or rows that were
             not drawn.
     """

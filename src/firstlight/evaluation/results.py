@@ -1,12 +1,18 @@
-"""What a task comes to, whoever scored it."""
+"""Results of tasks, and means over rows of unequal length with their standard errors.
+
+Sums are `math.fsum`'s, which rounds once: rows that several processes evaluated give, in any
+split and any order, the same bits as if one process had evaluated them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from firstlight.evaluation.estimates import with_error
+from firstlight.data.packing import shuffled_index
 from firstlight.weights.huggingface import LoadedModel
 
 #: Called with the texts scored and to be scored; may raise.
@@ -69,3 +75,88 @@ class Task(Protocol):
         Raises:
             ModelError: the model's outputs are no numbers.
         """
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """What one row came to, or several that were summed together.
+
+    Attributes:
+        row: its number in the split; that of the first.
+        loss: nats, summed over the predicted tokens.
+        tokens: how many those are.
+    """
+
+    row: int
+    loss: float
+    tokens: int
+
+
+def sampled_rows(total: int, count: int, seed: int) -> list[int]:
+    """`count` different rows of `total`, drawn at random, ascending; all, where there are no more.
+
+    Those of a smaller sample are among those of a larger one with the same seed.
+    """
+    return sorted(shuffled_index(i, total, seed, 0) for i in range(min(count, total)))
+
+
+def merged(parts: Iterable[Iterable[RowLoss]]) -> list[RowLoss]:
+    """The rows of all parts, such as the ranks of a job, in ascending order.
+
+    Raises:
+        ValueError: two parts have the same row.
+    """
+    rows = sorted((row for part in parts for row in part), key=lambda row: row.row)
+    for one, other in itertools.pairwise(rows):
+        if one.row == other.row:
+            raise ValueError(f"row {one.row} was evaluated twice")
+    return rows
+
+
+def mean_loss(rows: Sequence[RowLoss]) -> float:
+    """Nats a token: the rows' losses over their tokens, of which there is at least one."""
+    return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
+
+
+def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
+    """Standard error of `mean_loss` as an estimate of that of all rows.
+
+    The mean is a ratio of two sums, since rows differ in their number of tokens: the linearised
+    variance of the ratio estimator over a simple random sample without replacement, with the
+    finite-population correction (Cochran, Sampling Techniques, 1977, section 2.11):
+
+        (1 - n/N) / n * sum((loss_i - mean * tokens_i)^2) / (n - 1) / (tokens/n)^2
+
+    Args:
+        rows: the sample, n of them, at least two.
+        total_rows: N, how many rows there are to draw from.
+    """
+    n = len(rows)
+    assert 2 <= n <= total_rows
+    mean = mean_loss(rows)
+    squares = math.fsum((row.loss - mean * row.tokens) ** 2 for row in rows)
+    tokens_a_row = sum(row.tokens for row in rows) / n
+    return math.sqrt((1 - n / total_rows) / n * squares / (n - 1)) / tokens_a_row
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of equally weighted values and its standard error, the sample's standard deviation
+    over the root of their number; None for fewer than two values.
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (n - 1) / n)
+
+
+def with_error(value: float, error: float | None) -> str:
+    """`3.214 ± 0.012`: two digits of the error, and as many decimals of the value; four decimals
+    where there is no error."""
+    if error is None:
+        return f"{value:.4f}"
+    if error == 0:
+        return f"{value:.4f} ± 0"
+    decimals = min(max(1 - math.floor(math.log10(error)), 0), 9)
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firstlight.errors import ConfigError, nearest
-from firstlight.evaluation.hellaswag import HUB_ID, hub_hellaswag, read_hellaswag
+from firstlight.evaluation.hellaswag import (
+    HUB_ID,
+    Item,
+    accuracies,
+    answer_items,
+    encode_items,
+    hub_hellaswag,
+    read_hellaswag,
+)
 from firstlight.evaluation.likelihood import TokenPair
-from firstlight.evaluation.multiple_choice import Item, accuracies, answer_items, encode_items
 from firstlight.evaluation.perplexity import load_for_evaluation
 from firstlight.evaluation.results import Progress, Task, TaskResult
 from firstlight.generation.engine import tokenizer_of

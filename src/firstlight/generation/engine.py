@@ -65,7 +65,7 @@ def load(
     folder = resolve_model_folder(checkpoint, best=best)
     loaded = load_model(folder, device, dtype=DTYPES[dtype], mode=way)
     if dtype == "int8":
-        from firstlight.generation.int8 import quantize_int8
+        from firstlight.generation.few_rows import quantize_int8
 
         quantize_int8(loaded.model)
     use_few_rows(loaded.model)

@@ -22,7 +22,7 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
-#: (efficiency/allocator.py) has few page faults left, and glibc can't use a freed tensor's place
+#: (efficiency/memory.py) has few page faults left, and glibc can't use a freed tensor's place
 #: for the next one of its size where both are aligned to pages, so the heap grew from step to step.
 #: TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -1,6 +1,6 @@
 """Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, Granite, and with experts
 Mixtral and Qwen3-MoE. They are one architecture; what differs between them stands in
-`llama_families.py`.
+`family.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from pydantic import (
 )
 
 from firstlight.errors import ModelError
-from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
-from firstlight.models.llama_families import DENSE, HF_DEFAULTS, MULTIPLIERS, OWN_KEYS, ROUTED
+from firstlight.models.family import (
+    DENSE,
+    HF_DEFAULTS,
+    MULTIPLIERS,
+    OWN_KEYS,
+    ROUTED,
+    AttentionSpec,
+    FamilyConfig,
+    FamilySpec,
+)
 from firstlight.models.ops import RopeScaling
 
 #: What each kind of rotary scaling reads.

@@ -14,7 +14,7 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
-from firstlight.generation.int8 import quantize_int8
+from firstlight.generation.few_rows import quantize_int8
 from firstlight.models import ModelConfig, build_model
 from firstlight.planner.memory.emulation import kernels_of, replaced
 from firstlight.planner.memory.kernels import Target, this_cpu

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from firstlight.console import progress_bar
-from firstlight.efficiency.allocator import keep_memory
 from firstlight.efficiency.attention import BLOCKWISE_HEAD_SIZE
+from firstlight.efficiency.memory import keep_memory
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.device import find_hardware
