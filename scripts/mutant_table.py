@@ -856,8 +856,8 @@ MUTANTS = [
     Mutant(
         "the CPU's kernel of 8 bits on a GPU",
         "firstlight/generation/few_rows.py",
-        'if x.device.type == "cpu" and rows.shape[0] <= _FEW_ROWS:',
-        "if rows.shape[0] <= _FEW_ROWS:",
+        'if x.device.type == "cpu" and rows.shape[0] <= _INT8_ROWS:',
+        "if rows.shape[0] <= _INT8_ROWS:",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
