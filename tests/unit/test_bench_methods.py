@@ -51,6 +51,7 @@ from firstlight.bench.methods_rows import (
 )
 from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
 from firstlight.bench.options import MethodsBench
+from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
 from firstlight.bench.steps import StepsPlan, plan_steps
 from firstlight.bench.training_once import training_once
@@ -656,6 +657,11 @@ def test_without_the_first_row_there_are_no_ratios() -> None:
     result["machine"] = {"name": "a CPU"}
     assert draw(result).startswith(b"\x89PNG")
     assert draw({**result, ALONE: [waiting]}).startswith(b"\x89PNG")
+
+
+def test_a_median_may_be_rounded_to_outside_of_its_spread() -> None:
+    panel = Panel("tokens/s", ["a", "b"], [0.1 + 0.2, 1.0], spread=[(0.3, 0.3), (1.0, 1.0)])
+    assert draw_panels("a picture", [[panel]]).startswith(b"\x89PNG")
 
 
 # The command.

@@ -127,13 +127,8 @@ class Results:
         write_json(self.folder / RESULTS_NAME, {**content, "outcomes": outcomes})
 
     def outcome(self, part: str, row: Row, *, retry: bool = False) -> RowOutcome:
-        """The row's outcome so far, a new one where it is of another declaration.
-
-        Args:
-            part: the part's name.
-            row: a row of the part.
-            retry: True makes a new one also where a turn failed.
-        """
+        """The row's outcome so far, a new one where it is of another declaration or, with `retry`,
+        where a turn failed."""
         rows = self.outcomes.setdefault(part, {})
         found = rows.get(row.name)
         if found is None or found.digest != row.digest or (retry and found.problem):
@@ -193,11 +188,6 @@ class Call:
 
 def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Turn]:
     """Measure what has no result yet, as far as the call's time allows.
-
-    Args:
-        parts: each part's rows.
-        results: results so far; they are added to, and written after every turn.
-        call: the time and the measurement.
 
     Returns:
         The turns that were left for the next call.

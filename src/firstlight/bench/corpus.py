@@ -104,12 +104,7 @@ def library_corpus(folder: Path, vocab_size: int) -> Path:
 
 
 class ShardRows:
-    """The rows of a prepared corpus in their order, from its first again behind the last.
-
-    Args:
-        folder: the corpus.
-        seq_len: predictions a row.
-    """
+    """The rows of a prepared corpus in their order, from its first again behind the last."""
 
     def __init__(self, folder: Path, seq_len: int) -> None:
         self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
@@ -128,12 +123,7 @@ def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
 
 
 class Tokens:
-    """The rows of a file that `write_tokens` wrote.
-
-    Args:
-        path: the file.
-        seq_len: predictions a row.
-    """
+    """The rows of a file that `write_tokens` wrote."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
         arrays = safetensors.numpy.load_file(path)

@@ -186,10 +186,6 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> flo
 class GemmRun:
     """A benchmark that runs; what it has measured can be asked for at any time.
 
-    Args:
-        bench: the options.
-        plan: amount of measuring; None is the device's own.
-
     Attributes:
         dtypes: number formats that are measured.
         products: all products.

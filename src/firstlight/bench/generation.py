@@ -103,10 +103,6 @@ def bench_generation(
 ) -> dict[str, Any]:
     """Measure all rows.
 
-    Args:
-        bench: the options.
-        on_run: see `run_bench`.
-
     Returns:
         "model", "parameters", "prompt_tokens", "new_tokens", "repeats", "machine" with its
         "copy_bytes_per_second", "complete", and "rows": see `summarize`.
@@ -206,12 +202,6 @@ def summarize(
     config: ModelConfig,
 ) -> list[dict[str, Any]]:
     """The medians of each row.
-
-    Args:
-        rows: all rows.
-        outcomes: their results by name.
-        copy_bytes_per_second: bandwidth of the memory.
-        config: the model's shape.
 
     Returns:
         For each row its "name", "program", "dtype", "compile", "reason" where it failed, and

@@ -118,12 +118,8 @@ def _firstlight(request: dict[str, Any]) -> Continue:
 
 
 def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
-    """What continues prompts as `firstlight generate` does, greedily.
-
-    Args:
-        decoder: empty, with room for all prompts.
-        request: "prompt_tokens", "new_tokens".
-    """
+    """A function that continues prompts as `firstlight generate` does, greedily; the decoder is
+    empty, with room for all prompts."""
     longest = request["prompt_tokens"] + request["new_tokens"]
     config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
 
@@ -157,13 +153,7 @@ def _transformers(request: dict[str, Any]) -> Continue:
 def continue_with_generate(
     model: Any, device: torch.device, request: Mapping[str, Any]
 ) -> Continue:
-    """What continues prompts with transformers' `generate`, greedily.
-
-    Args:
-        model: transformers', in evaluation mode.
-        device: device that holds the model.
-        request: "new_tokens".
-    """
+    """A function that continues prompts with transformers' `generate`, greedily."""
 
     def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
         ids = torch.tensor(prompts, device=device)

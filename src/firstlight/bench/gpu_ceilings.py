@@ -267,12 +267,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_layers(model: str, tokens: int) -> list[GemmProduct]:
-    """The matrix products of the linear layers in a training step, forward and backward.
-
-    Args:
-        model: name in `_LAYERS`.
-        tokens: tokens of a micro-batch.
-    """
+    """The matrix products of the linear layers in a training step, forward and backward."""
     return [
         GemmProduct("model", model, 0, *one, count=count)
         for name, (inputs, outputs, count) in _LAYERS[model].items()

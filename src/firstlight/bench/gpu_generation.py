@@ -305,12 +305,7 @@ def _in_words(programs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 class _Shared:
-    """What programs have in common.
-
-    Args:
-        model: firstlight's.
-        request: see the module's head.
-    """
+    """The model and the decoders that the programs share."""
 
     def __init__(self, model: Model, request: Mapping[str, Any]) -> None:
         self.model, self.request = model, request

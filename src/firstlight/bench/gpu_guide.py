@@ -290,11 +290,7 @@ def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
 
 
 class _DummyData(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random rows of token ids, with the label 0.
-
-    Args:
-        request: request of the measurement.
-    """
+    """Random rows of token ids, with the label 0."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         count = request["rows"] * request["accumulation"] * request["steps"]

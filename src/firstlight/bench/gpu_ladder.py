@@ -98,11 +98,7 @@ _4_BITS = ("bitsandbytes",)
 
 
 def _speed_rungs(rows: int) -> tuple[Rung, ...]:
-    """The rungs of speed.
-
-    Args:
-        rows: micro-batch size of the first.
-    """
+    """The rungs of speed."""
     return (
         Rung("fp32, attention as two products, AdamW parameter by parameter", _PLAIN, value=2),
         Rung("+ tf32", {"efficiency.precision": "tf32"}),

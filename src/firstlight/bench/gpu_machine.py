@@ -101,9 +101,6 @@ class BenchMachine:
 def find_machine(request: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the machine.
 
-    Args:
-        request: "dry".
-
     Returns:
         `BenchMachine.to_json`.
 

@@ -125,11 +125,6 @@ class Part:
 def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[Path]:
     """Write gpu.md, a page for each part that has results, and the pictures.
 
-    Args:
-        parts: all parts.
-        results: results of any number of calls.
-        folder: parent of gpu.md, benchmarks/ and images/.
-
     Returns:
         The files written.
 
@@ -260,12 +255,7 @@ def _facts(machine: BenchMachine, results: Results) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right.
-
-    Args:
-        header: the columns' names.
-        rows: cells of each row.
-    """
+    """A table in Markdown: the first column to the left, the others to the right."""
     lines = ["| " + " | ".join(header) + " |"]
     lines.append("|---|" + "---:|" * (len(header) - 1))
     for row in rows:

@@ -141,11 +141,7 @@ def _row(
     changes: Mapping[str, Any] | None = None,
     turns: int = 1,
 ) -> Row:
-    """A row of a program.
-
-    Args:
-        changes: keys of the recipe that a variant of firstlight changes; None is no variant.
-    """
+    """A row of a program."""
     micro = _micro_batch_size(case, machine)
     request = {
         "program": program,

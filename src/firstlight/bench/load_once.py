@@ -50,9 +50,6 @@ _Program = tuple[Callable[[], Any], Callable[[Any, Any], Any]]
 def load_once(request: dict[str, Any]) -> dict[str, float]:
     """Load a model as the module's head says, and return the measurements.
 
-    Args:
-        request: see there.
-
     Raises:
         FirstlightError: firstlight can't load the model.
     """

@@ -116,10 +116,6 @@ def bench_loading(
 ) -> dict[str, Any]:
     """Make the checkpoint, load it each way, and return the measurements.
 
-    Args:
-        bench: the options.
-        on_run: see `run_bench`.
-
     Returns:
         "checkpoint": its parameters, bytes and dtype; "machine"; "rows": for each way the median
         of what `load_once` measures, its ratios, and all its "runs".
@@ -182,11 +178,6 @@ def _read_once(path: Path) -> None:
 def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
     """Load one way in a new process; the result of `load_once`.
 
-    Args:
-        row: the way.
-        folder: folder with the checkpoints.
-        dtype: number format of the files.
-
     Raises:
         ModelError: it failed; with the last line that the process wrote.
     """
@@ -210,11 +201,6 @@ def compare(
     rows: Sequence[LoadingRow], runs: Mapping[str, Sequence[Mapping[str, float]]], file_bytes: int
 ) -> list[dict[str, Any]]:
     """The medians of each way and its ratios.
-
-    Args:
-        rows: the ways.
-        runs: results of `load_once` by the ways' names.
-        file_bytes: size of the files.
 
     Returns:
         For each way, beside the medians: `peak_to_file` and `peak_to_model`, the peak above the

@@ -96,10 +96,6 @@ def choose_rows(
 def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure all rows.
 
-    Args:
-        bench: the options.
-        on_run: called with the result so far after every run, so that an interruption leaves it.
-
     Returns:
         "model" and its "parameters", "seq_len", "micro_batch_size", "steps", "warmup_steps",
         "repeats", "quick", "flops_per_token", "machine", "complete", and for each table ("alone",
@@ -238,9 +234,6 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
 
 class MethodRuns:
     """The rows of both tables with their outcomes.
-
-    Args:
-        tables: the rows of ALONE and LADDER.
 
     Attributes:
         rows: table and row by their label, "table: name".

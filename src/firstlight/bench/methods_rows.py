@@ -227,13 +227,7 @@ def ladder_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """The keys of a rung and of all before it, but for those that couldn't run.
-
-    Args:
-        ladder: the rungs.
-        rung: number of the rung, from 0.
-        left_out: names of rungs that could not run.
-    """
+    """The keys of a rung and of all before it, but for those that couldn't run."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:

@@ -37,13 +37,7 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """The `model` section of a Llama.
-
-    Args:
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-            num_key_value_heads: keys of the section.
-        more: further keys of the section.
-    """
+    """The `model` section of a Llama."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,
@@ -156,11 +150,6 @@ def find_model(name: str) -> ModelConfig:
 def random_model(config: ModelConfig, device: torch.device, vocab_multiple: int = 1) -> Model:
     """A model with random fp32 weights, made on the device: one of 8 billion parameters takes a
     second there, and nothing of the machine's own memory.
-
-    Args:
-        config: the model's shape.
-        device: the device that holds the weights.
-        vocab_multiple: see `build_model`.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)

@@ -189,11 +189,6 @@ class GPUBench:
 def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Check names that a person gave.
 
-    Args:
-        kind: noun for the message.
-        names: names to check.
-        known: valid names.
-
     Raises:
         ConfigError: a name is unknown.
     """

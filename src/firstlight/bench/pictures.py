@@ -36,12 +36,7 @@ class Panel:
 
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
-    """A PNG of panels.
-
-    Args:
-        title: heading of the picture.
-        grid: rows of panels; those of a row have the same bars.
-    """
+    """A PNG of panels."""
     # Where nothing was measured, the picture has its heading alone.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
@@ -66,8 +61,10 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.barh(places, panel.inner, color="black", height=0.15)
     most = max([*panel.values, 1e-12])
     if panel.spread is not None:
-        low = [value - least for value, (least, _) in zip(panel.values, panel.spread, strict=True)]
-        high = [most_ - value for value, (_, most_) in zip(panel.values, panel.spread, strict=True)]
+        pairs = list(zip(panel.values, panel.spread, strict=True))
+        # Rounding may put a median outside of its own spread.
+        low = [max(value - least, 0.0) for value, (least, _) in pairs]
+        high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
         style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
         axes.errorbar(panel.values, places, xerr=(low, high), **style)
         most = max(most, *(greatest for _, greatest in panel.spread))

@@ -78,9 +78,6 @@ _TOGETHER = (
 def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
     """The configurations: each method alone with both families, rows of each length, methods drawn
     together, compiled steps of several lengths, evaluations and generations.
-
-    Args:
-        quick: True takes every eighth of them.
     """
     cases = list(_cases())
     return cases[::8] if quick else cases
@@ -200,11 +197,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """Predicted against measured peaks, and how the errors are spread, as a PNG.
-
-    Args:
-        results: results of `bench_memory`.
-    """
+    """Predicted against measured peaks, and how the errors are spread, as a PNG."""
     good = [one for one in results if not one["reason"]]
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)

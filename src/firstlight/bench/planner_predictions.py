@@ -57,13 +57,7 @@ def target_request(machine: BenchMachine) -> dict[str, Any] | None:
 def steps_request(
     machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
 ) -> dict[str, Any]:
-    """A request of `planner_steps`.
-
-    Args:
-        machine: the machine that measures.
-        cases: the configurations.
-        seconds: duration of timing each.
-    """
+    """A request of `planner_steps`."""
     return {
         "cases": [case.request(machine.device) for case in cases],
         "device": machine.device,
@@ -83,10 +77,6 @@ def target_of(request: Mapping[str, Any] | None) -> Target:
 
 def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> dict[str, Any]:
     """The predicted memory of one configuration, and the operators of its step.
-
-    Args:
-        case: see `PlannerCase.request`.
-        target: see `target_request`.
 
     Returns:
         "predicted_bytes" of tensors, "predicted_reserved_bytes" of the allocator,

@@ -159,10 +159,6 @@ def _is_done(outcome: RowOutcome) -> bool:
 def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
     """A row of the result.
 
-    Args:
-        case: the configuration.
-        outcome: its outcome; see `planner_speed_once`.
-
     Returns:
         "name"; "problem" where it went wrong; else seconds of a step: "measured" (the median),
         "worked" (of this thread, the median), "predicted" (the median) and "first" of that; "error"

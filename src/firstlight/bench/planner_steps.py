@@ -64,9 +64,6 @@ _ANSWERS = 6
 def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict and measure the memory of one configuration on this machine's CPU.
 
-    Args:
-        request: see `PlannerCase.request`.
-
     Returns:
         "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
     """
@@ -89,13 +86,7 @@ def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
 def measure_on_cpu(
     recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
 ) -> MeasuredMemory:
-    """The memory of a recipe's steps on this machine's CPU.
-
-    Args:
-        recipe: recipe with its model.
-        kind: "training", "evaluation" or "generation".
-        generation: see `PlannerCase`.
-    """
+    """The memory of a recipe's steps on this machine's CPU."""
     if kind == "generation":
         assert generation is not None
         return _generation(recipe, generation)
@@ -299,14 +290,7 @@ def _train(
     *,
     evaluates: bool = False,
 ) -> dict[str, Any]:
-    """The seconds of steps and the tokens of one, {} of an evaluation.
-
-    Args:
-        recipe: the recipe.
-        request: the measurement's request.
-        measured: context in which memory is measured.
-        evaluates: True measures an evaluation in place of steps.
-    """
+    """The seconds of steps and the tokens of one, {} of an evaluation."""
     hardware = find_hardware(request["device"])
     device = hardware.device
     model = random_model(recipe.model, device, recipe.efficiency.vocab_multiple)

@@ -131,9 +131,6 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
 class ForkServer:
     """Runs `training_once` in forks of a process that has imported it. On CPUs: a process that has
     looked at a GPU can't be forked.
-
-    Args:
-        environment: environment of all processes.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:

@@ -65,11 +65,7 @@ class _Layer(nn.Module):
 
 
 class PlainGPT2(nn.Module):
-    """GPT-2 with the head tied to the embedding; its mean loss over all labels.
-
-    Args:
-        config: the model's shape; dropout is left out.
-    """
+    """GPT-2 without dropout, its head tied to the embedding; its mean loss over all labels."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -129,11 +125,7 @@ def _rotated(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class PlainLlama(nn.Module):
-    """Llama with the head tied to the embedding; its mean loss over all labels.
-
-    Args:
-        config: the model's shape; rotary positions are not scaled.
-    """
+    """Llama without RoPE scaling, its head tied to the embedding; its mean loss over all labels."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -111,10 +111,6 @@ def step_tokens(bench: ScalingBench, engine: str, count: int) -> int:
 def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure all rows.
 
-    Args:
-        bench: the options.
-        on_run: see `run_bench`.
-
     Returns:
         "model", "parameters", "seq_len", "micro_batch_size", "accumulation", "precision",
         "repeats", "machine", "complete", and "rows": see `summarize`.
@@ -210,10 +206,6 @@ def summarize(
     bench: ScalingBench, outcomes: Mapping[tuple[str, int], RowOutcome]
 ) -> list[dict[str, Any]]:
     """The medians of each row.
-
-    Args:
-        bench: the options.
-        outcomes: results by engine and number of processes.
 
     Returns:
         For each row its "engine", "processes", "reason" where it failed, and where it was measured

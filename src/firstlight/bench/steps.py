@@ -46,10 +46,6 @@ class StepsPlan:
 def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
     """Decide what is open.
 
-    Args:
-        bench: the options.
-        command: the command's name for messages.
-
     Raises:
         ConfigError: a value is out of range, or the model or the device unknown.
     """

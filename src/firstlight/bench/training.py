@@ -190,10 +190,6 @@ def bench_training(
 ) -> dict[str, Any]:
     """Measure all rows.
 
-    Args:
-        bench: the options.
-        on_run: see `run_bench`.
-
     Returns:
         "model" and its "parameters", "seq_len", "micro_batch_size", "steps", "warmup_steps",
         "repeats", "flops_per_token", "machine" with its "ceilings" (FLOP/s by number format),
@@ -252,11 +248,6 @@ def summarize(
     rows: Sequence[TrainingRow], outcomes: Mapping[str, RowOutcome], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The medians of each row and their ratios to the reference.
-
-    Args:
-        rows: all rows.
-        outcomes: results of `training_once` by the rows' names.
-        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
         For each row its "name", "program", "status" ("measured", "failed", "waiting"), the

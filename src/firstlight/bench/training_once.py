@@ -77,9 +77,6 @@ EPOCH_TOKENS = 10**9
 def training_once(request: dict[str, Any]) -> dict[str, Any]:
     """Train as the module's head says, and return the measurements.
 
-    Args:
-        request: see there.
-
     Raises:
         FirstlightError: the recipe is refused, or the loss stopped being a number.
     """
