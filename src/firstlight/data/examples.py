@@ -11,7 +11,7 @@ epoch, as with text (see `loader`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from firstlight.data.conversations import REASONS
-from firstlight.data.corpus import Kind, TokenDataset
+from firstlight.data.corpus import Corpus, Kind, TokenDataset
 from firstlight.data.packing import pack_best_fit
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
@@ -361,3 +361,8 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"
+
+
+def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
+    """The splits of preference pairs, whose `references` a run has to set."""
+    return [split for split in splits if isinstance(split, PreferenceDataset)]

@@ -29,7 +29,7 @@ from torch import Tensor
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
-from firstlight.data.examples import PreferenceDataset
+from firstlight.data.examples import PreferenceDataset, preference_splits
 from firstlight.data.loader import rows_to_batch
 from firstlight.data.remote import cache_folder, held
 from firstlight.efficiency import LossFunction, autocast, matmul_precision, resolve_precision
@@ -210,7 +210,7 @@ def give_references(
         CheckpointError: the starting model is needed, and gone or another by now.
         ModelError, StorageError: see `take_references`.
     """
-    pairs = [split for split in splits if isinstance(split, PreferenceDataset)]
+    pairs = preference_splits(splits)
     if not pairs:
         return
 
