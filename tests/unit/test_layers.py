@@ -136,14 +136,14 @@ import firstlight.models.llama as x
 from firstlight.training import loop
 from firstlight import cli
 def f():
-    from firstlight.data.shards import TokenDataset
+    from firstlight.data.loader import TokenLoader
 import torch
 """
     assert list(imports(ast.parse(code), "m")) == [
         "firstlight.models.llama",
         "firstlight.training",
         "firstlight.cli",
-        "firstlight.data.corpus",
+        "firstlight.data.loader",
     ]
 
 
