@@ -17,7 +17,7 @@ from torch import Tensor
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
-    Shard,
+    TensorShard,
     read_full_tensors,
     read_shards,
     shard_name,
@@ -29,7 +29,7 @@ from firstlight.errors import CheckpointError
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Shard]]:
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[TensorShard]]:
     """A tensor, and the shards of a cut along any of its dimensions."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -39,18 +39,19 @@ def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Shard]]:
         ends.append(list(itertools.pairwise(sorted(inner))))
     boxes = itertools.product(*ends)
     shards = [
-        Shard(tensor[tuple(slice(a, b) for a, b in box)], tuple(a for a, _ in box)) for box in boxes
+        TensorShard(tensor[tuple(slice(a, b) for a, b in box)], tuple(a for a, _ in box))
+        for box in boxes
     ]
     return tensor, draw(st.permutations(shards))
 
 
-def _write(folder: Path, shards: list[Shard]) -> None:
+def _write(folder: Path, shards: list[TensorShard]) -> None:
     for rank, shard in enumerate(shards):
         write_shards(folder / shard_name(WEIGHTS, rank, len(shards)), {"one": shard})
 
 
 @given(cut_tensors())
-def test_what_is_cut_comes_back(cut: tuple[Tensor, list[Shard]]) -> None:
+def test_what_is_cut_comes_back(cut: tuple[Tensor, list[TensorShard]]) -> None:
     tensor, shards = cut
     with tempfile.TemporaryDirectory() as name:
         _write(Path(name), shards)
@@ -59,7 +60,7 @@ def test_what_is_cut_comes_back(cut: tuple[Tensor, list[Shard]]) -> None:
 
 @given(cut_tensors(), st.data())
 def test_what_is_not_a_whole_is_refused(
-    cut: tuple[Tensor, list[Shard]], data: st.DataObject
+    cut: tuple[Tensor, list[TensorShard]], data: st.DataObject
 ) -> None:
     tensor, shards = cut
     number = data.draw(st.integers(0, len(shards) - 1))
@@ -76,13 +77,13 @@ def test_what_is_not_a_whole_is_refused(
 
 def test_pieces_that_lie_over_each_other_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
     places = [(0, 0), (0, 1), (2, 0)]
-    _write(tmp_path, [Shard(torch.ones(2, 2), place) for place in places])
+    _write(tmp_path, [TensorShard(torch.ones(2, 2), place) for place in places])
     with pytest.raises(CheckpointError, match="shards of 'one' are not a whole"):
         stored_shapes(tmp_path, WEIGHTS)
 
 
 def test_tensors_are_refused_that_are_not_what_is_expected(tmp_path: Path) -> None:
-    _write(tmp_path, [Shard(torch.ones(2), (0,)), Shard(torch.ones(1), (2,))])
+    _write(tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(1), (2,))])
     for name, target, problem in (
         ("other", torch.ones(3), "lacks tensor 'other'"),
         ("one", torch.ones(4), r"'one' is \[3\] torch.float32, expected \[4\] torch.float32"),
@@ -120,7 +121,9 @@ def test_a_file_without_sound_places_is_damaged(tmp_path: Path, metadata: dict[s
 
 
 def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
-    _write(tmp_path, [Shard(torch.ones(2), (0,)), Shard(torch.ones(2).bfloat16(), (2,))])
+    _write(
+        tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(2).bfloat16(), (2,))]
+    )
     with pytest.raises(CheckpointError, match=r"'one' is torch.bfloat16 in it only"):
         stored_shapes(tmp_path, WEIGHTS)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there at all, checked before use.
+"""Checkpoints: complete or not there at all, verified before use.
 
     RUN/checkpoints/step-00000200/
         config.json, generation_config.json, tokenizer.json, tokenizer_config.json
@@ -7,17 +7,17 @@
         trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
-With `checkpoint.sharded`, each process writes its own part (see sharded.py), and in the place of
-the two files of tensors there are
+With `checkpoint.sharded`, each process writes its shards (see sharded.py); these files replace the
+two files of tensors:
 
         model.shard-00001-of-00004.safetensors, ...      weights
-        optimizer.shard-00001-of-00004.safetensors, ...  the rest
+        optimizer.shard-00001-of-00004.safetensors, ...  moments, counters, random-number states
 
-and model.safetensors too in the last checkpoint of a run.
+The last checkpoint of a run has model.safetensors too.
 
-A checkpoint is written under a temporary name, synced, and renamed. A folder without its
-manifest is no checkpoint. A checkpoint of the same step that is there already is called
-step-00000200-replaced-0123abcd then, and stays until the one that replaces it is verified.
+A checkpoint is written under a temporary name, synced, and renamed. A folder without a manifest is
+no checkpoint. An older checkpoint of the same step is renamed to step-00000200-replaced-0123abcd,
+and stays until the new one is verified.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Checkpoint:
         optimizer: tensors of optimizer.safetensors.
         trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
             if there is one.
-        is_copy: whether the tensors are copies that nothing changes any more; otherwise they may be
-            those of a run that goes on.
-        shards: the folder of a checkpoint in shards that was read: its tensors are not among
-            these, and are read where they belong.
+        is_copy: True if nothing changes the tensors any more; False if they may be those of a run
+            that goes on.
+        sharded_folder: the folder of a sharded checkpoint that was read; its tensors are read
+            straight into model and optimizer, and are not among these. None for any other.
     """
 
     files: Mapping[str, str]
@@ -96,8 +96,8 @@ def save_checkpoint(
     """Write a checkpoint; return its folder.
 
     Args:
-        after: the step of the checkpoint after which the run went on: those saved since then
-            are of a dead branch. None: the last one saved.
+        after: the step of the checkpoint from which the run went on: later saves are of a dead
+            branch. None: the last save.
 
     Raises:
         CheckpointError: a weight, a moment or a number of the state is not finite: such a
@@ -209,7 +209,7 @@ def _weights_name(names: Container[str]) -> str:
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint, for resuming; of one in shards all but its tensors.
+    """Read a checkpoint, for resuming; of a sharded one all but its tensors.
 
     Args:
         verify: compare every file with the manifest first; False where that was just done.
@@ -233,7 +233,7 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """Whether each process wrote its own part of a checkpoint."""
+    """Whether each process wrote its shards of a checkpoint."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 
@@ -254,13 +254,13 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """What the vocabulary of a checkpoint's model is padded to a multiple of.
+    """The multiple that the vocabulary of a checkpoint's model is padded to.
 
     Args:
         state: the checkpoint's `trainer_state`.
 
     Raises:
-        CheckpointError: it is no such number.
+        CheckpointError: trainer_state.json has no such number.
     """
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
     if type(multiple) is not int or multiple < 1:
@@ -269,7 +269,7 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a state whose parts are no JSON objects: their own keys are looked at elsewhere."""
+    """Refuse a state whose parts are no JSON objects; their readers check the keys in them."""
     parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
     if isinstance(recipe := parts["recipe"], dict):
         # A recipe may leave these out.

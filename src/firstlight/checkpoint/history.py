@@ -32,26 +32,27 @@ class CheckpointConfig(Section):
     """The `checkpoint` section. One is always written at the end."""
 
     every_steps: int = Field(200, ge=0)
-    """a checkpoint after every so many steps; 0 is at the end only."""
+    """number of steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = Field(2, ge=1)
-    """how many of the newest are kept."""
+    """number of newest checkpoints that are kept."""
     keep_every: int = Field(0, ge=0)
-    """those of steps that are multiples of it are kept for good; 0 is none."""
+    """checkpoints of steps that are multiples of it are kept for good; 0 is none."""
     keep_best: int = Field(1, ge=0)
-    """how many with the lowest val/loss at their step are kept beside, and each new lowest val/loss
-    is saved, unless every_steps is 0; 0 is none. Without validation there are none."""
+    """number of checkpoints with the lowest val/loss at their step that are kept, too; each new
+    lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
+    none."""
     asynchronous: bool | None = None
-    """copy the state and write the copy while training goes on; null is where memory for the copy
-    is free at the first save."""
+    """copy the state and write the copy while training goes on; null decides at the first save:
+    true if memory for the copy is free."""
     sharded: bool = False
-    """with distributed.engine fsdp, each process writes the shards that it holds, and nothing is
-    put together: for models that are too large for that. Any engine goes on from it, with any
-    number of processes. The last checkpoint of a run is a Hugging Face model folder too;
+    """with distributed.engine fsdp, each process writes its shards, and none gathers the whole
+    model: for models that are too large for that. Any engine resumes from it, with any number of
+    processes. The last checkpoint of a run is a Hugging Face model folder too;
     `firstlight convert` makes one of an earlier one."""
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Those with a sound manifest that are not of a dead branch, in the order in which they come.
+    """The checkpoints with a sound manifest that are not of a dead branch, in the given order.
 
     A checkpoint of a later step than one saved after it is of a dead branch as well.
     """
@@ -62,20 +63,20 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """Those whose validation loss was measured at their step, the lowest first; of equal ones the
-    one saved last."""
+    """The checkpoints whose validation loss was measured at their step, the lowest loss first; of
+    equal losses the last save first."""
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """`best_first` of what a run has been through, by the manifests alone."""
+    """`best_first` of a run's own past, by the manifests alone."""
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """What the newest one's run went through, from the newest back: dead branches don't tell
-    what is dead, but a checkpoint that was replaced by one of the same step still does."""
+    """The checkpoints that led to the newest one, newest first. Only these tell what is dead: a
+    checkpoint of a dead branch doesn't, one that was replaced at the same step still does."""
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):
@@ -86,15 +87,15 @@ def _line(found: Sequence[Saved]) -> list[Saved]:
 def prune_checkpoints(
     run_folder: Path, newest: Path, *, keep_last: int, keep_every: int = 0, keep_best: int = 0
 ) -> None:
-    """Delete the checkpoints that are not to be kept, and what killed runs left behind.
+    """Delete the checkpoints that are not to be kept, and unfinished folders of killed runs.
 
-    Those of a dead branch (see history.py) and those with a damaged manifest never count, and go.
+    Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go.
 
     Args:
         newest: the checkpoint saved last, which has been verified since.
-        keep_last: so many of the newest stay,
-        keep_every: those whose step is a multiple of it (0: none),
-        keep_best: and so many with the lowest validation loss at their step.
+        keep_last: number of newest checkpoints that stay.
+        keep_every: checkpoints whose step is a multiple of it stay; 0 is none.
+        keep_best: number of checkpoints with the lowest validation loss at their step that stay.
 
     Raises:
         StorageError: the disk refuses; `newest` is untouched.
@@ -117,7 +118,7 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """Those of a run's own past, oldest first, that stay. See `prune_checkpoints`."""
+    """The checkpoints of a run's own past (oldest first) that stay. See `prune_checkpoints`."""
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}

@@ -34,14 +34,14 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint, by its manifest.
+    """A complete checkpoint, as its manifest describes it.
 
     Attributes:
-        folder: where it lies.
-        step: of its run.
-        sequence: which save of the run folder it is; 0 where the manifest is damaged.
-        parent: the sequence of the checkpoint after which its run went on; 0: from the start.
-        val_loss: the validation loss at its step, if it was measured there.
+        folder: the checkpoint's folder.
+        step: the optimizer step of its run.
+        sequence: the number of this save of the run folder, from 1; 0 if the manifest is damaged.
+        parent: the sequence of the checkpoint from which its run went on; 0: from the start.
+        val_loss: the validation loss at its step; None if it was not measured there.
     """
 
     folder: Path
@@ -51,14 +51,14 @@ class Saved:
     val_loss: float | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Whether this one's run went on from before the other: that is of a dead branch."""
+        """Whether this save's run went on from before the other, which is of a dead branch."""
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of the checkpoint of a step."""
     return run_folder / CHECKPOINTS / f"step-{step:08d}"
 
 
@@ -104,7 +104,8 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
     """The sequence of the checkpoint of a step, or else of the last one before; 0: none.
 
     Args:
-        step: None is that of the last one saved.
+        saved: the checkpoints of a run.
+        step: the step; None is the step of the last save.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 
@@ -125,10 +126,10 @@ def _is_sealed(text: str) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: not one byte of it is changed.
+    """The manifest of a checkpoint, verified by its own SHA-256.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format or version.
+        CheckpointError: the manifest is missing, damaged, or of another format or version.
     """
     path = folder / MANIFEST_NAME
     require_plain_file(path)
@@ -169,10 +170,10 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Refuse what is no file, or only a link to one.
+    """Refuse a path that is a link, or anything but a file.
 
     Raises:
-        CheckpointError: it is so.
+        CheckpointError: the path is missing, a link, or no file.
     """
     try:
         mode = path.lstat().st_mode
@@ -210,14 +211,14 @@ def write_manifest(
     val_loss: float | None = None,
     after: int | None = None,
 ) -> None:
-    """Write what makes a folder a checkpoint.
+    """Write the manifest, which makes a folder a checkpoint.
 
     Args:
-        folder: that of `new_checkpoint`.
+        folder: the temporary folder of `new_checkpoint`.
         marks: `file_marks` of all files in it.
         val_loss: the validation loss at this step.
-        after: the step of the checkpoint after which the run went on: those saved since then
-            are of a dead branch. None: the last one saved.
+        after: the step of the checkpoint from which the run went on: later saves are of a dead
+            branch. None: the last save.
 
     Raises:
         OSError: the disk refuses.
@@ -237,7 +238,7 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of files: `bytes` and `sha256` by name."""
+    """The manifest's entries of files: `bytes` and `sha256` by name."""
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
 

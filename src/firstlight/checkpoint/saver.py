@@ -176,17 +176,17 @@ def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
 
 
 class Snapshot:
-    """Takes copies of the same tensors again and again."""
+    """Copies of tensors on the CPU, in memory that is kept from one copy to the next."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies that don't change with the tensors; they are valid until the next are taken.
+        """Copies that don't change with the tensors; they are valid until the next call.
 
         Args:
-            tensors: on any device, in any layout; they may share memory. Those on a GPU are
-                copied into page-locked memory.
+            tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
+                are copied into page-locked memory.
         """
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)

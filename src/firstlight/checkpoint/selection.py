@@ -153,15 +153,14 @@ def checkpoint_before(
 ) -> Path | None:
     """The folder of the newest checkpoint of an earlier step that verifies, or None.
 
-    Those that stand where they were due, from before the trouble began, come first, so that a
-    run that was stopped and resumed in between (which leaves a checkpoint more) goes back to
-    where it would have gone without.
+    Checkpoints that were due, from before the first skipped step, come first, so that a run that
+    was stopped and resumed in between (which leaves one more checkpoint) goes back to the same
+    step as a run that was not.
 
     Args:
-        run_folder: of the run.
-        step: the one that failed, or that the last rollback was to, in vain.
-        saved_step: of the last checkpoint of what the run has done; later ones are of a dead
-            branch.
+        run_folder: the run's folder.
+        step: the step that failed, or the step of a rollback that did not help.
+        saved_step: the step of the run's newest checkpoint; later ones are of a dead branch.
         every_steps: `checkpoint.every_steps`.
     """
     found = []
@@ -180,7 +179,7 @@ def checkpoint_before(
 
 
 def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
-    """(whether the last step was not skipped, whether it was due)."""
+    """(True if the last step was not skipped, True if the checkpoint was due)."""
     is_calm = not state.get("skipped")
     was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
     return is_calm, was_due

@@ -1,15 +1,14 @@
-"""Tensors in shards on the disk: each process writes the ones it holds, any number reads them.
+"""Sharded tensors on the disk: each process writes its shards, any number of processes reads them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
 The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files,
-whose metadata say where in its tensor each shard lies, so torch.distributed.checkpoint reads them,
-and so does its consolidation. Its usual format isn't used: what that says about the shards is a
-pickle.
+whose metadata say where in its tensor each shard lies, so torch.distributed.checkpoint and its
+consolidation read them. torch's usual format isn't used, because its index is a pickle.
 
-Weights have the names and shapes that parameters have in the model: with experts stacked and the
-rows that pad the vocabulary, unlike in a Hugging Face folder.
+Weights have the names and shapes of the model's parameters: with experts stacked and the rows that
+pad the vocabulary, unlike in a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safeten
 # torch's names in the files' metadata.
 _PLACES_KEY, _OFFSETS_KEY, _VERSION_KEY = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION"
 
-#: The formats of what a checkpoint may hold in shards, by safetensors' names.
+#: The number formats of sharded tensors, by safetensors' names.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,12 +57,12 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A part of a tensor.
+class TensorShard:
+    """A process' part of a tensor.
 
     Attributes:
-        tensor: its numbers.
-        offsets: where it begins, for each dimension of the whole.
+        tensor: the shard's numbers.
+        offsets: the shard's first index in each dimension of the full tensor.
     """
 
     tensor: Tensor
@@ -72,11 +71,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredShape:
-    """A tensor that lies in shards in the files of a folder.
+    """Shape and dtype of a tensor whose shards lie in the files of a folder.
 
     Attributes:
-        shape: of the whole.
-        dtype: of all shards.
+        shape: shape of the full tensor.
+        dtype: dtype of all shards.
     """
 
     shape: tuple[int, ...]
@@ -84,18 +83,18 @@ class StoredShape:
 
 
 def shard_name(kind: str, rank: int, size: int) -> str:
-    """The file of a rank's shards.
+    """The name of the file of a rank's shards.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        rank: of the process that writes it.
-        size: how many processes write one each.
+        rank: rank of the process that writes the file.
+        size: number of processes, each of which writes one file.
     """
     return f"{kind}.shard-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """The files that a checkpoint in shards has to have, by the names of those that it has; none
+    """The files that a sharded checkpoint must have, by the names of the files that it has; none
     for a checkpoint of another kind."""
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
@@ -106,11 +105,11 @@ def shard_names(names: Iterable[str]) -> list[str]:
     ]
 
 
-def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """What this process writes of tensors that may be in shards: each number is written by one.
+def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
+    """This process' shards of tensors, so that each number is written by one process.
 
     Of copies of a shard (hybrid sharding) one process writes each, taking turns. A tensor that is
-    not in shards is written as it is: give it to one process only.
+    not sharded is written as it is: give it to one process only.
 
     Returns:
         Pieces whose tensors share memory with those given, on their device.
@@ -120,7 +119,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
     shards = {
-        name: Shard(tensor.detach(), (0,) * tensor.dim())
+        name: TensorShard(tensor.detach(), (0,) * tensor.dim())
         for name, tensor in tensors.items()
         if not is_sharded(tensor)
     }
@@ -131,13 +130,12 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
         assert is_sharded(tensor)
         # More processes than rows: some hold nothing.
         if math.prod(place.chunk.sizes):
-            shards[name] = Shard(tensor.to_local(), tuple(place.chunk.offsets))
+            shards[name] = TensorShard(tensor.to_local(), tuple(place.chunk.offsets))
     return shards
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Whether it is this process that writes its shard of a tensor of which others may have
-    the same one."""
+    """Whether this process writes its shard of a tensor; other processes may have copies."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -151,7 +149,7 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
     )
 
 
-def write_shards(path: Path, shards: Mapping[str, Shard]) -> HashedFile:
+def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
     """Write the file of this process' shards; return it, for its size and sha256.
 
     Raises:
@@ -166,14 +164,13 @@ def write_shards(path: Path, shards: Mapping[str, Shard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """What lies in shards in a folder; together the shards are the whole of each tensor.
+    """The tensors whose shards lie in a folder; the shards of each make the full tensor.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, shards are missing at a place or lie over
-            each other.
+        CheckpointError: a file is missing or damaged, or shards are missing or overlap.
     """
     boxes: dict[str, list[_Box]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -192,12 +189,12 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
 
 
 def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors with what lies in shards in a folder: whole ones, or shards cut in any other
-    way, on any device. Each process reads what it needs, and nothing is sent between them.
+    """Fill tensors from the shards in a folder: full tensors or DTensors with any sharding, on
+    any device. Each process reads what it needs, and nothing is sent between them.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        targets: tensors of the file's shapes and dtypes, which are written into.
+        targets: tensors of the files' shapes and dtypes, which are written into.
 
     Raises:
         CheckpointError: a tensor is missing, or of another shape or dtype (named); a file is
@@ -222,7 +219,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     files = [str(path) for path in _files(folder, kind)]
 
     class Shards(FileSystem):
-        """The folder with these files only."""
+        """The folder, with the files of one kind only."""
 
         def ls(self, path: Any) -> list[str]:
             return files
@@ -231,7 +228,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # It says that each process reads for itself, which is what is asked for.
+            # torch warns that each process reads for itself, which is intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -245,11 +242,11 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
 def read_full_tensors(
     folder: Path, kind: str, names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Tensors that lie in shards in a folder, whole and on the CPU.
+    """Full tensors on the CPU, from the shards in a folder.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        names: of those wanted; None is all.
+        names: names of the wanted tensors; None is all.
 
     Raises:
         CheckpointError: one is missing, or a file is damaged.
@@ -264,10 +261,11 @@ def read_full_tensors(
 
 
 def sharded_model(folder: Path, vocab_multiple: int) -> Model:
-    """The model whose weights lie in shards in a checkpoint, whole and on the CPU.
+    """The full model on the CPU, from a sharded checkpoint.
 
     Args:
-        vocab_multiple: what the checkpoint's vocabulary is padded to a multiple of.
+        folder: the checkpoint's folder.
+        vocab_multiple: the multiple that the checkpoint's vocabulary is padded to.
 
     Raises:
         ModelError: config.json is damaged.
@@ -280,7 +278,7 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """The model of a config on the meta device, which the shards in a folder are known to fit.
+    """The model of a config on the meta device, checked against the shards in a folder.
 
     Raises:
         ModelError: the config is of a model of quite another size.
@@ -311,7 +309,7 @@ def restore_shards(
     other_prefix: str,
     has_moments: bool,
 ) -> dict[str, Tensor]:
-    """Put a checkpoint's weights and moments back where they belong: each process reads its own.
+    """Read a checkpoint's weights and moments into model and optimizer: each process its shards.
 
     Args:
         folder: a sharded checkpoint.
@@ -349,12 +347,12 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Where a shard begins and ends, for each dimension.
+#: First index and end of a shard in each dimension of the full tensor.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Name, place and dtype of each shard of a file."""
+    """Name, box and dtype of each shard of a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -377,14 +375,14 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """The shape that boxes fill, each place once; None where they don't."""
+    """The shape of the tensor that boxes fill without overlap; None if they don't fill one."""
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # As many numbers as the whole has: they fill it unless two lie over each other.
+    # As many numbers as the full tensor has: the boxes fill it unless two overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):
         open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]

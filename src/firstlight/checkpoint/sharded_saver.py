@@ -1,4 +1,4 @@
-"""Saving checkpoints of which each process writes the shards that it holds."""
+"""Saving checkpoints of which each process writes its shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from firstlight.checkpoint.saver import COPY_SHARE, Saver, Snapshot
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
-    Shard,
+    TensorShard,
     own_shards,
     shard_name,
     sharded_model,
@@ -46,11 +46,11 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-_Shards = dict[str, dict[str, Shard]]
+_Shards = dict[str, dict[str, TensorShard]]
 
 
 class _DiscardedError(Exception):
-    """A checkpoint that will not be finished."""
+    """The checkpoint being written will not be finished."""
 
 
 class ShardedSaver(Saver):
@@ -64,8 +64,8 @@ class ShardedSaver(Saver):
     Args:
         run_folder: the run's, in a file system that all processes share.
         config: the recipe's `checkpoint` section.
-        engine: what the processes of the run share the model by.
-        last_step: of the run; its checkpoint gets the weights in one file beside.
+        engine: the engine that shards the run's model.
+        last_step: the run's last step, whose checkpoint gets the weights in one file, too.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class ShardedSaver(Saver):
         """Save a checkpoint of this moment; return the seconds that training stood still.
 
         Args:
-            capture: gives this process' part of the state: of tensors that are in shards (DTensor)
-                its own are written, and all of the others.
+            capture: the function that gives this process' part of the state: its shards of sharded
+                tensors (DTensor), and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a part of this one could not be written, by any process
@@ -168,7 +168,7 @@ class ShardedSaver(Saver):
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
         return {
-            kind: {n: Shard(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
+            kind: {n: TensorShard(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
             for kind, part in shards.items()
         }
 
