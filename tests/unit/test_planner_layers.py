@@ -259,7 +259,7 @@ def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> 
     decoder = BatchDecoder(model, sequences, 60)
     for _ in range(sequences):
         decoder.add([0] * 40)
-    decoder._lengths = [59] * sequences
+    decoder.lengths = [59] * sequences
     decoder.step([0] * sequences)
 
 

@@ -61,20 +61,20 @@ class BatchDecoder:
         self._device = parameter.device
         # A compiled step would be another one where it looks at all places that there are.
         places = self.max_tokens + (_REACH_STEP if compile else 0)
-        self._cache = model.make_cache(max_sequences, places, parameter.dtype)
+        self.cache = model.make_cache(max_sequences, places, parameter.dtype)
         self._compiled: CompiledStep | None = None
         if compile:
             # Only here: importing torch's compiler takes seconds.
             from firstlight.generation.compiled import CompiledStep
 
-            self._compiled = CompiledStep(model, self._cache)
-        self._lengths: list[int] = []
+            self._compiled = CompiledStep(model, self.cache)
+        self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
         #: The tokens whose keys and values lie in each row, of sequences that left, too.
         self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @torch.inference_mode()
     def add(
@@ -92,7 +92,7 @@ class BatchDecoder:
         """
         assert len(self) < self.max_sequences, "there is no room for another sequence"
         require_prompt(self.model, prompt_ids, room=1 if on_logits is None else 0)
-        cache = self._cache.sequence(len(self))
+        cache = self.cache.sequence(len(self))
         if self._reuse_prefixes and on_logits is None:
             cache.length = self._take_prefix(prompt_ids)
         input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
@@ -107,7 +107,7 @@ class BatchDecoder:
                 on_logits(logits_TV)
             logits_V = logits_TV[-1]
         self._stored[len(self)] = list(prompt_ids)
-        self._lengths.append(len(prompt_ids))
+        self.lengths.append(len(prompt_ids))
         return logits_V
 
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
@@ -121,7 +121,7 @@ class BatchDecoder:
     def _copy(self, source: int, target: int, length: int) -> None:
         """The first `length` tokens' keys and values of one row into another."""
         if source != target:
-            for layer in (*self._cache.keys, *self._cache.values):
+            for layer in (*self.cache.keys, *self.cache.values):
                 layer[target, :, :length] = layer[source, :, :length]
 
     @torch.inference_mode()
@@ -132,9 +132,9 @@ class BatchDecoder:
             token_ids: of all sequences, in their order.
         """
         assert len(token_ids) == len(self) > 0
-        assert max(self._lengths) < self.max_tokens, "a sequence is full"
-        logits_BV = self._logits(token_ids, self._lengths)
-        self._lengths = [length + 1 for length in self._lengths]
+        assert max(self.lengths) < self.max_tokens, "a sequence is full"
+        logits_BV = self._logits(token_ids, self.lengths)
+        self.lengths = [length + 1 for length in self.lengths]
         for stored, token_id in zip(self._stored, token_ids, strict=False):
             stored.append(token_id)
         return logits_BV
@@ -144,14 +144,14 @@ class BatchDecoder:
         cache: Cache
         if len(lengths) == 1 and self._compiled is None:
             # No mask is needed, and no place to be looked up.
-            cache = self._cache.sequence(0)
+            cache = self.cache.sequence(0)
             cache.length = lengths[0]
         else:
             lengths_B = torch.tensor(lengths, device=self._device)
             reach = min(-(-(max(lengths) + 1) // _REACH_STEP) * _REACH_STEP, self.max_tokens)
             if self._compiled is not None:
                 return self._compiled(input_ids_B1, lengths_B, reach)
-            cache = RaggedCache(self._cache.keys, self._cache.values, lengths_B, reach)
+            cache = RaggedCache(self.cache.keys, self.cache.values, lengths_B, reach)
         logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
         return logits_BV
 
@@ -164,16 +164,16 @@ class BatchDecoder:
 
     def room(self, number: int) -> int:
         """How many more tokens a sequence can take."""
-        return self.max_tokens - self._lengths[number]
+        return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
         """Forget a sequence; the last one gets its number."""
-        last, length = len(self) - 1, self._lengths[-1]
+        last, length = len(self) - 1, self.lengths[-1]
         if number != last:
             self._copy(last, number, length)
-            self._lengths[number] = length
+            self.lengths[number] = length
             self._stored[number] = list(self._stored[last])
-        self._lengths.pop()
+        self.lengths.pop()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -81,6 +81,11 @@ class Optimizer:
         return [optimizer for _, optimizer in self._parts]
 
     @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        """The updated parameters by name: the fp32 master weight where there is one."""
+        return self._masters.updated
+
+    @property
     def state_bytes(self) -> int:
         """The size of `state_tensors` from the first step on."""
         return sum(

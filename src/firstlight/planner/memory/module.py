@@ -275,11 +275,11 @@ def predict_generation(
         mark_weights(model, tracer)
         decoder = BatchDecoder(model, sequences, longest)
         mark_weights(model, tracer)
-        tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+        tracer.mark((*decoder.cache.keys, *decoder.cache.values), "activations")
         with tracer.phase("prefill"):
             for _ in range(sequences):
                 decoder.add([0] * prompt_tokens)
-        decoder._lengths = [longest - 1] * sequences
+        decoder.lengths = [longest - 1] * sequences
         first = tracer.tick + 1
         with tracer.phase("decode"):
             decoder.step([0] * sequences)

@@ -8,7 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from firstlight.efficiency import EfficiencyConfig, LossFunction
-from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.optim.optimizer import Optimizer
 from firstlight.planner.memory.kernels import Target
 from firstlight.planner.memory.trace import Tracer
 from firstlight.recipe import ResolvedRecipe
@@ -148,11 +148,8 @@ def allow_casts(model: nn.Module) -> None:
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
     """Mark what a program has, and the phases of its steps."""
-    optimizer, loss_sum = program.optimizer, program.loss_sum
-    own = {id(p) for p in program.model.parameters()}
-    masters = [m for m in optimizer._masters.updated.values() if id(m) not in own]
-    tracer.mark(masters, "optimizer_states")
-    accumulate, clip = optimizer.accumulate, optimizer.clip_gradients
+    loss_sum = program.loss_sum
+    program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
     def marked_loss_sum(*args: Any, **kwargs: Any) -> Tensor:
         with tracer.forward_pass():
@@ -160,18 +157,33 @@ def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
         tracer.enter_phase("backward")
         return loss
 
-    def marked_accumulate() -> None:
-        tracer.mark((p.grad for p in program.model.parameters()), "gradients")
-        accumulate()
-        tracer.mark((m.grad for m in masters), "gradients")
-
-    def marked_clip(*args: Any) -> Tensor:
-        with tracer.phase("clipping"):
-            return clip(*args)
-
     program.loss_sum = marked_loss_sum
-    optimizer.accumulate = marked_accumulate  # type: ignore[method-assign]
-    optimizer.clip_gradients = marked_clip  # type: ignore
+
+
+class _TracedOptimizer:
+    """A program's optimizer that marks gradients and master weights, and the phase "clipping"."""
+
+    def __init__(self, program: TrainingProgram, tracer: Tracer) -> None:
+        self._optimizer, self._tracer = program.optimizer, tracer
+        self._weights = list(program.model.parameters())
+        own = {id(p) for p in self._weights}
+        # Master weights are counted as states of the optimizer: they exist for its updates alone.
+        self._masters = [m for m in self._optimizer.updated.values() if id(m) not in own]
+        tracer.mark(self._masters, "optimizer_states")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def accumulate(self) -> None:
+        """See `Optimizer.accumulate`, which replaces gradients of weights by those of masters."""
+        self._tracer.mark((p.grad for p in self._weights), "gradients")
+        self._optimizer.accumulate()
+        self._tracer.mark((m.grad for m in self._masters), "gradients")
+
+    def clip_gradients(self, *args: Any) -> Tensor:
+        """See `Optimizer.clip_gradients`."""
+        with self._tracer.phase("clipping"):
+            return self._optimizer.clip_gradients(*args)
 
 
 #: As in `efficiency.memory`: smaller tensors stay where they are.
@@ -225,8 +237,8 @@ class _Offloaded:
 #: What the traced program is told that it runs on.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
-#: Kernels of attention that only GPUs have, and what they are traced as.
-_GPU_KERNELS = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn", "math": "math"}
+#: Attention kernels that only GPUs have; they are traced as torch's own choice.
+_GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 
 @dataclass(frozen=True)
@@ -251,30 +263,21 @@ class Equivalent:
 
 
 def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
-    """What to trace for a recipe on a target.
-
-    Raises:
-        ConfigError: the model or the row length is undecided.
-    """
-    if recipe.model is None or recipe.model.vocab_size == 0 or recipe.data.seq_len is None:
-        raise ConfigError(
-            "a plan needs the model's shape: give model.vocab_size and data.seq_len, or the folder "
-            "of the prepared data"
-        )
+    """What to trace for a recipe on a target."""
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None
     if target.kind == "cuda":
-        kernel = _GPU_KERNELS.get(config.attention)
-        # What is automatic on the CPU that is traced on is not what a GPU takes.
-        if kernel is not None or config.attention in ("auto", "flex"):
+        kernel = config.attention if config.attention in _GPU_KERNELS else None
+        # A CPU has none of these kernels; `CudaKernels` puts them in the place of torch's choice.
+        if config.attention in (*_GPU_KERNELS, "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
             notes.append("fp8 is planned as bf16: the scaled copies of factors are left out")
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
-        if config.compile is True:
+        if config.compile:
             notes.append("compiled code is planned as inductor makes it for CPUs")
     recipe = recipe.model_copy(update={"efficiency": config.model_copy(update=chosen)})
     recipe = _without_masks(recipe, config.attention, target)
@@ -301,7 +304,7 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
 def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
     """The same step, operator by operator: what torch.compile starts from."""
     config = recipe.efficiency
-    if config.compile is not True:
+    if not config.compile:
         return recipe
     changes = without_compile(config)
     return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
@@ -309,7 +312,7 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
     """flex attention, which documents take on a GPU, keeps no mask of its scores' size."""
-    masked = recipe.data.document_masking and attention in ("auto", "flex")
+    masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe
     data = recipe.data.model_copy(update={"document_masking": False})

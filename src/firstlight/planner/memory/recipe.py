@@ -108,9 +108,9 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     target = target or this_cpu()
     planned = equivalent(recipe, target)
     config = planned.recipe.efficiency
-    if config.compile is True and not config.compile_regional:
+    if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    recipes, join = _in_parts(planned.recipe, 0 if config.compile is True else _FULLY_TRACED)
+    recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
 
@@ -202,9 +202,9 @@ def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
-    tracer.mark((*decoder._cache.keys, *decoder._cache.values), "activations")
+    tracer.mark((*decoder.cache.keys, *decoder.cache.values), "activations")
     decoder.add([0] * prompt)
-    decoder._lengths = [longest - 1]
+    decoder.lengths = [longest - 1]
     decoder.step([0])
 
 
@@ -221,7 +221,7 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
     """For what a step compiles: the model, or the update, which torchao's optimizer compiles
     itself. A real kernel would read addresses that fake tensors do not have, and crash."""
-    compiles = recipe.efficiency.compile is True or compiles_update(recipe.optimizer)
+    compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 
@@ -248,7 +248,7 @@ def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
     """Returns the first tick of the second."""
-    if program.recipe.efficiency.compile is True:
+    if program.recipe.efficiency.compile:
         with tracer.paused():
             _compile(program, batch)
     watch_program(program, tracer)
@@ -288,7 +288,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(program.model, tracer)
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
-        if recipe.efficiency.compile is not True:
+        if not recipe.efficiency.compile:
             # What is compiled has no place to look on from.
             model.head_loss = marked_loss(model.head_loss, tracer)
         if planned.offloads:

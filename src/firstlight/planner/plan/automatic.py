@@ -279,7 +279,7 @@ def _corrected(
         trial = _try(recipe, machine, hardware, cuts[place])
     if trial is None:
         raise ConfigError("--plan auto: not even a micro-batch of one row fits: lower data.seq_len")
-    busy = cuts[place] * (recipe.data.seq_len or 1) >= BUSY_TOKENS[machine.target.kind]
+    busy = cuts[place] * recipe.data.seq_len >= BUSY_TOKENS[machine.target.kind]
     if place > 0 and cuts[place] == recipe.batch.rows and not busy:
         # Less than was predicted may leave room for more.
         share = trial.peak_bytes / max(best.training.peak_bytes, 1)

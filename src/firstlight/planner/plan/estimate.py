@@ -175,7 +175,7 @@ def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate
         engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
         part = own_part(recipe, machine.count)
-        compiles = recipe.efficiency.compile is True
+        compiles = recipe.efficiency.compile
         # Speed is worked out from what is compiled.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]

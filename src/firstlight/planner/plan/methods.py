@@ -70,7 +70,7 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
         yield "precision fp32", _with_precision(recipe, machine, "fp32")
     if config.precision == "bf16":
         yield "bf16 weights, fp32 masters", {"efficiency.precision": "bf16_params"}
-    if config.compile is not True:
+    if not config.compile:
         yield "torch.compile", {"efficiency.compile": True}
     else:
         plain = without_compile(config)
@@ -121,7 +121,7 @@ def reasons_for(
     if written.compile == "auto":
         reasons["efficiency.compile"] = (
             "fewer passes over memory, and less of it, for a minute at the start"
-            if config.compile is True
+            if config.compile
             else "does not pay here"
         )
     needed, usable = best.needed_bytes / _GIB, best.usable_bytes / _GIB
@@ -129,7 +129,7 @@ def reasons_for(
     if rows == rows_a_step(best.recipe, machine):
         why = "the whole step at once"
     else:
-        more = "more may not fit" if config.compile is True else "more do not fit"
+        more = "more may not fit" if config.compile else "more do not fit"
         why = "more gain nothing" if needed < 0.6 * usable else more
     reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
     saves = "" if first.fits else " (as it stands, the recipe does not fit)"

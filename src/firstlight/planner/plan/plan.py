@@ -129,7 +129,7 @@ class Plan:
             "machine": machine,
             "parameters": self.parameters,
             "run": run,
-            "vocab_size": None if self.recipe.model is None else self.recipe.model.vocab_size,
+            "vocab_size": self.recipe.model.vocab_size,
             "precision": self.recipe.efficiency.precision,
             "as_it_stands": self.as_it_stands.to_json(),
             "best": None if self.best is None else self.best.to_json(),

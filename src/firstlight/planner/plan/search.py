@@ -72,7 +72,7 @@ def best_estimate(
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
     found = _fastest(recipe, machine, estimator, tell, without)
-    if recipe.efficiency.compile is not True:
+    if not recipe.efficiency.compile:
         return found
     ways: list[Estimate] = []
     # First, so that of equal ones it is the one that changes nothing.
@@ -158,7 +158,7 @@ def largest_that_fits(
     (second,) = more
     slope = (second.needed_bytes - first.needed_bytes) / (cuts[-2] - cuts[-1])
     busy = BUSY_TOKENS[machine.target.kind]
-    seq_len = recipe.data.seq_len or 1
+    seq_len = recipe.data.seq_len
     for rows in cuts[:-2]:
         expected = first.needed_bytes + slope * (rows - cuts[-1])
         # Twice what keeps the device busy gains nothing.
@@ -222,7 +222,7 @@ def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
 def _is_busy(one: Estimate, machine: Machine) -> bool:
     assert one.recipe is not None
     whole = one.recipe.batch.rows == rows_a_step(one.recipe, machine)
-    tokens = one.recipe.batch.rows * (one.recipe.data.seq_len or 1)
+    tokens = one.recipe.batch.rows * one.recipe.data.seq_len
     return whole or tokens >= BUSY_TOKENS[machine.target.kind]
 
 
@@ -262,7 +262,7 @@ def nearest_estimates(
         candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
     found = _told(estimator.estimate_all(candidates), tell)
     fitting = [one for one in found if one.fits]
-    if fitting or recipe.efficiency.compile is not True:
+    if fitting or not recipe.efficiency.compile:
         return fitting
     compiled = [
         dataclasses.replace(candidate, compiles=True)

@@ -43,7 +43,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
         precision=recipe.efficiency.precision,
-        compiled=recipe.efficiency.compile is True,
+        compiled=recipe.efficiency.compile,
         cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
         exchange=exchange,
     )
