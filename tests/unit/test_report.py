@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
-from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report, smooth
+from firstlight.report.records import smooth
+from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
 from firstlight.training.metrics import METRICS_NAME, SAMPLES_NAME
 
 

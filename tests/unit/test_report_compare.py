@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from report_runs import HOSTILE, Page, record, validation, write_run
 
 from firstlight.cli.report import report_command
+from firstlight.console import visible
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, InputError
 from firstlight.report.compare import (
     compare,
@@ -22,9 +23,8 @@ from firstlight.report.compare import (
     number_table,
     recipe_differences,
 )
-from firstlight.report.files import write_report
-from firstlight.report.run import read_run
-from firstlight.report.text import visible
+from firstlight.report.records import read_run
+from firstlight.report.report import write_report
 
 
 def run(folder: Path, loss: float = 4.0, steps: int = 10, **more: Any) -> Path:

@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import HOSTILE, Page, record, validation, write_lines, write_run
 
+from firstlight.console import visible
 from firstlight.errors import CheckpointError
-from firstlight.report.html import chosen_samples, run_page
+from firstlight.report.compare import final_numbers
+from firstlight.report.html import run_page
+from firstlight.report.page import chosen_samples
+from firstlight.report.records import read_run
 from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
-from firstlight.report.run import final_numbers, read_run
-from firstlight.report.text import visible
 from firstlight.training.loop import train
 
 _START = {

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight.console import compact, rounded
 from firstlight.errors import CheckpointError
-from firstlight.report.axes import (
+from firstlight.report.charts import (
     Scale,
-    compact,
     linear_range,
     linear_ticks,
     log_range,
     log_ticks,
-    rounded,
 )
-from firstlight.report.series import Series, read_metrics, smoothed, thin
+from firstlight.report.records import Series, read_metrics, smoothed, thin
 
 _FINITE = st.floats(-1e300, 1e300)
 

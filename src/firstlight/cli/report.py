@@ -10,7 +10,7 @@ import click
 from firstlight.cli.output import say_findings, show_rows, show_table, with_json
 
 if TYPE_CHECKING:
-    from firstlight.report.files import WrittenReport
+    from firstlight.report.report import WrittenReport
 
 
 @click.command("report")
@@ -29,7 +29,7 @@ def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> d
     RUN is a run folder; the run may still be going on, or have been killed. The page is one file
     that loads nothing from elsewhere.
     """
-    from firstlight.report import files as report_files
+    from firstlight.report import report as report_files
 
     report = report_files.write_report([run.expanduser() for run in runs], out)
     result = report_files.as_json(report)

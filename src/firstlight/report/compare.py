@@ -3,26 +3,24 @@ the last samples."""
 
 from __future__ import annotations
 
-import textwrap
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
+from firstlight.console import loss_text, own_version, plain, rounded
 from firstlight.errors import ConfigError
-from firstlight.report.axes import rounded
-from firstlight.report.html import chosen_samples, duration, memory_unit
-from firstlight.report.page import legend, page, plots
-from firstlight.report.report import NOTE_INCHES, draw_title, png, shown
-from firstlight.report.run import RunRecord, final_numbers, is_accuracy
-from firstlight.report.series import Axis, Series, smoothed, thin
-from firstlight.report.svg import Chart, Line
-from firstlight.report.text import loss_text, own_version, plain
+from firstlight.report.charts import Chart, Line
+from firstlight.report.page import chosen_samples, duration, legend, memory_unit, page, plots
+from firstlight.report.records import Axis, Metrics, RunRecord, Series, smoothed
 from firstlight.training.findings import Finding, findings_of
 
-_AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
+AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
 _BUCKETS = 350
 #: Where they are kept, and nothing of what they are.
 _NOT_COMPARED = {"run.dir"}
@@ -131,10 +129,10 @@ def comparison_page(found: Comparison) -> str:
             "labels": [
                 (label, f"key {line.style}")
                 for label, line in zip(
-                    found.labels, _lines(found, "train/loss", "step"), strict=True
+                    found.labels, compared_lines(found, "train/loss", "step"), strict=True
                 )
             ],
-            "axes": list(_AXES.items()),
+            "axes": list(AXES.items()),
             "figures": figures,
             "numbers": _number_rows(found),
             "differences": [
@@ -172,7 +170,7 @@ def has_different_tokenizers(found: Comparison) -> bool:
     return len({kind for kind in kinds if isinstance(kind, str)}) > 1
 
 
-def _lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
+def compared_lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
     lines = []
     for number, (label, run) in enumerate(_named(found)):
         series = run.metrics.series(key, axis)
@@ -184,7 +182,7 @@ def _lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
     return lines
 
 
-_CHARTS = (
+CHARTS = (
     ("train/loss", "Training loss", "smoothed, nats a token"),
     ("val/loss", "Validation loss", "nats a token"),
     ("train_eval/loss", "Loss on the same training rows", "nats a token"),
@@ -202,23 +200,23 @@ class _Figure:
 
 def _figures(found: Comparison) -> list[_Figure]:
     figures = []
-    keys = [row for row in _CHARTS if any(row[0] in r.metrics.columns for r in found.runs)]
-    for key, title, unit in keys or _CHARTS[:1]:
+    keys = [row for row in CHARTS if any(row[0] in r.metrics.columns for r in found.runs)]
+    for key, title, unit in keys or CHARTS[:1]:
         wide = len(keys) % 2 == 1 and key == "train/loss"
         charts = [
             Chart(
                 title,
                 unit,
-                _lines(found, key, axis),
+                compared_lines(found, key, axis),
                 name,
                 width=1060 if wide else 520,
                 height=340 if wide else 280,
             )
-            for axis, name in _AXES.items()
+            for axis, name in AXES.items()
         ]
         drawn = [
             (axis, plots(chart, _BUCKETS, both=True))
-            for axis, chart in zip(_AXES, charts, strict=True)
+            for axis, chart in zip(AXES, charts, strict=True)
         ]
         figures.append(_Figure(charts[0], legend(charts[0]), drawn, wide))
     return figures
@@ -301,36 +299,87 @@ def _number_rows(found: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
     ]
 
 
-# The picture
+_ACCURACY = re.compile(r"(.+)/(acc|acc_norm)")
 
 
-def comparison_picture(found: Comparison) -> bytes:
-    """The losses of several runs as a PNG: by steps, tokens and hours."""
-    from matplotlib.figure import Figure
+def is_accuracy(key: str) -> bool:
+    """Whether a key is NAME/acc or NAME/acc_norm."""
+    return _ACCURACY.fullmatch(key) is not None
 
-    notes = [shown(line) for text in warnings_of(found) for line in textwrap.wrap(text, 170)]
-    figure = Figure(figsize=(15, 8 + NOTE_INCHES * len(notes)), layout="constrained")
-    grid: Any = figure.subplots(2, len(_AXES))
-    for row, (key, title, _) in enumerate(_CHARTS[:2]):
-        for column, (axis, name) in enumerate(_AXES.items()):
-            axes, lines = grid[row][column], _lines(found, key, axis)
-            for line in lines:
-                curve = thin(line.series, _BUCKETS)
-                marker = "o" if line.dotted else None
-                colour = f"C{line.colour % 10}"
-                axes.plot(
-                    curve.x,
-                    curve.y,
-                    color=colour,
-                    marker=marker,
-                    markersize=3,
-                    label=shown(line.name),
-                )
-            axes.set(xlabel=name, ylabel=f"{title.lower()} (nats a token)")
-            axes.locator_params(axis="x", nbins=6)
-            if Chart(title, "", lines).needs_log:
-                axes.set_yscale("log")
-            axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize="small")
-    draw_title(figure, "firstlight · runs side by side", notes)
-    return png(figure)
+
+def accuracies(metrics: Metrics) -> list[str]:
+    """The keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
+    return sorted(key for key in metrics.columns if is_accuracy(key))
+
+
+def final_numbers(run: RunRecord) -> dict[str, Any]:
+    """What a run came to, as JSON values; None where it is not known.
+
+    Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
+    `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
+    `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second`,
+    `learned_tokens_per_second`, `samples_per_second` and `mfu`: medians;
+    `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
+    `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
+    where there are any.
+    """
+    metrics = run.metrics
+    bits = metrics.values("bits_per_byte")
+    validation = metrics.series("val/loss")
+    best = int(validation.y.argmin()) if len(validation) else None
+    hours = metrics.hours
+    last = {key: metrics.last(key) for key in _LAST}
+    return {
+        "run_folder": str(run.folder),
+        "step": run.last_step,
+        "max_steps": run.max_steps,
+        **{k: int(v) if k in _WHOLE and v is not None else v for k, v in last.items()},
+        "best_val/loss": None if best is None else float(validation.y[best]),
+        "best_val/loss_step": None if best is None else int(validation.x[best]),
+        "best_bits_per_byte": float(bits.min()) if len(bits) else None,
+        "gzip_bits_per_byte": _positive(run.start.get("gzip_bits_per_byte")),
+        **{key: _median(metrics.values(key)) for key in _RATES},
+        "mfu": _median(metrics.values("mfu")),
+        "memory_bytes": _peak(metrics.values("memory_bytes")),
+        "hours": float(hours[-1]) if len(hours) else None,
+        "parameters": _positive(run.start.get("parameters")),
+        "rollbacks": sum(event["event"] == "rollback" for event in run.events),
+        "resumed": sum(start["step"] > 0 for start in run.starts),
+        **{
+            key: metrics.last(key)
+            for name in (*accuracies(metrics), "train_eval/loss")
+            for key in (name, f"{name}_stderr")
+            if key in metrics.columns
+        },
+    }
+
+
+_RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
+
+
+_LAST = (
+    "tokens_seen",
+    "epoch",
+    "train/loss",
+    "val/loss",
+    "perplexity",
+    "bits_per_byte",
+    "skipped_steps",
+)
+
+
+_WHOLE = {"tokens_seen", "skipped_steps"}
+
+
+def _median(values: Any) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _peak(values: Any) -> int | None:
+    return int(values.max()) if len(values) else None
+
+
+def _positive(value: object) -> Any:
+    """A number above 0 as it is; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]

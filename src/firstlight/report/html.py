@@ -6,25 +6,30 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from firstlight.report.axes import rounded
-from firstlight.report.page import legend, page, plots
-from firstlight.report.run import RunRecord, accuracies, final_numbers
-from firstlight.report.series import Metrics, Series, smoothed
-from firstlight.report.svg import COLOURS, Chart, Line, Mark
-from firstlight.report.text import loss_text, own_version, plain, visible
+from firstlight.console import loss_text, own_version, plain, rounded
+from firstlight.report.charts import COLOURS, Chart, Line, Mark
+from firstlight.report.compare import accuracies, final_numbers
+from firstlight.report.page import (
+    chosen_samples,
+    duration,
+    legend,
+    loss_unit,
+    memory_unit,
+    page,
+    plots,
+    shortened,
+)
+from firstlight.report.records import Metrics, RunRecord, Series, smoothed
 from firstlight.training.findings import Finding, findings_of
 from firstlight.training.metrics import MOSTLY_LEARNED
 
 #: Of thinned curves; a wide chart has so many pixels.
 _BUCKETS = 700
-#: Characters of samples on a page, escaped; and of one text.
-_MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 _MAX_EVENTS = 500
 
 #: Keys with a chart or a place of their own, or that say what another says.
@@ -188,27 +193,6 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
     return f"{', '.join(found)}; medians" if found else ""
 
 
-def duration(hours: float) -> tuple[str, str]:
-    """(figure, unit) of a time: ("12.3", "min")."""
-    for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
-        if hours >= length or unit == "s":
-            return (
-                f"{hours / length:,.3g}" if hours < 100 * length else f"{hours / length:,.0f}",
-                unit,
-            )
-    raise AssertionError("unreachable")
-
-
-def memory_unit(most: float) -> tuple[int, str]:
-    """(bytes, name) of the unit to write `most` bytes in."""
-    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
-
-
-def loss_unit(run: RunRecord) -> str:
-    """What the loss counts: of preference pairs there is one loss a pair."""
-    return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"
-
-
 def loss_lines(metrics: Metrics) -> list[Line]:
     """The raw and the smoothed training loss, the validation loss and that on the same rows of the
     training split."""
@@ -311,36 +295,6 @@ def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
     return rows
 
 
-def chosen_samples(
-    samples: Sequence[Mapping[str, Any]],
-) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
-    """([(step, [(prompt, text)])], note): all samples, the newest first. Of more than a page can
-    hold, the last step's, the first's and evenly many between."""
-    steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
-    steps.reverse()
-    sizes = [sum(_size(line) for line in lines) for _, lines in steps]
-    count, chosen = len(steps), list(range(len(steps)))
-    while len(chosen) > 1 and sum(sizes[i] for i in chosen) > _MAX_SAMPLES:
-        count = max(1, min(count // 2, len(chosen) - 1))
-        chosen = sorted({round(i * (len(steps) - 1) / max(count - 1, 1)) for i in range(count)})
-    shown = [
-        (f"{steps[i][0]:,}", [(_cut(s["prompt"]), _cut(s["text"])) for s in steps[i][1]])
-        for i in chosen
-    ]
-    note = "" if len(chosen) == len(steps) else f"{len(chosen)} of {len(steps)} evaluations"
-    return shown, note
-
-
-def _size(line: Mapping[str, Any]) -> int:
-    """Bytes that a sample may take on the page."""
-    texts = (_cut(line["prompt"]), _cut(line["text"]))
-    return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
-
-
 def kind_of(event: Mapping[str, Any]) -> str:
     """The class that an event has on a page."""
     known = {
@@ -370,7 +324,7 @@ def happening(event: Mapping[str, Any]) -> str:
 def _events(run: RunRecord) -> tuple[list[tuple[str, str, str, str]], str]:
     found = run.what_happened
     rows = [
-        (f"{event['step']:,}", kind_of(event), event["event"], _cut(happening(event)))
+        (f"{event['step']:,}", kind_of(event), event["event"], shortened(happening(event)))
         for event in found[-_MAX_EVENTS:]
     ]
     return rows, f"the last {len(rows)} of {len(found)}" if len(rows) < len(found) else ""

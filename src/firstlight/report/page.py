@@ -9,17 +9,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from firstlight.report.svg import Chart, data_of, svg, thinned
-from firstlight.report.text import visible
+from firstlight.console import visible
+from firstlight.report.charts import Chart, data_of, svg, thinned
+from firstlight.report.records import RunRecord
 
 #: By which a page of ours is told from other files.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
@@ -126,3 +128,58 @@ def legend(chart: Chart) -> list[tuple[str, str]]:
         *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
         *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
     ]
+
+
+#: Characters of samples on a page, escaped; and of one text.
+_MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
+
+
+def chosen_samples(
+    samples: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
+    """([(step, [(prompt, text)])], note): all samples, the newest first. Of more than a page can
+    hold, the last step's, the first's and evenly many between."""
+    steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
+    steps.reverse()
+    sizes = [sum(_size(line) for line in lines) for _, lines in steps]
+    count, chosen = len(steps), list(range(len(steps)))
+    while len(chosen) > 1 and sum(sizes[i] for i in chosen) > _MAX_SAMPLES:
+        count = max(1, min(count // 2, len(chosen) - 1))
+        chosen = sorted({round(i * (len(steps) - 1) / max(count - 1, 1)) for i in range(count)})
+    shown = [
+        (f"{steps[i][0]:,}", [(shortened(s["prompt"]), shortened(s["text"])) for s in steps[i][1]])
+        for i in chosen
+    ]
+    note = "" if len(chosen) == len(steps) else f"{len(chosen)} of {len(steps)} evaluations"
+    return shown, note
+
+
+def _size(line: Mapping[str, Any]) -> int:
+    """Bytes that a sample may take on the page."""
+    texts = (shortened(line["prompt"]), shortened(line["text"]))
+    return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
+
+
+def duration(hours: float) -> tuple[str, str]:
+    """(figure, unit) of a time: ("12.3", "min")."""
+    for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
+        if hours >= length or unit == "s":
+            return (
+                f"{hours / length:,.3g}" if hours < 100 * length else f"{hours / length:,.0f}",
+                unit,
+            )
+    raise AssertionError("unreachable")
+
+
+def memory_unit(most: float) -> tuple[int, str]:
+    """(bytes, name) of the unit to write `most` bytes in."""
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+
+
+def loss_unit(run: RunRecord) -> str:
+    """What the loss counts: of preference pairs there is one loss a pair."""
+    return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"

@@ -8,37 +8,43 @@ import textwrap
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
-from firstlight.report.html import loss_unit, run_page
-from firstlight.report.run import RunRecord, read_run
-from firstlight.report.series import Metrics, Series, smooth, smoothed, thin
-from firstlight.report.svg import Chart, Line
+from firstlight.report.charts import Chart, Line
+from firstlight.report.compare import (
+    AXES,
+    CHARTS,
+    Comparison,
+    compare,
+    compared_lines,
+    comparison_page,
+    warnings_of,
+)
+from firstlight.report.html import run_page
+from firstlight.report.page import is_page, loss_unit
+from firstlight.report.records import (
+    Metrics,
+    RunRecord,
+    Series,
+    read_run,
+    require_run,
+    smoothed,
+    thin,
+)
 from firstlight.training.findings import findings_of
-
-__all__ = [
-    "HTML_NAME",
-    "NOTE_INCHES",
-    "PICTURE_ORIGIN",
-    "REPORT_NAME",
-    "draw_report",
-    "draw_title",
-    "picture_of",
-    "png",
-    "shown",
-    "smooth",
-    "write_run",
-]
 
 REPORT_NAME = "report.png"
 HTML_NAME = "report.html"
 _MIB = 2**20
-#: Of a curve in a picture, which is narrower than that in pixels.
-_BUCKETS = 1000
+#: Buckets of a thinned curve, see `thin`: more than its pixels, in a run's and in a comparison's
+#: picture.
+_BUCKETS, _BUCKETS_OF_SEVERAL = 1000, 350
 #: Of the picture: a chart of the right column, a title, a line of a sample and of a warning.
 _CHART_INCHES, _TITLE_INCHES, _LINE_INCHES, NOTE_INCHES = 2.8, 0.4, 0.14, 0.19
 _WARNING = "#b3261e"
@@ -236,3 +242,128 @@ def shown(text: str) -> str:
     would start."""
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return printable.replace("$", r"\$")
+
+
+#: Where the comparison of several runs is written.
+COMPARISON_NAME = "comparison.html"
+_HEAD_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """What was written, and what it shows.
+
+    Attributes:
+        page, picture: the HTML and the PNG file.
+        comparison: of one run or more.
+    """
+
+    page: Path
+    picture: Path
+    comparison: Comparison
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
+    """Write the report of a run, or of several side by side. The runs may still be going on.
+
+    Args:
+        folders: run folders, at least one.
+        out: the page's file; the picture gets its name with .png. None: report.html in the run
+            folder, and for several runs comparison.html in the current folder.
+
+    Raises:
+        InputError: a folder is missing or no run's, or `out` is a file that is no report.
+        CheckpointError: a run's file is damaged.
+        ConfigError: a folder is named twice, or `out` is no name of a page.
+        StorageError: the disk refuses.
+    """
+    for folder in folders:
+        require_run(folder)
+    if out is None and len(folders) > 1:
+        out = Path(COMPARISON_NAME)
+    if out is not None:
+        _require_replaceable(out)
+    found = compare([read_run(folder) for folder in folders])
+    if len(folders) == 1:
+        html = folders[0] / HTML_NAME if out is None else out
+        picture = folders[0] / REPORT_NAME if out is None else out.with_suffix(".png")
+        write_run(found.runs[0], html, picture)
+        return WrittenReport(html, picture, found)
+    assert out is not None
+    write_file(out.with_suffix(".png"), comparison_picture(found))
+    write_file(out, comparison_page(found))
+    return WrittenReport(out, out.with_suffix(".png"), found)
+
+
+def _require_replaceable(out: Path) -> None:
+    """Refuse a name that is no page's, or under which something else is."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"--out {out} must end in .html: the picture gets the same name with .png"
+        )
+    for path, is_ours in ((out, is_page), (out.with_suffix(".png"), _is_picture)):
+        if (path.exists() or path.is_symlink()) and not (path.is_file() and is_ours(path)):
+            raise InputError(
+                f"{path} exists already, is no report, and is not overwritten: name another --out"
+            )
+
+
+def _is_picture(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return head.startswith(b"\x89PNG") and PICTURE_ORIGIN.encode() in head
+
+
+def as_json(report: WrittenReport) -> dict[str, Any]:
+    """A report as JSON values: its files, each run's label, `final_numbers` and findings, and the
+    recipe keys that differ, with each run's value (null also where a recipe lacks the key)."""
+    found = report.comparison
+    named = zip(found.labels, found.numbers, found.findings, strict=True)
+    return {
+        "report": str(report.page),
+        "picture": str(report.picture),
+        "runs": [
+            {"label": label, **numbers, "findings": [one.as_json() for one in findings]}
+            for label, numbers, findings in named
+        ],
+        "differences": {
+            key: [value if _is_json(value) else None for value in values]
+            for key, values in found.differences.items()
+        },
+    }
+
+
+def _is_json(value: object) -> bool:
+    return isinstance(value, str | int | float | bool | list | dict)
+
+
+def comparison_picture(found: Comparison) -> bytes:
+    """The losses of several runs as a PNG: by steps, tokens and hours."""
+    from matplotlib.figure import Figure
+
+    notes = [shown(line) for text in warnings_of(found) for line in textwrap.wrap(text, 170)]
+    figure = Figure(figsize=(15, 8 + NOTE_INCHES * len(notes)), layout="constrained")
+    grid: Any = figure.subplots(2, len(AXES))
+    for row, (key, title, _) in enumerate(CHARTS[:2]):
+        for column, (axis, name) in enumerate(AXES.items()):
+            axes, lines = grid[row][column], compared_lines(found, key, axis)
+            for line in lines:
+                curve = thin(line.series, _BUCKETS_OF_SEVERAL)
+                marker = "o" if line.dotted else None
+                colour = f"C{line.colour % 10}"
+                axes.plot(
+                    curve.x,
+                    curve.y,
+                    color=colour,
+                    marker=marker,
+                    markersize=3,
+                    label=shown(line.name),
+                )
+            axes.set(xlabel=name, ylabel=f"{title.lower()} (nats a token)")
+            axes.locator_params(axis="x", nbins=6)
+            if Chart(title, "", lines).needs_log:
+                axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+    grid[0][0].legend(fontsize="small")
+    draw_title(figure, "firstlight · runs side by side", notes)
+    return png(figure)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from firstlight.console import own_version
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, TokenizerError
 from firstlight.generation.chat import turn_end_ids
 from firstlight.generation.config import SamplingConfig
@@ -18,7 +19,6 @@ from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.models import Model
-from firstlight.report.text import own_version
 from firstlight.serving.errors import RequestError, unsupported_schema
 from firstlight.serving.request import (
     ChatRequest,

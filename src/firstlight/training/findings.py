@@ -16,10 +16,9 @@ import numpy as np
 
 from firstlight.checkpoint.history import best_saved
 from firstlight.checkpoint.manifest import Saved
+from firstlight.console import loss_text
 from firstlight.errors import CheckpointError
-from firstlight.report.run import RunRecord
-from firstlight.report.series import Floats, Series
-from firstlight.report.text import loss_text
+from firstlight.report.records import Floats, RunRecord, Series
 from firstlight.training.guard import DIVERGED
 
 #: The validation loss has risen where it is above its lowest by more than this share of it, and by

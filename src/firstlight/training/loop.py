@@ -19,8 +19,8 @@ from firstlight.optim.table import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
+from firstlight.report.records import read_run
 from firstlight.report.report import draw_report
-from firstlight.report.run import read_run
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import Comparison, Forecaster
 from firstlight.training.guard import DivergedError

@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar, say
-from firstlight.report.axes import rounded
+from firstlight.console import progress_bar, rounded, say
 from firstlight.training.metrics import MOSTLY_LEARNED
 
 _SECONDS_BETWEEN_LINES = 15.0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
 from firstlight.checkpoint.selection import resolve_model_folder
-from firstlight.console import say
+from firstlight.console import own_version, say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
 from firstlight.files.atomic import write_file
@@ -42,7 +42,6 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, resolve, sequence_length
-from firstlight.report.text import own_version
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
