@@ -30,7 +30,7 @@ from firstlight.planner.plan.processes import RunForecaster
 from firstlight.planner.speed.calibration import Calibration
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial
-from firstlight.training.forecast import FORECAST_NAME, Comparison, Forecast
+from firstlight.training.forecast import FORECAST_NAME, Forecast, ForecastComparison
 
 _CPU = find_hardware("cpu")
 _MODEL: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_every_precision_has_a_forecast(precision: str) -> None:
 
 
 def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
-    comparison = Comparison(_CPU)
+    comparison = ForecastComparison(_CPU)
     assert comparison.write(tmp_path) is None
     assert not (tmp_path / FORECAST_NAME).exists()
     for rate in (1.0, 2.0, 50.0, None, 70.0, 60.0):
@@ -184,9 +184,9 @@ def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
 
 
 def test_every_rate_is_compared_with_its_own(tmp_path: Path) -> None:
-    comparison = Comparison(_CPU)
+    comparison = ForecastComparison(_CPU)
     comparison.forecast = Forecast(2**30, "loss", {}, (80.0, 100.0, 120.0))
-    comparison.learned_share, comparison.seq_len = 0.25, 50
+    comparison.label_share, comparison.seq_len = 0.25, 50
     for _ in range(3):
         comparison.add(
             {

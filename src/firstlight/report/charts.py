@@ -1,4 +1,5 @@
-"""Axes of a chart: ranges, where ticks stand, and what numbers are written as."""
+"""Charts of the pages: axes with ranges and ticks, drawn as SVG markup of our own, without a style
+or a script in it. The pictures (PNG) are matplotlib's."""
 
 from __future__ import annotations
 
@@ -126,10 +127,10 @@ class Line:
     """A curve of a chart.
 
     Attributes:
-        name: for the legend and the read-out.
-        series: its points.
+        name: the curve's name in the legend and the read-out.
+        series: points of the curve.
         colour: number of it, from 0.
-        faint: in the background, without a place in the legend.
+        faint: True draws it in the background, without a place in the legend.
         errors: (N,), half the length of each point's error bar; without, there are none.
     """
 
@@ -162,13 +163,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn.
+    """A chart with its curves.
 
     Attributes:
-        title: what it shows.
-        unit: of the y axis; "" where the title says it.
-        lines: in the order they are drawn.
-        x_name: of the x axis.
+        title: the quantity that the chart shows.
+        unit: unit of the y axis; "" where the title has it.
+        lines: the curves, in the order they are drawn.
+        x_name: name of the x axis.
         width, height: in pixels, before a page stretches it.
         zero: a linear y axis begins at 0.
         marks: vertical lines.

@@ -27,16 +27,16 @@ _NOT_COMPARED = {"run.dir"}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Runs to be laid side by side.
 
     Attributes:
-        runs: in the order that they were named.
-        labels: what each is called; no two are alike.
+        runs: the runs in the order that they were named.
+        labels: a name for each run; no two are alike.
         numbers: `final_numbers` of each.
-        findings: what went wrong in each.
+        findings: the faults of each run.
         smoothed: each run's training loss by step.
-        differences: of each recipe key that is not the same in all, the values; "section.key".
+        differences: the runs' values of each recipe key ("section.key") that differs between them.
     """
 
     runs: Sequence[RunRecord]
@@ -57,7 +57,7 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def compare(runs: Sequence[RunRecord]) -> Comparison:
+def compare(runs: Sequence[RunRecord]) -> RunComparison:
     """Lay runs side by side.
 
     Raises:
@@ -67,7 +67,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     differences = recipe_differences([run.recipe for run in runs])
     curves = [smoothed(run.metrics.series("train/loss")) for run in runs]
     numbers, findings = [final_numbers(r) for r in runs], [findings_of(r) for r in runs]
-    return Comparison(runs, labels, numbers, findings, curves, differences)
+    return RunComparison(runs, labels, numbers, findings, curves, differences)
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
@@ -117,7 +117,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # The page
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(found: RunComparison) -> str:
     """The page of several runs."""
     figures = _figures(found)
     return page(
@@ -146,7 +146,7 @@ def comparison_page(found: Comparison) -> str:
     )
 
 
-def warnings_of(found: Comparison) -> list[str]:
+def warnings_of(found: RunComparison) -> list[str]:
     """What the page and the picture warn of: figures that can't be compared, and what went wrong in
     each run."""
     tokenizers = (
@@ -160,17 +160,17 @@ def warnings_of(found: Comparison) -> list[str]:
     ]
 
 
-def _named(found: Comparison) -> list[tuple[str, RunRecord]]:
+def _named(found: RunComparison) -> list[tuple[str, RunRecord]]:
     return list(zip(found.labels, found.runs, strict=True))
 
 
-def has_different_tokenizers(found: Comparison) -> bool:
+def has_different_tokenizers(found: RunComparison) -> bool:
     """Whether two of the runs are known to have different ones."""
     kinds = (run.start.get("tokenizer_sha256") for run in found.runs)
     return len({kind for kind in kinds if isinstance(kind, str)}) > 1
 
 
-def compared_lines(found: Comparison, key: str, axis: Axis) -> list[Line]:
+def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
     lines = []
     for number, (label, run) in enumerate(_named(found)):
         series = run.metrics.series(key, axis)
@@ -198,7 +198,7 @@ class _Figure:
     wide: bool
 
 
-def _figures(found: Comparison) -> list[_Figure]:
+def _figures(found: RunComparison) -> list[_Figure]:
     figures = []
     keys = [row for row in CHARTS if any(row[0] in r.metrics.columns for r in found.runs)]
     for key, title, unit in keys or CHARTS[:1]:
@@ -269,7 +269,7 @@ _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
-def number_table(found: Comparison) -> list[tuple[str, list[str], set[int]]]:
+def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
     """(name, each run's figure, which of these are the best) of what any run has."""
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
@@ -292,7 +292,7 @@ def number_table(found: Comparison) -> list[tuple[str, list[str], set[int]]]:
     return table
 
 
-def _number_rows(found: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
+def _number_rows(found: RunComparison) -> list[tuple[str, list[tuple[str, bool]]]]:
     return [
         (name, [(text, number in best) for number, text in enumerate(texts)])
         for name, texts, best in number_table(found)
@@ -313,7 +313,7 @@ def accuracies(metrics: Metrics) -> list[str]:
 
 
 def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """What a run came to, as JSON values; None where it is not known.
+    """The final numbers of a run, as JSON values; None where one is not known.
 
     Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
     `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,

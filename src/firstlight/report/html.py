@@ -145,7 +145,7 @@ def _when(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Card:
+class KeyFigure:
     """A figure in large type, with what it is and what to compare it with."""
 
     name: str
@@ -154,30 +154,30 @@ class Card:
     note: str = ""
 
 
-def _cards(numbers: Mapping[str, Any]) -> list[Card]:
+def _cards(numbers: Mapping[str, Any]) -> list[KeyFigure]:
     cards = []
     if numbers["val/loss"] is not None:
         best = (
             f"best {loss_text(numbers['best_val/loss'])} at step {numbers['best_val/loss_step']:,}"
         )
-        cards.append(Card("validation loss", loss_text(numbers["val/loss"]), "nats", best))
+        cards.append(KeyFigure("validation loss", loss_text(numbers["val/loss"]), "nats", best))
     elif numbers["train/loss"] is not None:
-        cards.append(Card("training loss", loss_text(numbers["train/loss"]), "nats"))
+        cards.append(KeyFigure("training loss", loss_text(numbers["train/loss"]), "nats"))
     if numbers["bits_per_byte"] is not None:
         gzip = numbers["gzip_bits_per_byte"]
         note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
-        cards.append(Card("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
+        cards.append(KeyFigure("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
     if numbers["tokens_seen"] is not None:
         epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
-        cards.append(Card("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
+        cards.append(KeyFigure("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
     if numbers["tokens_per_second"] is not None:
         rate = rounded(numbers["tokens_per_second"])
-        cards.append(Card("throughput", rate, "tokens/s", _beside_throughput(numbers)))
+        cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
     if numbers["memory_bytes"] is not None:
         size, unit = memory_unit(numbers["memory_bytes"])
-        cards.append(Card("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
+        cards.append(KeyFigure("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
     if numbers["hours"]:
-        cards.append(Card("training time", *duration(numbers["hours"]), "steps and saves"))
+        cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards
 
 

@@ -1,4 +1,4 @@
-"""What all HTML reports share: one self-contained file, texts from a run made harmless, charts.
+"""The page of every HTML report: one self-contained file, texts from a run made harmless, charts.
 
 A page loads nothing and runs nothing but its own inline script, which its Content-Security-Policy
 names by hash; without JavaScript only the read-out under the pointer is missing.
@@ -103,7 +103,7 @@ def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
 
     Args:
         buckets: see `thin`.
-        both: with a linear and with a logarithmic axis, of which the page's switch shows one.
+        both: draw a linear and a logarithmic axis, of which the page's switch shows one.
     """
     chart = thinned(chart, buckets)
     sizes = [chart]

@@ -1,4 +1,5 @@
-"""The columns of metrics.jsonl as arrays, and their thinning to what a picture can show."""
+"""A run folder, read for its report at any moment of the run: the columns of metrics.jsonl as
+arrays, their thinning to what a picture can show, and the other files."""
 
 from __future__ import annotations
 
@@ -56,11 +57,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What metrics.jsonl holds, by column.
+    """The numbers of metrics.jsonl, by column.
 
     Attributes:
-        steps: (N,), of the lines, rising.
-        columns: for each key with numbers, the lines (numbers from 0) that have one, and these.
+        steps: step of each line, rising, `[N]`.
+        columns: two arrays for each key: the line numbers (from 0) with a number, and the numbers.
             What is no finite number (null, true, a text) is left out.
     """
 
@@ -245,14 +246,14 @@ _MAX_STEP = 2**53
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run.
+    """The files of a run folder, read.
 
     Attributes:
         folder: the run folder.
-        metrics: of its steps.
+        metrics: metrics of its steps.
         samples: the lines of samples.jsonl.
-        events: those of events.jsonl.
-        starts: those of starts.jsonl.
+        events: the lines of events.jsonl.
+        starts: the lines of starts.jsonl.
         recipe: the resolved recipe; empty where there is none.
         recipe_text: its file; "" where there is none.
     """

@@ -1,4 +1,4 @@
-"""report.png and report.html: what a run did, at a glance and in full."""
+"""The report of a run, or of several side by side: pages, and pictures (PNG) by matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from firstlight.report.charts import Chart, Line
 from firstlight.report.compare import (
     AXES,
     CHARTS,
-    Comparison,
+    RunComparison,
     compare,
     compared_lines,
     comparison_page,
@@ -60,7 +60,7 @@ def draw_report(run_folder: Path) -> Path:
     """Draw a run, finished or not, into its report.png and report.html; return the former's path.
 
     Args:
-        run_folder: where `train` wrote metrics.jsonl.
+        run_folder: the folder that `train` wrote metrics.jsonl into.
 
     Raises:
         StorageError: a file can't be written.
@@ -251,16 +251,16 @@ _HEAD_BYTES = 1000
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """What was written, and what it shows.
+    """A report that was written.
 
     Attributes:
         page, picture: the HTML and the PNG file.
-        comparison: of one run or more.
+        comparison: the runs that it shows, one or more.
     """
 
     page: Path
     picture: Path
-    comparison: Comparison
+    comparison: RunComparison
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
@@ -337,7 +337,7 @@ def _is_json(value: object) -> bool:
     return isinstance(value, str | int | float | bool | list | dict)
 
 
-def comparison_picture(found: Comparison) -> bytes:
+def comparison_picture(found: RunComparison) -> bytes:
     """The losses of several runs as a PNG: by steps, tokens and hours."""
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""The data of a run: one prepared corpus or a mix of several, here or behind a URL; or files of
-conversations."""
+"""The data of a run: one prepared corpus or a mix of several, in a folder or behind a URL; or files
+of conversations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_splits(
 
     Args:
         tell: called with each message for people.
-        tokenizer: gives the folder of the one for `files` where the section names none.
+        tokenizer: finds the folder of the tokenizer for `files` where the section names none.
         progress: show a progress bar while something is fetched or prepared.
 
     Raises:

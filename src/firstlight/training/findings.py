@@ -42,7 +42,7 @@ class Finding:
         kind: "diverged" or "overfitting".
         since_step: the step since when it is so.
         text: the finding as one sentence without a full stop.
-        advice: what helps, as one sentence without a full stop.
+        advice: the remedy, as one sentence without a full stop.
         figures: the numbers that the sentence names, as JSON values.
     """
 

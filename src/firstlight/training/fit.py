@@ -52,10 +52,10 @@ def largest_micro_batch(
     evenly, at most half as many, and so on: the batch of a step stays as it is.
 
     Args:
-        recipe: with its model and row length, and batch.global_batch_tokens.
-        hardware: to run on.
-        tell: called with what was found.
-        processes: that share each step; tried is the part of one, on its own.
+        recipe: a recipe with model, row length and batch.global_batch_tokens.
+        hardware: the device to run on.
+        tell: called with a message about the result.
+        processes: number of processes that share each step; the trial is one's part, on its own.
 
     Raises:
         ConfigError: the step can't be shared evenly; not even one row fits, or the recipe's
@@ -69,7 +69,7 @@ def largest_micro_batch(
             f"batch.global_batch_tokens is {whole} rows, which {processes} processes can't share "
             "evenly: change it"
         )
-    # Processes have no part in what is tried, and each step is its own.
+    # The trial runs in one process with that process's share of the batch.
     tokens = total * recipe.data.seq_len
     recipe = recipe.model_copy(
         update={
@@ -104,11 +104,11 @@ def fewer_rows(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """What two steps took.
+    """Measurements of a trial of two steps.
 
     Attributes:
-        peak_bytes: of the GPU's allocator; on a CPU the growth of resident memory.
-        step_seconds: of the second step.
+        peak_bytes: peak of the GPU's allocator; on a CPU the growth of resident memory.
+        step_seconds: time of the second step.
     """
 
     peak_bytes: int
@@ -120,8 +120,8 @@ def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
     killed needed too much.
 
     Args:
-        recipe: of one process, with its model and row length.
-        hardware: to run on.
+        recipe: the recipe of one process, with model and row length.
+        hardware: the device to run on.
 
     Raises:
         ConfigError: the recipe's methods can't work together, or it can't be tried.
@@ -196,7 +196,7 @@ def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
 
 
 def main() -> int:
-    """Read a request from stdin and try it; the exit code says how it went."""
+    """Read a request from stdin and try it; return the exit code for the outcome."""
     request = json.loads(sys.stdin.read())
     hardware = find_hardware(request["device"])
     try:

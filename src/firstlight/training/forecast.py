@@ -1,6 +1,6 @@
-"""What a run was expected to take, beside what it takes.
+"""The forecast of a run's memory and speed, beside the measured ones.
 
-Who can predict is passed in: the planner runs the training step itself, and so stands above it.
+The forecaster is passed in: the planner runs the training step itself, and so stands above it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from firstlight.files.atomic import write_json
 from firstlight.hardware.device import Hardware, peak_memory_bytes
-from firstlight.recipe import Recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.metrics import MOSTLY_LEARNED
 
 #: In the run's folder.
@@ -38,18 +38,18 @@ _SLOW_STEPS = 2
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run is expected to take of each device.
+    """Memory and speed of a run, as they are expected on each device.
 
     Attributes:
         peak_bytes: the most that is allocated for tensors at a time, evaluations, sample texts and
             saves included.
-        phase: in which that is: "forward", "loss", "backward", "optimizer", "evaluation",
+        phase: the phase of that peak: "forward", "loss", "backward", "optimizer", "evaluation",
             "samples", "save", ...
-        parts: what it consists of.
+        parts: bytes of the peak by kind of tensor.
         tokens_per_second: least, expected and most, of all processes; None where that isn't known.
         phases: the peak of each phase, bytes.
-        process_bytes: on a CPU, the most resident memory of the process, with libraries and what
-            the allocator keeps; None on a GPU.
+        process_bytes: the most resident memory of the process, with libraries and what
+            the allocator keeps, on a CPU; None on a GPU.
     """
 
     peak_bytes: int
@@ -76,41 +76,43 @@ class Forecast:
 class Forecaster(Protocol):
     """Predicts runs."""
 
-    def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
-        """What a run takes; None where that can't be said.
+    def forecast(
+        self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
+    ) -> Forecast | None:
+        """The forecast of a run; None where there can't be one.
 
         Args:
-            recipe: with everything decided.
-            hardware: of each process.
-            processes: that share the batch.
+            recipe: the recipe that the run carries out.
+            hardware: hardware of each process.
+            processes: number of processes that share the batch.
         """
 
-    def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
-        """After memory ran out: what filled it, and which one change would have saved it, at what
-        cost in speed. None where that can't be said.
+    def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
+        """The reason why memory ran out, and the one change that would have saved it, with its cost
+        in speed; None where neither can be found.
 
         Args:
-            recipe: with everything decided, the micro-batch included that did not fit.
-            hardware: that it ran on.
-            processes: that share the batch.
+            recipe: the recipe with the micro-batch size that did not fit.
+            hardware: hardware of each process.
+            processes: number of processes that share the batch.
         """
 
 
-class Comparison:
-    """Sets what a run takes beside its forecast.
+class ForecastComparison:
+    """The forecast of a run and its measurements, side by side.
 
     Args:
-        hardware: of this process, before the run has taken any memory.
+        hardware: hardware of this process, before the run has taken any memory.
 
     Attributes:
-        forecast: of the run; None without one.
-        learned_share: of the tokens of the run's sequences, the share that is learned.
+        forecast: the forecast of the run; None without one.
+        label_share: share of the tokens of the run's sequences that are labels.
         seq_len: tokens of a sequence.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self.forecast: Forecast | None = None
-        self.learned_share, self.seq_len = 1.0, 1
+        self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         self._level = _level(hardware)
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
@@ -120,8 +122,8 @@ class Comparison:
         moment, the tensors that are still to come, and what comes with them.
 
         Args:
-            held_bytes: of tensors of the forecast that are there already.
-            compiles: whether torch's compiler will be loaded.
+            held_bytes: bytes of the forecast's tensors that are in memory already.
+            compiles: True if torch's compiler will be loaded.
         """
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
@@ -138,7 +140,7 @@ class Comparison:
                 found.append(float(rate))
 
     def measured(self) -> dict[str, Any]:
-        """What the run has taken.
+        """The measurements of the run so far.
 
         Returns:
             "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
@@ -159,7 +161,7 @@ class Comparison:
         assert self.forecast is not None
         rates = self.forecast.tokens_per_second
         return asdict(self.forecast) | {
-            "learned_tokens_per_second": _times(rates, self.learned_share),
+            "learned_tokens_per_second": _times(rates, self.label_share),
             "samples_per_second": _times(rates, 1 / self.seq_len),
         }
 
@@ -179,9 +181,9 @@ class Comparison:
             return text
         text += f"; tokens/s: predicted {predicted[1]:,.0f}, measured {rate:,.0f}"
         learned = found["learned_tokens_per_second"]
-        if self.learned_share >= MOSTLY_LEARNED or learned is None:
+        if self.label_share >= MOSTLY_LEARNED or learned is None:
             return text
-        expected = predicted[1] * self.learned_share
+        expected = predicted[1] * self.label_share
         return f"{text}; learned tokens/s: predicted {expected:,.0f}, measured {learned:,.0f}"
 
     def _memory_in_words(self, found: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
 from firstlight.report.records import read_run
 from firstlight.report.report import draw_report
 from firstlight.training.findings import Finding, best_checkpoint, findings_of
-from firstlight.training.forecast import Comparison, Forecaster
+from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
 from firstlight.training.run import Run
@@ -115,7 +115,7 @@ def train(
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
     ):
-        comparison = Comparison(hardware)  # before the run takes any memory
+        comparison = ForecastComparison(hardware)  # before the run takes any memory
         shown = progress and engine.is_main
         with (
             set_up(recipe, resume, init_from, new_rows, hardware, engine, shown=shown) as run,
@@ -199,7 +199,7 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     return recipe
 
 
-def _begin(run: Run, forecaster: Forecaster | None, comparison: Comparison) -> None:
+def _begin(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
     """Record the start of a run that has steps left, and predict what they take."""
     if not run.goes_on:
         return
@@ -208,9 +208,9 @@ def _begin(run: Run, forecaster: Forecaster | None, comparison: Comparison) -> N
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
 
 
-def _predict(run: Run, forecaster: Forecaster, comparison: Comparison) -> None:
+def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
     hardware, size = run.program.hardware, run.engine.world.size
-    comparison.learned_share = run.dataset.label_share(run.seq_len)
+    comparison.label_share = run.dataset.label_share(run.seq_len)
     comparison.seq_len = run.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
     compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
@@ -232,7 +232,7 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _watched(
-    run: Run, comparison: Comparison, on_step: Callable[[Mapping[str, Any]], None] | None
+    run: Run, comparison: ForecastComparison, on_step: Callable[[Mapping[str, Any]], None] | None
 ) -> Callable[[Mapping[str, Any]], None]:
     """The function that shows each step's metrics to all who watch the run."""
 
@@ -245,7 +245,7 @@ def _watched(
     return watch
 
 
-def _result(run: Run, stopping: Stopping, comparison: Comparison) -> TrainResult:
+def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> TrainResult:
     """The result of a run that is saved.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, a line now and then in a log."""
+"""The progress of a run on stderr: a live bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainingProgress:
 
     Args:
         max_steps: steps of the whole run.
-        start_step: where it begins.
+        start_step: the step that the bar begins at.
         shown: False shows nothing at all.
     """
 

@@ -64,7 +64,7 @@ class Run:
         tell: called with each message for people.
         bar: the progress that a person sees; shows nothing before `open`.
         require_folder: raises a CheckpointError if the run folder was moved or removed.
-        advise: after memory ran out, tells what filled it and what would have saved it.
+        advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
         state: progress of the run, saved with each checkpoint.
         saved_step: step of this run's newest checkpoint; -1 if there is none.
         unsaved: True if the state has changed since the newest checkpoint.

@@ -22,13 +22,13 @@ class StopRequestedError(Exception):
 
 
 class Stopping:
-    """Whether a run is to end early. A context: the signals' handlers are put back at its end.
+    """The reasons to end a run early. A context: the signals' handlers are put back at its end.
 
     Until `watch` is called, signals do what they did before, and time does not count.
 
     Args:
-        max_minutes: since this object was made; None is no limit.
-        shown: whether to tell a person, on stderr, that a signal has been heard.
+        max_minutes: minutes since this object was made; None is no limit.
+        shown: tell a person, on stderr, that a signal has been heard.
     """
 
     def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:

@@ -219,7 +219,7 @@ def split_loss(
     """The loss of a run's model on a split, or on the same rows of it each time.
 
     Args:
-        program: its model is in evaluation mode.
+        program: the run's program, its model in evaluation mode.
         dataset: the split.
         seq_len: tokens a row.
         check: called after each batch; may raise.
@@ -258,7 +258,7 @@ def sample_texts(
     """Each prompt of the recipe's `evaluation` section, and what the model makes of it.
 
     Args:
-        program: its model is in evaluation mode.
+        program: the run's program, its model in evaluation mode.
         check: called after each piece of text; may raise.
         answered: prompts are messages, laid out by the tokenizer's chat template and answered;
             but blank ones are texts.
@@ -289,7 +289,7 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
     """The tasks of a recipe's `evaluation` section, read and checked.
 
     Args:
-        model: whose context they must fit; its weights are not looked at.
+        model: the model whose context the tasks must fit; its weights are not looked at.
 
     Raises:
         ConfigError, InputError, MissingDependencyError: see `ready_tasks`.
@@ -313,8 +313,8 @@ def task_results(
     """How a run's model does in tasks.
 
     Args:
-        program: its model is in evaluation mode.
-        tasks: from `tasks_of`.
+        program: the run's program, its model in evaluation mode.
+        tasks: the tasks of `tasks_of`.
         check: called after each batch; may raise.
 
     Raises:
