@@ -1,1 +1,1 @@
-"""Benchmarks: what a choice buys on the machine at hand."""
+"""Benchmarks: effects of choices, measured on the machine at hand."""

@@ -1,4 +1,4 @@
-"""What benchmarks train on: the source of Python's standard library.
+"""The training data of benchmarks: the source of Python's standard library.
 
 It is on every machine, it is real text, and it is the same for every row of a table. `bench gpu`
 trains on shards that a tokenizer of its own was trained for (`library_corpus`). The others take

@@ -275,7 +275,7 @@ class GemmRun:
         return operands, costs
 
     def result(self) -> dict[str, Any]:
-        """What has been measured so far.
+        """The result so far.
 
         Returns:
             "complete": whether it is all that was to be measured; "machine"; and what `summarize`

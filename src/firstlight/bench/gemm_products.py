@@ -22,9 +22,9 @@ Part = Literal["size", "model", "alignment", "tile", "wave"]
 
 #: The parts whose products are there to be compared with each other.
 COMPARED = ("alignment", "tile", "wave")
-#: What the benchmark compares: sizes padded to a multiple of these.
+#: The multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: Where the steps around a tile's edge are.
+#: The size of a tile's edge around which products are measured in steps.
 TILE_EDGE = 256
 #: Tokens of the step whose products are added up: 4 rows of 1024.
 STEP_TOKENS = 4096
@@ -126,7 +126,7 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """What `size` becomes when it is padded to each of MULTIPLES; two may lead to the same."""
+    """`size` padded to each of MULTIPLES; two may lead to the same size."""
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 

@@ -1,4 +1,4 @@
-"""What the times of `firstlight bench gemm` say: rates, ratios, a picture."""
+"""Rates, ratios and a picture of the times of `firstlight bench gemm`."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def bench_generation(
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
-    """Where the model lies, and its config; one with random weights is made for a name."""
+    """The model's folder and its config; for a name, a model with random weights is made."""
     assert bench.model is not None
     if Path(bench.model).exists():
         folder = resolve_model_folder(bench.model)

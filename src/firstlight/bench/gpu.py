@@ -27,7 +27,7 @@ from firstlight.bench.process import ask, plain_environment, training_environmen
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
 
-#: In the order in which they stand on the page.
+#: The parts in the order of the page.
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_machine"

@@ -223,7 +223,7 @@ def _wrapped(text: str) -> str:
 
 
 def _reason(row: Row, outcome: RowOutcome) -> str:
-    """Why a row, or one of its turns, has no result; "" where all have."""
+    """The reason why a row, or one of its turns, has no result; "" where all have."""
     if row.skip:
         return f"skipped: {row.skip}"
     if outcome.problem:

@@ -82,7 +82,7 @@ def planner_rows(machine: BenchMachine) -> list[Row]:
 
 
 def _results(found: Findings) -> dict[str, dict[str, Any]]:
-    """What is known of each configuration, by its name."""
+    """The results of each configuration, by its name."""
     return {
         one["name"]: one
         for row in found.measured(NAME)
@@ -172,7 +172,7 @@ def fit_speed(found: Findings) -> SpeedFit | None:
 
 
 def _context_bytes(found: Findings) -> int | None:
-    """What the driver counts of a process beside torch's allocator, in the median."""
+    """The median of a process's memory that the driver counts beside torch's allocator."""
     sizes = [
         one["driver_bytes"] - one["reserved_bytes"]
         for one in memory_results(found)
@@ -274,7 +274,7 @@ def _memory_text(memory: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield markdown_table(("configuration without a figure", "reason"), missing)
 
 
-#: What the fitted constants are, in words and as text of a value.
+#: The fitted constants: description, and format of the value.
 _CONSTANTS = {
     "products": ("share of the peak in large matrix products", "{:.0%}"),
     "attention": ("share of the peak in fused attention, forward", "{:.0%}"),

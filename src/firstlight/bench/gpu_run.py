@@ -38,7 +38,7 @@ _KEPT = ("metrics.jsonl", "report.png", "report.html")
 #: Points of the loss curve in results.json.
 _POINTS = 300
 
-#: Of a run that its time ended: saved, and as good as one that came to its last step.
+#: Exit code of a run that its time ended: it is saved, and as good as a complete one.
 _STOPPED = 75
 
 _GIB = 2**30

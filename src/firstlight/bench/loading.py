@@ -349,7 +349,7 @@ def make_checkpoints(parameters: int, dtype: str, folder: Path, sharded: bool) -
 
 
 def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint is there already.
+    """True if the checkpoint is there already.
 
     Raises:
         InputError: another one is.

@@ -1,4 +1,4 @@
-"""`firstlight bench methods`: what each efficiency method buys on this machine.
+"""`firstlight bench methods`: speed and memory of each efficiency method on this machine.
 
 Two tables: each method alone beside the plain run, and the ladder, each method added to those
 before it. Plain is fp32, attention as two matrix products, AdamW parameter by parameter, nothing

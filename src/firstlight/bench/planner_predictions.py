@@ -1,4 +1,4 @@
-"""What the planner predicts of configurations, worked out beside their measurement.
+"""The planner's predictions of configurations, made beside their measurement.
 
 On a GPU's machine, the processes that predict run while the GPU measures. They see no GPU: tensors
 without memory on a CPU are all that the planner needs. Of a step they keep the operators, packed
@@ -38,7 +38,7 @@ STEPS_MODULE = "firstlight.bench.planner_steps"
 #: Cores from which on predictions have processes of their own.
 _MANY_CORES = 4
 
-#: How long predictions are waited for once the measurement is done, all of them together: less than
+#: Seconds that all predictions together may take once the measurement is done: less than
 #: a row may take longer than expected (`calls.Row.limit`), which would cost the measurement.
 _SECONDS = 60.0
 
@@ -222,6 +222,6 @@ def _wait(
 
 
 def _without_gpu() -> None:
-    """In a process that predicts."""
+    """Hide the GPU from a process that predicts."""
     # CUDA reads it when it is first used.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -31,6 +31,7 @@ from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.process import answer, ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
+from firstlight.console import say
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import find_hardware
 from firstlight.models import empty_model
@@ -130,6 +131,7 @@ def bench_speed(
         calibration = str(Path(temporary) / "calibration")
         shared: dict[str, Any] = {"calibration": calibration, "threads": torch.get_num_threads()}
         if calibrate_seconds:
+            say(f"calibrating for {calibrate_seconds:.0f} s")
             filled = ask(_MODULE, {**shared, "calibrate": calibrate_seconds}, environment)
             if "error" in filled:
                 raise TrainingError(f"calibrating failed: {filled['error']['message']}")

@@ -86,8 +86,8 @@ class PlainGPT2(nn.Module):
 
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
-        places_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
-        x_BTC = self.tokens(input_ids_BT) + self.positions(places_T)
+        positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        x_BTC = self.tokens(input_ids_BT) + self.positions(positions_T)
         for layer in self.layers:
             x_BTC = layer(x_BTC)
         logits_BTV = self.head(self.norm(x_BTC))
@@ -144,9 +144,9 @@ class PlainLlama(nn.Module):
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
         device = input_ids_BT.device
-        places_T = torch.arange(input_ids_BT.shape[1], device=device, dtype=torch.float32)
+        positions_T = torch.arange(input_ids_BT.shape[1], device=device, dtype=torch.float32)
         exponents = torch.arange(self.pairs, device=device, dtype=torch.float32) / self.pairs
-        angles_TD = torch.outer(places_T, self.theta**-exponents).repeat(1, 2)
+        angles_TD = torch.outer(positions_T, self.theta**-exponents).repeat(1, 2)
         cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
         x_BTC = self.tokens(input_ids_BT)
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""What the benchmarks that train for some steps measure on this machine."""
+"""Plans of the benchmarks that train for some steps."""
 
 from __future__ import annotations
 

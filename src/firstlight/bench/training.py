@@ -92,7 +92,7 @@ def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
 def _recipe_values(
     model: str, hardware: Hardware, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """Of the first row: what a person who sets nothing gets, or what the recipe file sets."""
+    """The first row's recipe: all keys are left open, or as the recipe file sets them."""
     given: dict[str, Any] = {}
     if model.endswith((".yaml", ".yml")):
         given = load_recipe(model).model_dump(include=set(_SECTIONS), exclude_unset=True)

@@ -27,7 +27,7 @@ _STEPS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 @click.group("bench")
 def bench_group() -> None:
-    """What a choice buys on this very machine, measured."""
+    """Measure the effect of choices on this machine."""
 
 
 @bench_group.command("loading")
@@ -78,7 +78,7 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
 @out_option("methods", "methods-bench")
 @with_json
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
-    """What each efficiency method buys on this machine, in speed and memory.
+    """Speed and memory of each efficiency method on this machine.
 
     Two tables: each method alone beside a plain fp32 run, and the ladder, each method added to
     those before it. Every row is trained for a few steps by a fresh process, on the source of
