@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
+from firstlight.optim.muon import StackedMuon, orthogonalised
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.optim.stacked_muon import StackedMuon, orthogonalised
 from firstlight.optim.table import OPTIMIZERS, decay_counts
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)

@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstlight.optim.spec import (
+    ForeachOptimizer,
+    Layout,
+    OptimizerSpec,
+    Parameters,
+    decay_groups,
+)
+
 #: Added to squared gradients, so that rows without a gradient have an inverse root.
 _EPS_OF_SQUARES = 1e-30
 #: Least root mean square of a parameter that its steps are relative to.
 _EPS_OF_SCALE = 1e-3
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(ForeachOptimizer):
     """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) with relative parameter scale, without
     momentum and without its own schedule: `transformers.Adafactor` with `relative_step=False` and
     `scale_parameter=True`.
@@ -53,16 +61,8 @@ class Adafactor(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            found = [p for p in group["params"] if p.grad is not None]
-            for part in [found] if group["foreach"] else [[p] for p in found]:
-                if part:
-                    self._update(part, group)
-
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """See `ForeachOptimizer.update`."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         states = [self._state_of(p) for p in parameters]
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
@@ -128,3 +128,34 @@ def _directions(
         )
     torch._foreach_mul_(inverse_roots, gradients)
     return inverse_roots
+
+
+def _adafactor(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
+    groups = decay_groups(parameters, config.weight_decay)
+    rate, decay = config.learning_rate, config.adafactor_beta2_decay
+    threshold, foreach = config.adafactor_threshold, config.implementation == "foreach"
+    if config.adafactor_variant == "torch":
+        return [
+            torch.optim.Adafactor(groups, rate, beta2_decay=decay, d=threshold, foreach=foreach)
+        ]
+    return [Adafactor(groups, rate, decay, threshold, foreach=foreach)]
+
+
+def _adafactor_layout(parameter: Tensor, _: Any) -> Layout:
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    if len(shape) < 2:
+        return {"step": ((), torch.float32), "variance": (shape, dtype)}
+    return {
+        "step": ((), torch.float32),
+        "row_var": ((*shape[:-1], 1), dtype),
+        "col_var": ((*shape[:-2], 1, shape[-1]), dtype),
+    }
+
+
+#: Without a fused kernel: "auto" is for-loop, since foreach costs the memory that Adafactor saves.
+ADAFACTOR = OptimizerSpec(
+    _adafactor,
+    _adafactor_layout,
+    elementwise=False,
+    implementations=("foreach", "for-loop", "auto"),
+)

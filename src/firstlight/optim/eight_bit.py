@@ -16,42 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.optim.spec import Layout
+from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups
 
 #: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
 _BLOCK = 256
 _SMALLEST = 4096
-
-
-def make_eight_bit(
-    groups: list[dict[str, Any]], settings: dict[str, Any], library: str, *, paged: bool
-) -> torch.optim.Optimizer:
-    """An 8-bit AdamW of a library.
-
-    Args:
-        groups: torch's parameter groups; the parameters are fp32.
-        settings: "lr", "betas" and "eps".
-        library: "bitsandbytes" or "torchao".
-        paged: whether CUDA may move the state to the CPU's memory; bitsandbytes only.
-
-    Raises:
-        MissingDependencyError: no such library is installed.
-        ConfigError: the library can't do it on the parameters' device.
-    """
-    device = groups[0]["params"][0].device
-    if paged and device.type != "cuda":
-        raise ConfigError(
-            f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
-            f"and the device is {device.type}: set it to adamw8bit"
-        )
-    if library == "torchao":
-        return _torchao(groups, settings, device)
-    return _bitsandbytes("PagedAdamW8bit" if paged else "AdamW8bit", groups, settings)
-
-
-def eight_bit_layout(parameter: Tensor, library: str) -> Layout:
-    """The state of a parameter in a library."""
-    return _torchao_layout(parameter) if library == "torchao" else _bitsandbytes_layout(parameter)
 
 
 @contextlib.contextmanager
@@ -214,3 +183,54 @@ def _torchao_layout(parameter: Tensor) -> Layout:
             layout[f"{key}.scale"] = ((parameter.numel() // _BLOCK,), torch.float32)
             layout[f"{key}.qmap"] = ((256,), torch.float32)
     return layout
+
+
+# The description
+
+
+def _eight_bit(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
+    groups = decay_groups(parameters, config.weight_decay)
+    device = groups[0]["params"][0].device
+    if _is_paged(config) and device.type != "cuda":
+        raise ConfigError(
+            f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
+            f"and the device is {device.type}: set it to adamw8bit"
+        )
+    settings = {
+        "lr": config.learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+    }
+    if _library(config) == "torchao":
+        return [_torchao(groups, settings, device)]
+    kind = "PagedAdamW8bit" if _is_paged(config) else "AdamW8bit"
+    return [_bitsandbytes(kind, groups, settings)]
+
+
+def _eight_bit_layout(parameter: Tensor, config: Any) -> Layout:
+    if _library(config) == "torchao":
+        return _torchao_layout(parameter)
+    return _bitsandbytes_layout(parameter)
+
+
+def _is_paged(config: Any) -> bool:
+    return bool(config.name == "paged_adamw8bit")
+
+
+def _library(config: Any) -> str:
+    return "bitsandbytes" if _is_paged(config) else installed_library(config.eight_bit_library)
+
+
+def compiles_update(config: Any) -> bool:
+    """Whether the optimizer's update is compiled by torch.compile: that of torchao is."""
+    return bool(config.name == "adamw8bit") and _library(config) == "torchao"
+
+
+EIGHT_BIT = OptimizerSpec(
+    _eight_bit,
+    _eight_bit_layout,
+    elementwise=False,
+    implementations=("auto",),
+    flatten=flatten_eight_bit,
+    rebuild=rebuild_eight_bit,
+)

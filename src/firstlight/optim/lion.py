@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from firstlight.optim.dtensors import is_sharded
-from firstlight.optim.spec import Layout, Parameters, decay_groups
+from firstlight.optim.spec import (
+    ForeachOptimizer,
+    Layout,
+    OptimizerSpec,
+    Parameters,
+    decay_groups,
+)
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ForeachOptimizer):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
         c = beta1 m + (1 - beta1) g
@@ -38,16 +44,8 @@ class Lion(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0, "foreach": foreach}
         super().__init__(groups, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            found = [p for p in group["params"] if p.grad is not None]
-            for part in [found] if group["foreach"] else [[p] for p in found]:
-                if part:
-                    self._update(part, group)
-
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """See `ForeachOptimizer.update`."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
@@ -72,14 +70,20 @@ def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor.redistribute(placements=parameter.placements).to_local()
 
 
-def make_lion(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
-    """Lion with the settings of an `OptimizerConfig`."""
+def _lion(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
     groups = decay_groups(parameters, config.weight_decay)
     # By default parameter by parameter: the copy would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return [Lion(groups, config.learning_rate, config.betas, foreach=foreach)]
 
 
-def lion_layout(parameter: Tensor, config: Any) -> Layout:
-    """One moment of the parameter's shape and dtype."""
+def _lion_layout(parameter: Tensor, _: Any) -> Layout:
     return {"exp_avg": (tuple(parameter.shape), parameter.dtype)}
+
+
+LION = OptimizerSpec(
+    _lion,
+    _lion_layout,
+    elementwise=True,
+    implementations=("foreach", "for-loop", "auto"),
+)

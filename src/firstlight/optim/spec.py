@@ -1,4 +1,4 @@
-"""The description of one optimizer. The table of all of them is `optim/table.py`."""
+"""The description of one optimizer; `optim/table.py` is the table of all."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ def decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, 
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def momentum_layout(parameter: Tensor, _: Any) -> Layout:
+    """State of SGD and Muon: one moment of the parameter's shape and dtype."""
+    return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
+
+
+class ForeachOptimizer(torch.optim.Optimizer):
+    """Base of optimizers whose update is written for lists of parameters.
+
+    A group with `foreach` is updated in one list: few kernels, and temporary copies as large as
+    its parameters. Any other group is updated parameter by parameter.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            for part in [found] if group["foreach"] else [[p] for p in found]:
+                if part:
+                    self.update(part, group)
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of a group, at least one; all of them have gradients."""
+        raise NotImplementedError
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:

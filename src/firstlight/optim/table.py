@@ -1,4 +1,7 @@
-"""The `optimizer` section of a recipe, and the table of optimizers that it chooses from."""
+"""The `optimizer` section of a recipe, and the table of optimizers that it chooses from.
+
+torch's AdamW and SGD are described here; each other optimizer is a file with its `OptimizerSpec`.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.optim.adafactor import Adafactor
+from firstlight.optim.adafactor import ADAFACTOR
 from firstlight.optim.dtensors import is_sharded
-from firstlight.optim.eight_bit import (
-    eight_bit_layout,
-    flatten_eight_bit,
-    installed_library,
-    make_eight_bit,
-    rebuild_eight_bit,
+from firstlight.optim.eight_bit import EIGHT_BIT
+from firstlight.optim.lion import LION
+from firstlight.optim.muon import MUON
+from firstlight.optim.spec import (
+    Layout,
+    OptimizerSpec,
+    Parameters,
+    decay_groups,
+    is_decayed,
+    momentum_layout,
 )
-from firstlight.optim.lion import lion_layout, make_lion
-from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups, is_decayed
-from firstlight.optim.stacked_muon import StackedMuon
 from firstlight.section import Section
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
@@ -103,87 +107,7 @@ def _sgd(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Op
 
 
 def _sgd_layout(parameter: Tensor, config: OptimizerConfig) -> Layout:
-    return _momentum_layout(parameter, config) if config.sgd_momentum else {}
-
-
-def _momentum_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
-    return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
-
-
-def _adafactor(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(parameters, config.weight_decay)
-    rate, decay = config.learning_rate, config.adafactor_beta2_decay
-    threshold, foreach = config.adafactor_threshold, config.implementation == "foreach"
-    if config.adafactor_variant == "torch":
-        return [
-            torch.optim.Adafactor(groups, rate, beta2_decay=decay, d=threshold, foreach=foreach)
-        ]
-    return [Adafactor(groups, rate, decay, threshold, foreach=foreach)]
-
-
-def _adafactor_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
-    shape, dtype = tuple(parameter.shape), parameter.dtype
-    if len(shape) < 2:
-        return {"step": ((), torch.float32), "variance": (shape, dtype)}
-    return {
-        "step": ((), torch.float32),
-        "row_var": ((*shape[:-1], 1), dtype),
-        "col_var": ((*shape[:-2], 1, shape[-1]), dtype),
-    }
-
-
-def _muon(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    # torch's Muon knows matrices only, not stacks of them.
-    matrices = [p for p in parameters.values() if p.dim() == 2]
-    stacks = [p for p in parameters.values() if p.dim() == 3]
-    rate = config.muon_learning_rate or config.learning_rate
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        found.append(
-            torch.optim.Muon(
-                matrices,
-                lr=rate,
-                momentum=config.muon_momentum,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    if stacks:
-        found.append(StackedMuon(stacks, rate, config.muon_momentum, config.weight_decay))
-    return found
-
-
-def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, of a numbered layer
-    (`model.layers.3...`, `h.3...`)."""
-    return parameter.dim() in (2, 3) and any(part.isdigit() for part in name.split("."))
-
-
-def _eight_bit(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(parameters, config.weight_decay)
-    settings = {
-        "lr": config.learning_rate,
-        "betas": (config.betas[0], config.betas[1]),
-        "eps": config.eps,
-    }
-    return [make_eight_bit(groups, settings, _library(config), paged=_is_paged(config))]
-
-
-def _eight_bit_layout(parameter: Tensor, config: OptimizerConfig) -> Layout:
-    return eight_bit_layout(parameter, _library(config))
-
-
-def _is_paged(config: OptimizerConfig) -> bool:
-    return config.name == "paged_adamw8bit"
-
-
-def _library(config: OptimizerConfig) -> str:
-    return "bitsandbytes" if _is_paged(config) else installed_library(config.eight_bit_library)
-
-
-def compiles_update(config: OptimizerConfig) -> bool:
-    """Whether the optimizer's update is compiled by torch.compile: that of torchao is."""
-    return config.name == "adamw8bit" and _library(config) == "torchao"
+    return momentum_layout(parameter, config) if config.sgd_momentum else {}
 
 
 def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool]:
@@ -207,34 +131,15 @@ def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 
-_EIGHT_BIT = OptimizerSpec(
-    _eight_bit,
-    _eight_bit_layout,
-    elementwise=False,
-    implementations=("auto",),
-    flatten=flatten_eight_bit,
-    rebuild=rebuild_eight_bit,
-)
-
 #: `optimizer.name` of a recipe -> optimizer.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(_adamw, _adamw_layout, elementwise=True),
-    "adamw8bit": _EIGHT_BIT,
-    "paged_adamw8bit": _EIGHT_BIT,
-    "adafactor": OptimizerSpec(
-        _adafactor,
-        _adafactor_layout,
-        elementwise=False,
-        implementations=("foreach", "for-loop", "auto"),
-    ),
-    "muon": OptimizerSpec(_muon, _momentum_layout, elementwise=False, takes=_is_matrix_of_a_layer),
+    "adamw8bit": EIGHT_BIT,
+    "paged_adamw8bit": EIGHT_BIT,
+    "adafactor": ADAFACTOR,
+    "muon": MUON,
     "sgd": OptimizerSpec(_sgd, _sgd_layout, elementwise=True),
-    "lion": OptimizerSpec(
-        make_lion,
-        lion_layout,
-        elementwise=True,
-        implementations=("foreach", "for-loop", "auto"),
-    ),
+    "lion": LION,
 }
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
-from firstlight.optim.table import compiles_update
+from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file

@@ -13,7 +13,7 @@ from firstlight.data.loader import Batch
 from firstlight.efficiency import autocast, same_bits
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, build_model
-from firstlight.optim.table import compiles_update
+from firstlight.optim.eight_bit import compiles_update
 from firstlight.planner.memory.emulation import (
     graphs_kept,
     kernels_of,
