@@ -1,8 +1,10 @@
-"""Many processes as one run: who they are, how they meet, what they say to each other.
+"""Several processes as one run.
 
-`world` reads from the launcher's variables which process this is; `group` has the processes
-meet, checks that they are what was asked for, and watches them; `collectives` is what they say
-to each other, and does nothing in a world of one; `elastic` starts them.
+`elastic` starts the processes. `world` reads rank and size from the launcher's variables;
+`rendezvous` connects the processes and compares what they are about to do; `heartbeat` notices a
+process that failed or stopped; `group` joins these into torch's process group. `collectives` are
+the exchanges between the processes, which do nothing in a world of one. `engine` and the modules of
+the other engines share a model between the processes; `selection` selects the engine of a run.
 """
 
 from firstlight.parallel.collectives import (

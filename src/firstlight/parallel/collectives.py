@@ -1,7 +1,7 @@
-"""What processes say to each other. In a world of one, each function returns what it was given.
+"""Exchanges between processes. In a world of one, each function returns its argument.
 
-Every function has to be called by all ranks, in the same order. Objects travel as JSON: nothing
-that is received can run.
+All ranks have to call each function, in the same order. Objects are sent as JSON, not as pickles,
+which could run code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Add a tensor up over all ranks, in place, and return it.
 
     Args:
-        tensor: of the same shape, dtype and kind of device on all ranks.
+        tensor: a tensor with the same shape, dtype and kind of device on all ranks.
     """
     if not _is_alone():
         dist.all_reduce(tensor)
@@ -31,17 +31,17 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def agree(flag: bool) -> bool:
-    """Whether any rank says yes: the same answer on all of them."""
+    """Whether the flag is set on any rank; the same answer on all."""
     if _is_alone():
         return flag
-    said = torch.tensor([int(flag)], dtype=torch.uint8)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX)
-    return bool(said.item())
+    flags = torch.tensor([int(flag)], dtype=torch.uint8)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def barrier() -> None:
-    """Return when all ranks have come here."""
-    # On the CPU, also where tensors are on GPUs: nothing waits for their kernels.
+    """Return when all ranks have called it."""
+    # On the CPU, also where tensors are on GPUs: no rank waits for its kernels.
     agree(False)
 
 
@@ -49,7 +49,7 @@ def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on all ranks.
 
     Args:
-        value: what JSON can hold; tuples become lists. What other ranks give is not looked at.
+        value: a JSON value; tuples become lists. The values of other ranks are ignored.
     """
     if _is_alone():
         return value
@@ -66,7 +66,7 @@ def gather_objects(value: Any) -> list[Any]:
     """Every rank's value, in the order of ranks, on all ranks.
 
     Args:
-        value: what JSON can hold; tuples become lists.
+        value: a JSON value; tuples become lists.
     """
     if _is_alone():
         return [value]
@@ -92,21 +92,19 @@ def _decoded(data: Tensor) -> Any:
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks in rank 0; in others their own.
 
-    All ranks have to call it.
-
     Args:
-        tensors: on the CPU; each name on one rank only.
+        tensors: tensors on the CPU by name; each name is on one rank only.
     """
     own = [
         (name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     ]
-    everybodys = gather_objects(own)
+    described = gather_objects(own)
     found = dict(tensors)
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)
         return found
-    for rank, theirs in enumerate(everybodys[1:], start=1):
+    for rank, theirs in enumerate(described[1:], start=1):
         for name, shape, dtype in theirs:
             assert name not in found
             found[name] = torch.empty(shape, dtype=getattr(torch, dtype))

@@ -1,10 +1,10 @@
 """Starts the processes of a run by torch elastic, and starts them again when one fails.
 
-Torch's agent is kept for what it does well: ranks over several machines, restarts, a store that
-outlives them. Changed here: one that ends is told to the others at once, which end by themselves
-and say why, instead of being interrupted; a run that was stopped and saved is no failure and is
-not started again; nothing is left behind by a launcher that is killed; and of all that is said,
-people see rank 0's messages, and of another rank what it said when it failed.
+torch's agent gives ranks over several machines, restarts, and a store that outlives them. Changed
+here: a rank that fails is announced to the others at once, which end by themselves and say why,
+instead of being interrupted; a run that was stopped and saved is no failure and is not started
+again; a launcher that is killed leaves no process behind; the terminal shows rank 0's messages, and
+of another rank its messages when it failed.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, announce
 
-#: Where a rank leaves the exit code that it would have had; set in ranks only.
+#: Variable, set in ranks only: the folder for the exit code that a rank would have had.
 FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
 
-#: For the other ranks to end by themselves once one has failed.
+#: Seconds for the other ranks to end by themselves once one has failed.
 _GRACE_SECONDS = 8.0
 
-#: For the ranks of other machines to read what has failed.
+#: Seconds for the ranks of other machines to read what has failed.
 _LINGER_SECONDS = 4.0
 
-#: For ranks that were asked to stop, to save. A second signal ends them sooner.
+#: Seconds for ranks that were asked to stop, to save. A second signal ends them sooner.
 _SAVING_SECONDS = 3600
 
-#: For the machines of a run to find each other.
+#: Seconds for the rendezvous of the machines.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes after which the same would happen again: of a recipe or option that can't be meant,
-#: and of a run that diverged.
+#: Exit codes of failures that a restart would repeat: an invalid recipe or option, and a run that
+#: diverged.
 _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
-#: Passed on to the ranks, unless they are ignored (nohup).
+#: Signals passed on to the ranks, unless they are ignored (nohup).
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-#: Of what a rank said when it failed.
+#: Shown lines of a failed rank's output.
 _MAX_LINES = 60
 
 _ERROR_START = "firstlight: error: "
@@ -75,17 +75,17 @@ _ERROR_START = "firstlight: error: "
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start.
+    """Numbers of processes and machines to start.
 
     Attributes:
-        nproc: processes on this machine.
-        nnodes: machines.
-        node_rank: of this machine; 0 is where the machines meet.
+        nproc: number of processes on this machine.
+        nnodes: number of machines.
+        node_rank: this machine's number; machine 0 hosts the rendezvous.
         endpoint: HOST or HOST:PORT of machine 0; "" with one machine.
-        max_restarts: how often to start all ranks again when one has failed.
+        max_restarts: number of times that all ranks are started again after a failure.
 
     Raises:
-        ConfigError: numbers that can't be.
+        ConfigError: a number is out of range.
     """
 
     nproc: int
@@ -119,13 +119,13 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
     Args:
         command: the program's full path and its arguments.
-        options: how many, where.
+        options: numbers of processes and machines.
         on_restart: further arguments of all starts but the first.
 
     Returns:
-        0; what `exit_code_of_rank` was given; or, where rank 0 has already said what failed, 1
-        (2 for a recipe or option that can't be meant, 76 for a run that diverged); after a signal
-        128 + its number, unless all ranks ended in order.
+        0; the argument of `exit_code_of_rank`; or, if rank 0 has printed its error, 1 (2 for an
+        invalid recipe or option, 76 for a run that diverged); after a signal 128 + its number,
+        unless all ranks ended in order.
 
     Raises:
         RankError: a rank failed, or the machines did not find each other.
@@ -143,7 +143,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         try:
             result = agent.run()
         except SignalException as caught:
-            # The meeting point stays open: another machine may take this one's place.
+            # The rendezvous stays open: another machine may take this one's place.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
             if agent.has_failed_ranks():
@@ -154,14 +154,14 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"{error or type(error).__name__}"
             ) from error
         if result.is_failed() and options.nnodes > 1:
-            # What the ranks of other machines read may be in this process.
+            # The store that the ranks of other machines read may be in this process.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         return agent.code_after_failure() if result.is_failed() else agent.noted_code()
 
 
 def exit_code_of_rank(code: int) -> int:
-    """The code that a rank is to end with, in order to have its launcher end with `code`.
+    """The exit code with which a rank makes its launcher end with `code`.
 
     torch's agent takes every code but 0 for a failure, after which it ends the other ranks and
     starts all again. Outside of `launch`, it is `code` itself.
@@ -184,7 +184,7 @@ class _Ended:
 
     @property
     def error(self) -> str:
-        """In one line, without its name."""
+        """The rank's error in one line, without the rank's name."""
         lines = [line for line in self.said.splitlines() if line.startswith(_ERROR_START)]
         if lines:
             return lines[-1].removeprefix(_ERROR_START)
@@ -226,11 +226,11 @@ class _Agent(LocalElasticAgent):
         )
 
     def close(self) -> None:
-        """Leave the machines' meeting point."""
+        """Leave the rendezvous of the machines."""
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Said by the first machine, since each counts its own starts.
+        # The first machine sets it, since each counts its own starts.
         key = "firstlight/start"
         group = cast(Any, worker_group)  # torch types what is not known yet as None
         if group.group_rank == 0:
@@ -300,12 +300,11 @@ class _Agent(LocalElasticAgent):
         say(f"starting all ranks again ({number} of {max_restarts})")
 
     def _rank_0_has_said(self) -> bool:
-        """Whether rank 0, which writes to this terminal, came to its own end with an error."""
+        """Whether rank 0, which writes to this terminal, ended with an error of its own."""
         return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
 
     def code_after_failure(self) -> int:
-        """See `launch`. What a rank other than 0 said is shown if there is more of it than the
-        one line that all know."""
+        """See `launch`. The output of another rank than 0 is shown if it has a traceback."""
         first = self._failed[0]
         lines = first.said.rstrip().splitlines()
         if "Traceback (most recent call last):" in first.said:
@@ -324,7 +323,7 @@ class _Agent(LocalElasticAgent):
         return self.noted_code() if codes == {0} else 128 + number
 
     def has_failed_ranks(self) -> bool:
-        """Whether ranks of this machine have failed, the last moments included."""
+        """Whether ranks of this machine have failed, up to now."""
         if self._pcontext is not None:
             self._look_at_ranks(self._worker_group)
         return bool(self._failed)
@@ -335,7 +334,7 @@ class _Agent(LocalElasticAgent):
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
-    """Where machines meet. With one, a port that is free; no name has to be resolved."""
+    """The rendezvous of the machines. With one machine, a free port; no name is resolved."""
     alone = options.nnodes == 1
     return RendezvousParameters(
         backend="c10d",
@@ -345,7 +344,7 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         max_nodes=options.nnodes,
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
-        # Else it is guessed from host names, which in containers are often others.
+        # Else torch guesses it from host names, which differ in containers.
         is_host=alone or options.node_rank == 0,
     )
 
@@ -360,7 +359,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch elastic logs each failure as a page of tables; what there is to say is said here."""
+    """No logging inside: torch elastic logs each failure as a page of tables."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""The group of processes that train together: made, checked, watched and closed."""
+"""The process group of a run: opened after a rendezvous, kept alive by heartbeats, and closed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from firstlight.parallel.rendezvous import (
 )
 from firstlight.parallel.world import World
 
-#: Of a collective operation: torch's own.
+#: Limit of a collective operation: torch's own.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: What the errors of an exchange between ranks have in their text; gloo's are RuntimeErrors.
+#: Words in the errors of an exchange between ranks; gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
-#: For closing a group in which something is broken.
+#: Seconds to close a group in which something is broken.
 _CLOSE_SECONDS = 1.5
 
 
@@ -38,11 +38,11 @@ def own_device(world: World, device: str) -> torch.device:
     """The device of this process: for "cuda", the GPU of its local rank.
 
     Args:
-        world: who this process is.
+        world: this process among the others.
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: it is not there; or one GPU by number for several processes.
+        ConfigError: the device is not there; or one GPU by number for several processes.
     """
     if device != "cuda":
         if device.startswith("cuda:") and world.size > 1:
@@ -55,7 +55,7 @@ def own_device(world: World, device: str) -> torch.device:
     if count == 0:
         raise ConfigError("device 'cuda' is not present on this machine")
     # With one visible, the launcher has given each process its own (or all the same one, which
-    # is found out when they meet).
+    # the rendezvous finds out).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(f"local rank {index} has no GPU on this machine, which has {count}")
@@ -72,17 +72,17 @@ def process_group(
 ) -> Iterator[None]:
     """torch.distributed's default group inside the block; nothing in a world of one.
 
-    All ranks have to enter and to leave. While they are inside, each watches the others: what
-    fails on one of them ends the block on all, with an error that names it. Where the main thread
-    can't be reached, in the middle of an exchange, the process says so on stderr and ends with
-    exit code 1.
+    All ranks have to enter and to leave. While they are inside, a failure of one rank ends the
+    block on all, with an error that names the rank (see heartbeat.py). Where the main thread can't
+    be reached, in the middle of an exchange, the process says so on stderr and ends with exit code
+    1.
 
     Args:
-        world: who this process is.
-        device: where its tensors are: gloo for the CPU, and NCCL beside it for GPUs.
-        timeout_seconds: for the ranks to meet, for an exchange between them, and for a rank that
-            gives no sign of life.
-        fingerprint: of what is about to be done; has to be the same on all ranks.
+        world: this process among the others.
+        device: the device of its tensors: exchanges go by gloo for the CPU, and NCCL for GPUs.
+        timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the silence
+            of a rank.
+        fingerprint: a hash of the recipe; has to be the same on all ranks.
 
     Raises:
         ConfigError: the ranks are of different worlds, or are about to do different things.
@@ -110,7 +110,7 @@ def process_group(
         heartbeat.leave()
     except BaseException:
         heartbeat.let_go()
-        # Whoever waits for this rank in an exchange learns at once that it is gone.
+        # A rank that waits for this one in an exchange gets its error at once.
         _close_group(broken=True)
         heartbeat.linger()
         heartbeat.stop()
@@ -151,7 +151,7 @@ def _join(
 
 
 def _again(store: PrefixStore) -> Store:
-    """Another connection: a call on the first one may be waiting."""
+    """Another connection to the store: a call on the first one may be waiting."""
     return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -167,7 +167,8 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
 
 
 def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
-    """Why the block ended, if it is another rank's fault; else the others are told of it."""
+    """The failure of another rank that ended the block; None if this rank failed, which the
+    others are told."""
     broken = is_exchange_error(error)
     if broken:
         failure = heartbeat.blame()
@@ -176,7 +177,7 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
             heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
-        # What an error means that comes after another rank's end is anybody's guess.
+        # An error after another rank's end is most likely a consequence of that.
         failure = heartbeat.failure
     else:
         failure = None
@@ -186,7 +187,7 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is one of an exchange between ranks."""
+    """Whether an error, or a cause of it, is an error of an exchange between ranks."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -212,7 +213,7 @@ def _close_group(*, broken: bool) -> None:
     if not broken:
         dist.destroy_process_group()
         return
-    # Where a rank is missing, it may wait for it.
+    # torch may wait for a missing rank.
     thread = threading.Thread(target=_destroy, daemon=True)
     thread.start()
     thread.join(_CLOSE_SECONDS)

@@ -1,13 +1,13 @@
-"""Each process of a run watches the others, and does not wait for one that is gone.
+"""The heartbeat of a rank: it notices a rank that is gone, and ends this process if it must.
 
 A process that is killed, stopped or stuck leaves the others in the middle of an exchange, which
-ends after the timeout, or never. So each rank has two threads beside its work. One lets the
-others know through the store that the process is there, and looks for what they say. The other
-only thinks: it never waits for the store, which may be what has stopped. Rank 0 watches all, and
-all watch rank 0, so that the traffic grows with the number of ranks and not with its square.
+ends after the timeout, or never. So each rank has two threads beside its work. The beating thread
+writes signs of life to the store, and reads those of others. The deciding thread never waits for
+the store, whose host may have stopped. Rank 0 watches all, and all watch rank 0, so that the
+traffic grows with the number of ranks and not with its square.
 
-Time is counted in small pieces of this process's own: one that was stopped itself, or whose
-interpreter was held for a minute, does not blame the others for it.
+Silence is added up in short intervals of this process' own time: a process that was stopped itself,
+or whose interpreter was held for a minute, does not blame the others for it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from firstlight.parallel.rendezvous import (
 
 __all__ = ["Heartbeat", "RankError"]
 
-#: Seconds between two signs of life, and between two thoughts.
+#: Seconds between two signs of life, and between two decisions.
 _BEAT_SECONDS = 1.0
-_THINK_SECONDS = 0.25
+_DECIDE_SECONDS = 0.25
 
-#: Between two looks at whether the others have come to the end.
+#: Seconds between two looks at whether the others have come to the end.
 _LOOK_SECONDS = 0.05
 
-#: Once an exchange between ranks has broken, whoever is silent for this long is gone.
+#: Once an exchange between ranks has broken, a rank that is silent for this long is gone.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: From the moment that a failure is known: for the main thread to see it and to unwind. One that
-#: waits in a collective operation can't: nothing that Python does reaches it there.
+#: Seconds for the main thread to see a known failure and to unwind. A thread that waits in a
+#: collective operation can't: no exception of Python reaches it there.
 _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world from the moment that it is made.
+    """Watches the ranks of a world from its construction on.
 
     Args:
-        stores: two connections to the store that nobody else uses.
-        own: this process's info.
-        infos: those of all ranks.
-        timeout_seconds: a rank that has given no sign of life for so long is gone.
-        hosting: whether this process hosts the store.
+        stores: two connections to the store that no other thread uses.
+        own: this process.
+        infos: all ranks, in their order.
+        timeout_seconds: silence after which a rank is gone.
+        hosting: True if this process hosts the store.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Heartbeat:
         self._failure: str | None = None
         self._threads = [
             threading.Thread(target=work, name=f"firstlight-{work.__name__}", daemon=True)
-            for work in (self._beat, self._think)
+            for work in (self._beat, self._decide_repeatedly)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def failure(self) -> str | None:
-        """What ended the run, in words that name a rank; None while all is well."""
+        """The failure that ended the run, in words that name a rank; None without one."""
         return self._failure
 
     def blame(self) -> str | None:
-        """After a broken exchange: wait until it is known whose fault it is.
+        """After a broken exchange: wait until it is known which rank is gone.
 
         Returns:
             The failure in words that name a rank; None if all ranks are there.
@@ -112,16 +112,16 @@ class Heartbeat:
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
     def let_go(self) -> None:
-        """The main thread is on its way out: the process is not to be ended."""
+        """Note that the main thread unwinds: the deciding thread must not end the process."""
         self._leaving.set()
 
     def linger(self) -> None:
-        """See the function of this name; nothing where the store has gone."""
+        """See the function `linger`; nothing if the store has gone."""
         if not self._store_gone:
             linger(self._store, self._own, hosting=self._hosting)
 
     def leave(self) -> None:
-        """Wait until all ranks have come here, so that none ends while another needs it.
+        """Wait until all ranks have called it, so that none ends while another needs it.
 
         Raises:
             RankError: one has failed.
@@ -133,17 +133,17 @@ class Heartbeat:
                 if self._decided.wait(_LOOK_SECONDS):
                     raise RankError(str(self._failure))
         except RuntimeError as error:
-            # Only a rank that is gone takes the store with it before all have left.
+            # The store goes before all ranks have left only if its host failed.
             raise RankError(self.blame() or f"{self._store_owner()} has gone") from error
         self.let_go()
         self.linger()
 
     def stop(self) -> None:
-        """End watching. What happens to the others from now on does not matter here."""
+        """Stop both threads: failures of other ranks no longer matter to this one."""
         self._leaving.set()
         self._stopped.set()
         for thread in self._threads:
-            # One that waits for a store that has stopped is left behind.
+            # A thread that waits for a store that has stopped is left behind.
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
@@ -175,12 +175,12 @@ class Heartbeat:
         others = [rank for rank in range(len(self._cards)) if rank != self._own.rank]
         return others if self._own.rank == 0 or self._suspicious else [0]
 
-    def _think(self) -> None:
+    def _decide_repeatedly(self) -> None:
         """The thread that decides, and that ends the process if nothing else does."""
         before = time.monotonic()
-        while not self._stopped.wait(_THINK_SECONDS):
+        while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            passed, before = min(now - before, 2 * _THINK_SECONDS), now
+            passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self._leaving.is_set():
                 return
             if self._failure is None:
@@ -221,8 +221,8 @@ class Heartbeat:
 
 
 def linger(store: Store, own: RankInfo, *, hosting: bool) -> None:
-    """Before the end, with or without a failure: say that this rank has read what the others had
-    to say; and if it hosts the store, wait a few seconds until they have, too."""
+    """Before the end, with or without a failure: note in the store that this rank has read the
+    others' messages; its host waits a few seconds until all have."""
     deadline = time.monotonic() + TALK_SECONDS
 
     def work() -> None:
@@ -239,9 +239,9 @@ def _short(text: str) -> str:
 
 
 def _end_process(failure: str) -> None:
-    """Say why, and end at once: the main thread waits where no exception reaches it.
+    """Write the failure and end at once: the main thread waits where no exception reaches it.
 
-    Nothing of Python's is used that the main thread may hold, such as the lock of stderr.
+    No lock is taken that the main thread may hold, such as that of stderr.
     """
     # The progress bar hides the cursor of a terminal.
     start = "\n\033[?25h" if os.isatty(2) else ""

@@ -1,9 +1,9 @@
-"""Becomes a rank: run as a script, by path, by `elastic.launch`.
+"""The start of a rank: `elastic.launch` runs this file as a script, by path.
 
     python -I -S rank_start.py FOLDER LAUNCHER_PID COMMAND...
 
-The process ends with its launcher, however that ends; what ranks other than 0 say goes into
-FOLDER, where the launcher looks if one fails. Then COMMAND takes this process's place. Only the
+The process ends with its launcher, however that ends. Output of ranks other than 0 goes into
+FOLDER, which the launcher reads if a rank fails. Then COMMAND replaces this process. Only the
 standard library is imported, since this comes before every start.
 """
 
@@ -19,11 +19,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
-    """Tie this process to its launcher, redirect what it says, and run the command."""
+    """Tie this process to its launcher, redirect its output, and run the command."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        sys.exit(1)  # it went before this was asked for
+        sys.exit(1)  # the launcher ended before prctl
     if (rank := os.environ["RANK"]) != "0":
         said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):

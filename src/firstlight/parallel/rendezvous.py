@@ -1,9 +1,9 @@
-"""How the processes of a run find each other, before they do anything else.
+"""The rendezvous of a run's processes, before they do anything else.
 
-They meet at a key-value store (torch's TCPStore), which torch elastic's agent hosts where there
-is one, and else rank 0. Each leaves a info there and reads those of the others: the sizes are
-the same, the ranks all different, and all are about to do the same thing. Waiting is done by
-looking again and again, so that a signal gets through.
+The processes connect to a key-value store (torch's TCPStore), which torch elastic's agent hosts
+where there is one, and else rank 0. Each writes a `RankInfo` there and reads those of the others:
+the sizes must be the same, the ranks different, and the recipes equal. Waiting is polling, so that
+a signal gets through.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.parallel.world import World
 
-#: Of `firstlight train --nproc`: what all processes of one start (of several, with
-#: --max-restarts) have in common.
+#: Variable that `firstlight train --nproc` sets: the same in all processes of one start, and
+#: another after a restart (--max-restarts).
 ROUND = "FIRSTLIGHT_ROUND"
 
-#: The key of the store under which the first failure stands, in words.
+#: Key of the store for the message of the first failure.
 FAILED = "failed"
 
-#: For a last word to a store that may not answer.
+#: Seconds for the last calls on a store that may not answer.
 TALK_SECONDS = 2.0
 
-#: Seconds between two looks at the store, and of one attempt to reach it.
+#: Seconds between two looks at the store, and seconds of one attempt to reach it.
 _LOOK_SECONDS = 0.05
 _ATTEMPT_SECONDS = 2.0
 
@@ -46,14 +46,14 @@ class RankError(TrainingError):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a process says of itself.
+    """A process, as it introduces itself to the others.
 
     Attributes:
-        rank, size: as its launcher told it.
+        rank, size: its rank and the world's size, from its launcher.
         host: its machine's name.
         pid: its process id.
-        fingerprint: of what it is about to do.
-        gpu: which GPU it has, unique in the world; "" without one.
+        fingerprint: a hash of its recipe.
+        gpu: the UUID of its GPU; "" without one.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class RankInfo:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The rank's name in messages."""
         return f"rank {self.rank} on {self.host}"
 
 
 def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
-    """The info of this process."""
+    """The `RankInfo` of this process."""
     gpu = ""
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -88,15 +88,15 @@ def is_hosting(world: World) -> bool:
 
 
 def start_prefix() -> str:
-    """Of the keys of this start: the agent's store outlives a restart."""
+    """The prefix of this start's keys in the store: the agent's store outlives a restart."""
     return os.environ.get(ROUND) or f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def open_store(world: World, timeout_seconds: float) -> PrefixStore:
-    """Reach the store, or host it.
+    """Connect to the store, or host it.
 
     Raises:
-        RankError: it can't be reached in time.
+        RankError: the store can't be reached in time.
         ConfigError: the port is taken.
     """
     if is_hosting(world):
@@ -117,10 +117,10 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
 
 
 def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[RankInfo]:
-    """Leave this process's info, read those of all, and compare them.
+    """Write this process' `RankInfo`, read those of all ranks, and compare them.
 
     Returns:
-        The infos in the order of ranks.
+        All ranks, in their order.
 
     Raises:
         RankError: ranks did not come within the time, or one failed before it came.
@@ -138,7 +138,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
     deadline = time.monotonic() + timeout_seconds
     _wait_for(store, range(1), deadline, timeout_seconds)
     infos = [_info(store, 0)]
-    # With another size than rank 0's, some may wait for ranks that nobody is.
+    # With another size than rank 0's, some may wait for ranks that don't exist.
     if infos[0].size == own.size:
         _wait_for(store, range(own.size), deadline, timeout_seconds)
         infos = [_info(store, rank) for rank in range(own.size)]
@@ -153,10 +153,10 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
 
 
 def compare(infos: Sequence[RankInfo]) -> None:
-    """Check that processes are of one world and about to do the same.
+    """Check that processes are of one world, have one recipe, and a GPU each.
 
     Raises:
-        ConfigError: they are not; names the ranks that differ from rank 0.
+        ConfigError: they don't; names the ranks that differ from rank 0.
     """
     first = infos[0]
     for info in infos:
@@ -181,27 +181,28 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless somebody has already.
+    """Tell all ranks why the run ends, unless another process has already.
 
     Args:
-        text: one line that names a rank.
+        store: the store of the ranks.
+        text: the message, one line that names a rank.
     """
     at_most(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 
 def announce(host: str, port: int, prefix: str, text: str) -> None:
-    """`tell_failure`, for somebody who is none of the ranks."""
+    """`tell_failure`, for the launcher, which is none of the ranks."""
     with contextlib.suppress(RuntimeError):
         tell_failure(PrefixStore(prefix, _tcp_store(host, port, _ATTEMPT_SECONDS)), text)
 
 
 def at_most(seconds: float, talk: Callable[[], object]) -> None:
-    """Talk to a store that may have gone, or whose host may have stopped: no call on it is sure
-    to return then, whatever its timeout.
+    """Call a store that may have gone, or whose host may have stopped: no call on it is sure to
+    return then, whatever its timeout.
 
     Args:
-        seconds: to wait; what is not done by then goes on, and nobody looks at it.
-        talk: calls on a store.
+        seconds: limit of the wait; calls that take longer go on in their thread, unobserved.
+        talk: the calls on the store.
     """
 
     def work() -> None:
@@ -214,17 +215,17 @@ def at_most(seconds: float, talk: Callable[[], object]) -> None:
 
 
 def failure_of(store: Store) -> str | None:
-    """What `tell_failure` was told."""
+    """The message of `tell_failure`; None without one."""
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 
 def _wait_for_port(world: World, timeout_seconds: float) -> None:
-    """torch's own waiting hears no signals, and tells of every attempt."""
+    """Wait until the port answers. torch's own waiting ignores signals, and logs every attempt."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             with socket.create_connection((world.host, world.port), _ATTEMPT_SECONDS) as found:
-                # A port that the system hands out itself may be connected to itself.
+                # A connection to an ephemeral port may be connected to itself.
                 if found.getsockname() != found.getpeername():
                     return
                 problem = "nobody is there"

@@ -1,8 +1,8 @@
-"""Which process of how many this one is, from what its launcher has set.
+"""Rank and size of this process, from the variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun have names of their own. Nothing is guessed: variables that are half set or contradict each
-other are refused, since the run would be another than the one that was asked for.
+srun have names of their own. Variables that are half set or contradict each other are refused: the
+run would be another than the requested one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Ports that are derived from a job's id: below those that Linux hands out itself.
+#: Ports that are derived from a job's id: below the ephemeral ports of Linux.
 _PORTS = range(10_000, 30_000)
 
 #: Slurm's ids of steps that srun did not start (batch script, interactive shell) are above.
 _LARGEST_STEP = 0xFFFF_FFF0
 
-#: Of mpirun: what is the same in all processes of a job, and differs from job to job.
+#: Variables of mpirun with the same value in all processes of a job, and another in each job.
 _MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -32,12 +32,12 @@ class World:
     """This process among those of its run.
 
     Attributes:
-        rank: its number, 0 to size - 1; rank 0 writes files and talks to people.
-        size: how many processes there are, on all machines.
-        local_rank: its number on its machine.
-        local_size: how many there are on its machine; at least, where a launcher doesn't say.
-        host: name or address of the machine where the processes meet; "" in a world of one.
-        port: theirs on that machine; 0 in a world of one.
+        rank: the process' number, 0 to size - 1; rank 0 writes files and talks to people.
+        size: number of processes on all machines.
+        local_rank: the process' number on its machine.
+        local_size: number of processes on its machine; a lower bound if the launcher doesn't say.
+        host: name or address of the machine of the rendezvous; "" in a world of one.
+        port: port of the rendezvous; 0 in a world of one.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher, by its variables: rank, size, and those on the machine."""
+    """A kind of launcher, by its variables for rank, size, local rank and local size."""
 
     name: str
     rank: str
@@ -112,12 +112,12 @@ def is_main(world: World) -> bool:
 
 
 def require_world(expected_size: int | None, world: World, gpus: int | None = None) -> None:
-    """The world that was asked for is the world that trains.
+    """Refuse a world of another size than the requested one.
 
     Args:
-        expected_size: how many processes were asked for; None for as many as there are.
-        world: the one that is.
-        gpus: how many GPUs this process sees, if it is to train on one. One GPU for several
+        expected_size: the requested number of processes; None accepts any.
+        world: the world that was started.
+        gpus: number of GPUs that this process sees, if it trains on one. One GPU for several
             processes is accepted here: a launcher may show each process its own one only;
             `process_group` finds out.
 
@@ -142,7 +142,7 @@ def require_world(expected_size: int | None, world: World, gpus: int | None = No
 
 
 def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """What one kind of launcher says, without the meeting point; None if it says nothing."""
+    """The world by one kind of launcher, without host and port; None without its variables."""
     if launcher is _SLURM:
         return _slurm_place(variables)
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
@@ -176,7 +176,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
 
 
 def _slurm_place(variables: Mapping[str, str]) -> World | None:
-    """What srun says: a batch script and a shell in an allocation have most of the variables."""
+    """The world by srun: a batch script and a shell in an allocation have most of the variables."""
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:
@@ -203,7 +203,7 @@ def _slurm_place(variables: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on(counts: str, node: int) -> int:
-    """Of "4(x2),3" and node 2: 3. 0 where Slurm's text doesn't say."""
+    """Tasks on a node: 3 for "4(x2),3" and node 2; 0 if Slurm's text doesn't say."""
     tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -230,7 +230,7 @@ def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Where RANK and WORLD_SIZE were set by hand, they can't be for less than was started."""
+    """Refuse RANK and WORLD_SIZE set by hand for fewer processes than another launcher started."""
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
             f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
@@ -242,7 +242,7 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
 def _rendezvous_address(
     launcher: _Launcher, place: World, variables: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Host and port where the processes of a world meet."""
+    """Host and port of the rendezvous."""
     given = [name for name in _ADDRESS_VARIABLES if variables.get(name)]
     host, port = variables.get("MASTER_ADDR", ""), 0
     if "MASTER_PORT" in given:
@@ -274,12 +274,12 @@ def _rendezvous_address(
 
 
 def _port_of(job: str) -> int:
-    """The same for all processes of a job, and most likely another for each job."""
+    """A port that is the same for all processes of a job, and most likely another for each job."""
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def _first_host(nodes: str) -> str:
-    """ "node[07-09,12]-a,other" -> "node07-a": of Slurm's list of nodes."""
+    """The first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
     # A comma inside brackets parts numbers, one outside parts names.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
