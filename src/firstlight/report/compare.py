@@ -171,6 +171,7 @@ def has_different_tokenizers(found: RunComparison) -> bool:
 
 
 def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
+    """Each run's curve of a metric; that of the training loss smoothed."""
     lines = []
     for number, (label, run) in enumerate(_named(found)):
         series = run.metrics.series(key, axis)

@@ -161,6 +161,7 @@ def _size(line: Mapping[str, Any]) -> int:
 
 
 def shortened(text: str) -> str:
+    """A text cut to the most characters that a page shows of one."""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
