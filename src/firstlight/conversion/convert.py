@@ -141,28 +141,20 @@ def convert(
         StorageError: the disk refuses. In every case nothing is written.
     """
     dtype = _checked_options(to, dtype, tolerance)
-    out = Path(out).expanduser()
-    _require_place(out, source)
+    out = _free_place(out, source)
     model = read_source(source, tokenizer, config, best=best)
-    if to == "gguf":
-        model = with_qkv_biases(model)
+    model = with_qkv_biases(model) if to == "gguf" else model
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
-    own = _dtype_of(model.tensors)
-    chosen = own if dtype == "auto" else dtype
-    if to == "gguf" and chosen not in _FORMATS["gguf"]:
-        chosen = "f32"
+    chosen, rounding = _result_dtype(model.tensors, dtype, to)
     file = f"{model.name}-{chosen}.gguf" if to == "gguf" else None
-    notes = (export_notes if file is None else gguf_notes)(model.config, model.tokenizer)
+    notes = _notes(model, to)
     with new_folder(out) as folder:
         if file is None:
             result = _write_folder(model, folder, None if dtype == "auto" else dtype)
         else:
             result = _write_gguf(model, folder / file, chosen)
-        kind = "f32" if chosen == own else chosen
-        difference, largest, more = _compare(model, own_config, result, kind, tolerance)
-    if model.tokenizer is None:
-        notes.append("there is no tokenizer: give one with --tokenizer")
+        difference, largest, more = _compare(model, own_config, result, rounding, tolerance)
     return Conversion(
         out=out,
         file=None if file is None else out / file,
@@ -173,14 +165,26 @@ def convert(
         largest_difference=difference,
         largest_logit=largest,
         has_chat_template=model.tokenizer is not None and model.tokenizer.chat_template is not None,
-        notes=(*model.notes, *notes, *more),
+        notes=(*notes, *more),
     )
 
 
-def _dtype_of(tensors: Mapping[str, Tensor]) -> str:
-    """The one dtype of all tensors by its short name; "mixed" if there are several."""
+def _notes(model: Source, to: str) -> list[str]:
+    """Notes of the source, of the target's differences, and of a missing tokenizer."""
+    notes = (gguf_notes if to == "gguf" else export_notes)(model.config, model.tokenizer)
+    missing = "there is no tokenizer: give one with --tokenizer"
+    return [*model.notes, *notes, *([missing] if model.tokenizer is None else [])]
+
+
+def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
+    """The dtype of the result ("mixed": several), and the dtype that numbers are rounded to (f32:
+    not rounded)."""
     kinds = {tensor.dtype for tensor in tensors.values()}
-    return next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
+    own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
+    chosen = own if dtype == "auto" else dtype
+    if to == "gguf" and chosen not in _FORMATS["gguf"]:
+        chosen = "f32"
+    return chosen, "f32" if chosen == own else chosen
 
 
 def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
@@ -201,14 +205,15 @@ def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
     return dtype
 
 
-def _require_place(out: Path, source: str | Path) -> None:
-    """Refuse an `out` that holds something, or that lies in the source."""
-    folder = Path(source).expanduser()
+def _free_place(out: str | Path, source: str | Path) -> Path:
+    """The path of `out`, which must be missing or empty, and not lie in the source."""
+    out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
             f"folder {out} is the source or inside it, which is left as it is: choose another --out"
         )
     require_free(out, "folder", "choose another --out")
+    return out
 
 
 def _require_fit(model: Source, config: ModelConfig) -> None:

@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from firstlight.conversion.check import first_names
-from firstlight.conversion.foreign_config import Shape, given_config, gpt2_config, llama_config
+from firstlight.conversion.foreign_config import (
+    Shape,
+    given_config,
+    gpt2_config,
+    llama_config,
+    nanogpt_notes,
+)
 from firstlight.conversion.foreign_forward import (
     book_gpt_logits,
     book_llama_logits,
@@ -240,7 +246,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
         model_args = content.get("model_args")
         model_args = model_args if isinstance(model_args, Mapping) else None
         full_config, notes = gpt2_config(path, shape, given, model_args, "gelu")
-        notes += _nanogpt_notes(shape, given)
+        notes += nanogpt_notes(shape, given)
     else:
         full_config, notes = gpt2_config(path, shape, given, None, "gelu_new")
     tensors, filled = _convert(weights, sources, layout, sizes, tied)
@@ -268,23 +274,6 @@ def _logits(
         tanh = config["activation_function"] != "gelu"
         return lambda ids: nanogpt_logits(weights, heads, ids, tanh_gelu=tanh)
     return lambda ids: book_gpt_logits(weights, heads, ids)
-
-
-def _nanogpt_notes(shape: Shape, given: Mapping[str, Any]) -> list[str]:
-    notes = []
-    if "activation_function" not in given:
-        notes.append(
-            "The activation is taken to be the exact GELU, nanoGPT's since May 2023 (give "
-            '"activation_function": "gelu_new" for a file of an older one).'
-        )
-    if shape.sizes["V"] == 50304:
-        notes.append(
-            "The vocabulary is 50304, GPT-2's 50257 rounded up for speed: the last 47 ids "
-            "stand for no token."
-        )
-    if not shape.tied:
-        notes.append("Its head and embedding differ, though nanoGPT ties them: both are kept.")
-    return notes
 
 
 def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:

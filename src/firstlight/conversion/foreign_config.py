@@ -166,6 +166,24 @@ def gpt2_config(
     return {**config, **checked.to_hf()}, notes
 
 
+def nanogpt_notes(shape: Shape, given: Mapping[str, Any]) -> list[str]:
+    """Notes of a nanoGPT model: its activation, padded vocabulary and untied head."""
+    notes = []
+    if "activation_function" not in given:
+        notes.append(
+            "The activation is taken to be the exact GELU, nanoGPT's since May 2023 (give "
+            '"activation_function": "gelu_new" for a file of an older one).'
+        )
+    if shape.sizes["V"] == 50304:
+        notes.append(
+            "The vocabulary is 50304, GPT-2's 50257 rounded up for speed: the last 47 ids "
+            "stand for no token."
+        )
+    if not shape.tied:
+        notes.append("Its head and embedding differ, though nanoGPT ties them: both are kept.")
+    return notes
+
+
 def _guess_heads(path: Path, width: int) -> int:
     """Heads of size 64, which all of OpenAI's GPT-2s have."""
     if width % 64:
