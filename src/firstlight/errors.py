@@ -5,7 +5,7 @@ prints it as one line and exits with `exit_code`; nothing half-written is left b
 
     FirstlightError            anything below; a ValueError
     ├── InputError             a path or an input text that is missing or unreadable
-    ├── ConfigError            a recipe or an option that can't be meant
+    ├── ConfigError            an invalid recipe, option or combination
     ├── TokenizerError         tokenizer files that are damaged or don't fit
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
@@ -22,7 +22,7 @@ import errno
 import re
 from collections.abc import Iterable
 
-#: Exit code of `firstlight train` for a run that diverged; the one for "run me again" is 75.
+#: Exit code of `firstlight train` for a run that diverged; 75 asks to run the command again.
 DIVERGED_EXIT_CODE = 76
 
 #: Longer messages are cut: a name in a damaged file can be of any length.
@@ -46,7 +46,7 @@ class InputError(FirstlightError):
 
 
 class ConfigError(FirstlightError):
-    """A recipe, an option or a combination of them that can't be meant."""
+    """An invalid recipe, option or combination of them."""
 
     exit_code = 2
 
@@ -108,11 +108,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """One line for a person: what the operating system refused, where, what to do.
+    """One line for a person: the operation that the system refused, its path, what to do.
 
-    Full disks get their own words, since they are what interrupts a long job most often.
+    Full disks have a message of their own, since they interrupt long jobs most often.
     """
-    # People know the name that a temporary file or folder (files.py) was to get.
+    # A person knows the final name of a temporary file or folder (files/atomic.py).
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(error.filename or ""))
     where = f" at {name}" if name else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -129,5 +129,5 @@ def describe_os_error(error: OSError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of a library, or its class where it says nothing."""
+    """The first line of a library's error, or the name of its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

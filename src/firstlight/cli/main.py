@@ -63,7 +63,7 @@ for command in (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 done; 1 an error; 2 a recipe or option that can't be meant; 3 a plan of a recipe that does not
+    0 done; 1 an error; 2 an invalid recipe or option; 3 a plan of a recipe that does not
     fit; 75 a training run that was stopped early and saved; 76 one that diverged; 130 interrupted;
     129, 138 or 143 terminated by SIGHUP, SIGUSR1 or SIGTERM.
     """
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
-    """What is set for a verb, unless it is set."""
+    """Environment variables of a verb, unless they are set."""
     if set(verb) & {"train", "plan"}:
         # A plan times operators as training runs them.
         return environment.TRAINING

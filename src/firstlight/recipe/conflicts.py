@@ -1,4 +1,7 @@
-"""Which methods can't work together, or not here: said before a run, with what does."""
+"""Combinations of methods that can't work, or not on this hardware, refused before a run.
+
+Each message names the nearest combination that works.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ def require_combination(
     """Refuse a recipe whose methods can't work together on this hardware.
 
     Args:
-        recipe: with its model, row length and micro-batch size decided.
-        hardware: that it will run on.
-        engine: what several processes share the model by: "none", "ddp", "fsdp", "deepspeed".
-        tensor_parallel: how many processes compute each layer together.
-        pipeline: how many processes have some of the layers each.
+        recipe: recipe whose model, row length and micro-batch size are decided.
+        hardware: hardware of the run.
+        engine: engine that several processes share the model by: "none", "ddp", "fsdp" or
+            "deepspeed".
+        tensor_parallel: number of processes that compute each layer together.
+        pipeline: number of stages, each a process with some of the layers.
 
     Raises:
         ConfigError: all conflicts, each with the nearest combination that works.
@@ -54,7 +58,7 @@ def require_combination(
 
 
 def ineffective(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
-    """Methods that are asked for and change nothing on this hardware, each a sentence."""
+    """A sentence for each method of the recipe that changes nothing on this hardware."""
     config, device = recipe.efficiency, hardware.device.type
     if device == "cuda":
         return
@@ -137,7 +141,7 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
 def _conflicts_of_pairs(
     recipe: Recipe, engine: str, tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """With a loss that is over whole answers."""
+    """Conflicts of preference pairs, whose loss is over whole answers."""
     if recipe.preference is None:
         return
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
@@ -203,7 +207,7 @@ def _conflicts_of_sharded(recipe: Recipe, engine: str, tensor_parallel: int) -> 
 
 
 def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
-    """With what spreads a model over processes that compute the same rows."""
+    """Conflicts of tensor parallelism or of a pipeline (`key`)."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield f"efficiency.precision {config.precision} is not for {key}: use bf16"

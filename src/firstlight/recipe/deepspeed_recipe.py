@@ -13,12 +13,12 @@ from firstlight.recipe.schema import Recipe
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe with what its `distributed.deepspeed_config` sets and it leaves open.
+    """The recipe with the settings of its `distributed.deepspeed_config` that it leaves open.
 
-    Done again, it changes nothing: a resumed run has the same recipe.
+    A second call changes nothing: a resumed run has the same recipe.
 
     Args:
-        recipe: as it was written.
+        recipe: recipe as it was written.
         processes: the number of processes that share a step.
 
     Raises:

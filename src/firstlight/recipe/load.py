@@ -1,4 +1,4 @@
-"""Reading recipes: YAML files, `--section.key value`, and what is said of mistakes.
+"""Reading recipes: YAML files, `--section.key value`, and the messages for mistakes.
 
 Precedence: defaults < file < `--section.key value`. Every mistake is reported at once, with
 the nearest real name; the resolved recipe is saved with the run and in each checkpoint.
@@ -27,7 +27,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
     """Read a recipe file.
 
     Args:
-        path: the file.
+        path: path of the YAML file.
         overrides: (`section.key`, value as YAML text) pairs that are set after reading.
 
     Raises:
@@ -57,7 +57,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
     return recipe
 
 
-#: Mistakes that are told at once.
+#: Greatest number of mistakes in one message.
 _MAX_PROBLEMS = 20
 
 
@@ -143,7 +143,7 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def key_of_other_name(name: str) -> str | None:
-    """The `section.key` of what another program calls `name`, or of a key without section."""
+    """The `section.key` of another program's name of it, or of a key without its section."""
     key = _OTHER_NAMES.get(name, name)
     return next((full for full in known_keys() if full.split(".")[1] == key), None)
 
@@ -161,7 +161,7 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
                 yield section, kind, key
 
 
-#: What other programs call our keys.
+#: Names of our keys in other programs.
 _OTHER_NAMES = {
     "dpo_beta": "beta",
     "pref_beta": "beta",
@@ -249,7 +249,7 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """Which key was most likely meant: of this section, or the same name in another."""
+    """A hint for an unknown key: the nearest key of its section, or the same name in another."""
     other = _OTHER_NAMES.get(key, key)
     if other in known:
         return f" (did you mean '{other}'?)"

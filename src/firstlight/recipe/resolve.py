@@ -42,7 +42,7 @@ class Facts:
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: precision that "auto" stands for.
-        compiles: whether the device's compiler for torch.compile is there.
+        compiles: True if the device has its compiler for torch.compile.
         flops: peak rate of matrix products in a dtype, FLOP/s; None where it is unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: tokens of the training split; None if the data are not on this machine.
