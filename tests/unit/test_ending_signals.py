@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
+from firstlight.cli.main import Terminated, cleaning_up_when_terminated
 
 _KINDS: dict[int, type[BaseException]] = {
     signal.SIGTERM: Terminated,
@@ -77,7 +77,7 @@ def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
     (tmp_path / "last_sender.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with cleaning_up_when_terminated():
-        monkeypatch.setattr("firstlight.cli.termination._SOON", 60.0)
+        monkeypatch.setattr("firstlight.cli.main._SOON", 60.0)
         importlib.import_module("last_sender")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -121,7 +121,7 @@ def bench_loading(
         of what `load_once` measures, its ratios, and all its "runs".
 
     Raises:
-        ConfigError, InputError, StorageError: an option can't be meant, or the checkpoint be made.
+        ConfigError, InputError, StorageError: an option is invalid, or the checkpoint be made.
         ModelError: a way failed.
     """
     chosen, has_transformers = chosen_rows(bench), has_package("transformers")

@@ -102,7 +102,7 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         "ladder") its rows as `summarize` gives them.
 
     Raises:
-        ConfigError: an option can't be meant.
+        ConfigError: an option is invalid.
         InputError: there is nothing to train on.
         StorageError: the disk refused.
     """

@@ -116,7 +116,7 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
         "repeats", "machine", "complete", and "rows": see `summarize`.
 
     Raises:
-        ConfigError: an option can't be meant, or there are fewer GPUs than processes.
+        ConfigError: an option is invalid, or there are fewer GPUs than processes.
     """
     hardware = find_hardware(bench.device)
     if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():

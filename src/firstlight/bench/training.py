@@ -196,7 +196,7 @@ def bench_training(
         "complete", and "rows" as `summarize` gives them.
 
     Raises:
-        ConfigError: an option can't be meant.
+        ConfigError: an option is invalid.
         InputError: there is nothing to train on.
         StorageError: the disk refused.
     """

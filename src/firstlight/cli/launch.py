@@ -25,16 +25,18 @@ def launch_options(command: click.Command) -> click.Command:
             help="Train with N processes on this machine; auto: one for each GPU.",
         ),
         click.Option(["--nnodes"], type=int, help="With --nproc: machines.  [default: 1]"),
-        click.Option(["--node-rank"], type=int, help="With --nnodes: which one this is, from 0."),
+        click.Option(
+            ["--node-rank"], type=int, help="With --nnodes: number of this machine, from 0."
+        ),
         click.Option(
             ["--rdzv-endpoint"],
             metavar="HOST:PORT",
-            help="With --nnodes: where the machines meet, on machine 0.",
+            help="With --nnodes: address of the rendezvous, on machine 0.",
         ),
         click.Option(
             ["--max-restarts"],
             type=int,
-            help="With --nproc: how often to go on from the newest checkpoint when a process "
+            help="With --nproc: number of restarts from the newest checkpoint after a process "
             "fails.  [default: 0]",
         ),
     ]

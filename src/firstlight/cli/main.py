@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import click
 
@@ -22,7 +27,6 @@ from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.report import report_command
 from firstlight.cli.serve import serve_command
-from firstlight.cli.termination import Terminated, cleaning_up_when_terminated
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.errors import FirstlightError, describe_os_error
@@ -32,6 +36,81 @@ from firstlight.hardware import environment
 _DECODING = ("generate", "chat", "serve")
 
 _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
+
+
+#: How the names of importlib's own files begin.
+_IMPORT_MACHINERY = "<frozen importlib"
+
+#: Seconds after which a signal that came in the middle of an import is looked at again.
+_SOON = 0.001
+
+
+class Terminated(BaseException):
+    """A signal has asked this process to end.
+
+    Attributes:
+        number: number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def cleaning_up_when_terminated() -> Iterator[None]:
+    """A block in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
+
+    Signals that are ignored (nohup) stay so. In another thread than the main one, nothing changes.
+
+    A signal that comes in the middle of an import is raised after it: C++ code that imports
+    swallows exceptions, and half a module would stay.
+    """
+    waiting: list[int] = []
+    before: dict[int, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # A timer that somebody else has set is left alone.
+        if signal.SIGALRM in before and _is_importing(frame):
+            waiting.append(number)
+            signal.setitimer(signal.ITIMER_REAL, _SOON)
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(number)
+
+    def again(_: int, __: FrameType | None) -> None:
+        if waiting:
+            # The handler may be another one by now.
+            signal.raise_signal(waiting.pop())
+
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+        signal.SIGTERM: end,
+        signal.SIGHUP: end,
+        signal.SIGUSR1: end,
+        signal.SIGINT: end,
+        signal.SIGALRM: again,
+    }
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        if signal.SIGALRM in before:
+            # A timer still running would end the process once its handler is gone.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORT_MACHINERY):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @click.group(

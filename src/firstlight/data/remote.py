@@ -108,7 +108,7 @@ def local_folder(
         progress: show a progress bar on stderr.
 
     Raises:
-        DataError: the URL can't be meant, no prepared corpus is there, or it did not arrive
+        DataError: the URL is invalid, no prepared corpus is there, or it did not arrive
             whole in several attempts.
         MissingDependencyError: the protocol's package is not installed.
         StorageError: the cache can't be written, or the disk is too small.

@@ -296,7 +296,7 @@ def evaluate(
         on_rows: called after each batch with the rows done and to do.
 
     Raises:
-        ConfigError: sample, seed, seq_len, batch_size or device can't be meant.
+        ConfigError: sample, seed, seq_len, batch_size or device is invalid.
         DataError: the data is missing, damaged, or of another tokenizer.
         ModelError, CheckpointError: the model can't be used.
     """

@@ -6,19 +6,20 @@ the nearest real name; the resolved recipe is saved with the run and in each che
 
 from __future__ import annotations
 
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_file
 from firstlight.models import DEFAULT_FAMILY
 from firstlight.recipe.schema import Recipe, ResolvedRecipe
-from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
@@ -258,3 +259,85 @@ def _suggest(key: str, known: Sequence[str]) -> str:
         return hint
     elsewhere = [name for name in known_keys() if name.split(".")[1] == other]
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
+
+
+#: No recipe has more: bytes, values (those of an anchor counted wherever it is named), levels.
+MAX_RECIPE_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 50
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which also reads 3e-4 as a number and refuses a key given twice."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="too many levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # Each mapping may take the keys of two others over, and so on.
+        super().flatten_mapping(node)
+        if len(node.value) > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            # `<<: *anchor` takes another mapping's keys over, and may stand beside any of them.
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name = self.construct_object(key, deep=True)
+            if isinstance(name, Hashable) and name in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key '{name}' is given twice", problem_mark=node.start_mark
+                )
+            # What is not hashable is refused below.
+            seen.update([name] if isinstance(name, Hashable) else [])
+        return super().construct_mapping(node, deep)
+
+
+def _require_small(values: object) -> None:
+    """Refuse what a few anchors can blow up, or hold themselves.
+
+    Raises:
+        ValueError: there are too many values, or one is a number of more than 64 bits.
+    """
+    rest, count = [values], 0
+    while rest:
+        value = rest.pop()
+        count += 1
+        if count > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values")
+        if isinstance(value, int) and value.bit_length() > 64:
+            raise ValueError("a number of more than 64 bits")
+        if isinstance(value, dict):
+            rest += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            rest += value
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(content: bytes | str) -> Any:
+    """The values of a YAML text.
+
+    Raises:
+        ValueError: it is not YAML, or larger than any recipe; in one line.
+    """
+    try:
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        values = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        _require_small(values)
+    # ValueError: bytes that are not UTF-8, a date such as 2001-99-99.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    return values

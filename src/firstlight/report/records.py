@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file
-from firstlight.recipe.yaml_text import MAX_RECIPE_BYTES, parse_yaml
+from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.training.metrics import (
     EVENTS_NAME,
     METRICS_NAME,

@@ -12,7 +12,7 @@ from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS, ChatRequest, Co
 
 _REF = "#/components/schemas/{model}"
 _STATUSES = {
-    400: "The request can't be meant, or doesn't fit the context.",
+    400: "The request is invalid, or doesn't fit the context.",
     401: "The API key is missing or wrong.",
     403: "The header Host or Origin is not allowed.",
     404: "There is no such model.",

@@ -79,7 +79,7 @@ def plan_module(
         in it; its notes say so where their operators are in the trace.
 
     Raises:
-        ConfigError: an argument can't be meant, or the model has no loss or no
+        ConfigError: an argument is invalid, or the model has no loss or no
             `gradient_checkpointing_enable`.
     """
     make = _make_optimizer(optimizer)
