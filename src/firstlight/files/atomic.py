@@ -38,7 +38,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     """Turn an `OSError` of the operating system into a `StorageError` for people.
 
     Args:
-        path: what is being written; named where the error itself names nothing, as when a
+        path: the path that is being written; named if the error itself names none, as when a
             disk fills up.
     """
     try:
@@ -108,7 +108,7 @@ def new_folder(
     with `replace` it may hold anything, which stays until the new folder is complete.
 
     Args:
-        aside: what was at `path` gets this name, and stays; else it is deleted.
+        aside: the new name of an old folder at `path`; None deletes the old folder.
         synced: all files are written by `OutputFile`, which syncs them.
 
     Raises:

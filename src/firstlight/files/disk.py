@@ -74,11 +74,11 @@ disk = Disk()
 class OutputFile:
     """A new file, written from front to back: on the disk when the `with` block ends well.
 
-    When the block raises, what was written stays, for whoever chose the name to remove.
+    When the block raises, the file stays as it is; the caller removes it.
 
     Attributes:
-        path: where it is.
-        size: how many bytes were written.
+        path: the file's path.
+        size: number of bytes written.
 
     Raises:
         OSError: from every method: the disk refuses, or the file is there already.

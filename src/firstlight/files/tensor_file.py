@@ -51,8 +51,9 @@ def write_tensors(
     """Write a safetensors file.
 
     Args:
-        tensors: on any device, in any layout, of any shape; they may share memory. One that is
-            not contiguous or not on the CPU is copied when its turn comes.
+        file: an open file.
+        tensors: tensors by name, on any device, in any layout, of any shape; they may share
+            memory. One that is not contiguous or not on the CPU is copied when its turn comes.
         metadata: None writes none.
 
     Raises:

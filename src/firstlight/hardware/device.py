@@ -25,13 +25,13 @@ from firstlight.hardware.gpus import find_gpu
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and what is known of it.
+    """One device and its properties.
 
     Attributes:
-        device: where tensors go.
-        name: the maker's name of it.
+        device: torch's device.
+        name: the maker's name of the device.
         memory_bytes: memory of the device (of the machine, for CPUs).
-        bf16: whether bf16 matrix products run in hardware.
+        bf16: True if bf16 matrix products run in hardware.
         capability: CUDA's compute capability; None where there is no CUDA.
     """
 

@@ -1,7 +1,7 @@
-"""What the process's environment has for torch's thread library and allocator.
+"""Environment variables for torch's thread library and allocator.
 
-Both read it when they are loaded, so the command line sets it first; what the person has set
-stands.
+Both read them when they are loaded, so the command line sets them first; variables that are set
+already stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def for_generation() -> dict[str, str]:
-    """By whether half of the cores are free at this moment."""
+    """The variables for generating text: a long spin if half of the cores are free right now."""
     try:
         busy = sorted(_running() for _ in range(5))[2]
     except (OSError, ValueError, IndexError):
@@ -38,8 +38,8 @@ def for_generation() -> dict[str, str]:
 
 
 def _running() -> int:
-    """How many threads run or wait for a core, on Linux, this one left out. Not the load average,
-    which remembers what ended a minute ago."""
+    """Number of other threads that run or wait for a core, on Linux. The load average would count
+    threads that ended a minute ago."""
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()
     return int(fields[3].partition("/")[0]) - 1

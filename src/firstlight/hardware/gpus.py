@@ -27,11 +27,11 @@ class GPU:
     Attributes:
         name: the maker's, without the brand.
         memory_bytes: all of it, as the driver reports.
-        bandwidth: of its memory, bytes a second.
+        bandwidth: memory bandwidth, bytes a second.
         fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 is "not in hardware". Kepler (K80)
             computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
             (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
-        link: to other GPUs of the machine, bytes a second in one direction.
+        link: bandwidth to other GPUs of the machine, bytes a second in one direction.
         capability: CUDA's compute capability; (0, 0) where there is no CUDA.
     """
 
@@ -190,7 +190,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
 
     Args:
         name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".
-        memory_bytes: of the device, where it is known: tells apart what is sold with several.
+        memory_bytes: the device's memory, if known: tells apart GPUs sold with several sizes.
 
     Raises:
         ConfigError: there is no such GPU, or there are several; names the nearest.

@@ -99,14 +99,13 @@ class DeepSpeedEngine(Engine):
 
 
 class ZeroOptimizer(Optimizer):
-    """Has the methods of `Optimizer`; parameters and state are in DeepSpeed's hands.
+    """An `Optimizer` around DeepSpeed's, which holds parameters and state.
 
     Args:
         model: see `ZeroModel`.
-        config: the recipe's `optimizer` section; its optimizer is one of torch's that are
-            elementwise.
+        config: the recipe's `optimizer` section, with an elementwise optimizer of torch's.
         sharing: the recipe's `distributed` section.
-        device: of this process.
+        device: this process' device.
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
@@ -177,7 +176,7 @@ class ZeroOptimizer(Optimizer):
         self._has_state = True
 
     def zero_grad(self) -> None:
-        """Forget the gradients, as DeepSpeed does where they overflow."""
+        """Drop the gradients, by the same steps as DeepSpeed after an overflow."""
         inner = self._inner
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
@@ -188,7 +187,7 @@ class ZeroOptimizer(Optimizer):
             if not is_offloaded:
                 inner.averaged_gradients = {}
             return
-        # In a step's first pass it is counted up to 0.
+        # DeepSpeed counts it up to 0 in a step's first pass.
         inner.micro_step_id = -1
         if is_offloaded:
             inner._offload_accumulated_param_ids = set()
@@ -200,8 +199,8 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model's parameters are whole, for reading; and for writing, if
-        they are `changed` in it."""
+        """A context in which the model's parameters are whole, for reading; and with `changed`, for
+        writing."""
         return self.zero.whole_parameters(changed=changed)
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -252,7 +251,7 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Of parameters that are in shards, shapes are gone.
+        # Sharded parameters have lost their shapes.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
@@ -262,14 +261,14 @@ class ZeroOptimizer(Optimizer):
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """What torch's optimizer updates: many parameters' shards in a row."""
+        """The tensors that torch's optimizer updates: each has many parameters' shards in a row."""
         inner = self._inner
         if self.zero.stage == 3:
             return list(inner.fp32_partitioned_groups_flat)
         return list(inner.single_partition_of_fp32_groups)
 
     def _make_state(self, steps: Tensor | None) -> None:
-        """The state that there is after so many steps, with zeros for moments."""
+        """Make the state as after `steps` steps, with zeros for moments."""
         keys = {key for layout in self._expected.values() for key in layout}
         for number, flat in enumerate(self._flat()):
             with self._at_hand(number):
@@ -282,15 +281,15 @@ class ZeroOptimizer(Optimizer):
         self._link_state()
 
     def _link_state(self) -> None:
-        """Have parameters know where their state lies: stages 1 and 2 look too early, when only the
-        first group of parameters has been updated."""
+        """Link parameters to their state again: stages 1 and 2 link too early, when only the first
+        group of parameters has been updated."""
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False
             self._inner._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """Inside, what of a group is in files is in memory."""
+        """Inside, a group's tensors that are in files are in memory."""
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
         if in_files:

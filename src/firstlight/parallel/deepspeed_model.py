@@ -33,10 +33,10 @@ from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.group import is_exchange_error
 
-#: Numbers that are sent at a time, as DeepSpeed's own default; a buffer of so many is kept.
+#: Numbers in a buffer that is sent, as DeepSpeed's own default.
 _BUCKET = 500_000_000
 
-#: Precisions with fp32 parameters and products in less.
+#: Precisions with fp32 parameters and 16-bit products.
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,7 +48,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         ConfigError: it was imported for another kind of device.
     """
     if device.type == "cpu":
-        # It takes any GPU that it sees, and looks once.
+        # DeepSpeed takes any GPU that it sees, and looks once.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -65,19 +65,19 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             "a process of its own for each kind of device, without that variable"
         )
     deepspeed.utils.logger.setLevel("WARNING")
-    # Newer versions of torch have other names for these, which it doesn't know.
+    # Newer versions of torch have other names for these functions, which DeepSpeed doesn't know.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    # On a CPU it would compile an extension of its own, for a minute, for sums over processes that
-    # gloo adds up too.
+    # On a CPU, DeepSpeed would compile an extension for a minute, for sums over processes that gloo
+    # computes too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, stdout is stderr, and what the library's own code is warned of is not said."""
+    """Inside, stdout is stderr, and warnings about the library's own code are hidden."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -87,23 +87,23 @@ class ZeroModel:
     """A model that the processes of a run share by DeepSpeed.
 
     Args:
-        model: on this process' device, the same on all; its parameters are fp32. It is changed in
-            place, and goes on giving the same outputs, if all processes call it together.
-        optimizer: of torch, for all of its parameters: one that treats each number alike.
+        model: the model on this process' device, the same on all; its parameters are fp32. It is
+            changed in place; its outputs stay the same, if all processes call it together.
+        optimizer: an elementwise optimizer of torch's for all of the model's parameters.
         config: the recipe's `distributed` section.
-        device: of this process.
-        precision: the recipe's; with "bf16" and "fp16", products are in it and all that is sent is
-            fp32.
-        max_grad_norm: to which gradients are scaled down; 0 is not.
-        local_rank: of this process on its machine.
+        device: this process' device.
+        precision: the recipe's; with "bf16" and "fp16", products are in it, and gradients and
+            parameters are sent in fp32.
+        max_grad_norm: the norm to which larger gradients are scaled down; 0 leaves them.
+        local_rank: this process' number on its machine.
 
     Attributes:
-        engine: DeepSpeed's.
-        stage: of ZeRO.
+        engine: DeepSpeed's engine.
+        stage: the stage of ZeRO, 1 to 3.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
-        ConfigError: it can't work here.
+        ConfigError: DeepSpeed can't share this model here.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class ZeroModel:
         largest = max(p.numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
         settings: dict[str, Any] = {
-            # How many rows and passes there are is the loop's business; of more than one
-            # pass, gradients are added up, however many come (see `set_last`).
+            # The loop counts sequences and passes; with more than one pass here, DeepSpeed adds up
+            # gradients until `set_last`.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": max_grad_norm,
@@ -168,11 +168,11 @@ class ZeroModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole, on the CPU of every process where they are in shards, for
-        reading and for writing, not for computing. All processes have to call it.
+        """Inside, sharded parameters are whole, on the CPU of every process, for reading and for
+        writing, not for computing. All processes have to call it.
 
         Args:
-            changed: what was written inside, the same on all, is put back.
+            changed: True puts back values written inside, which are the same on all.
         """
         places = self._places() if self.stage == 3 else []
         wholes: dict[int, nn.Parameter] = {}
@@ -238,7 +238,7 @@ def _initialized(
 
 
 def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put nested values into nested values; sections that are not there are left out."""
+    """Put nested values into nested settings; sections that the settings lack are left out."""
     for key, value in changes.items():
         if isinstance(value, Mapping):
             _update(settings.get(key, {}), value)
@@ -247,16 +247,17 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Give this process' shard of what ZeRO-3 keeps in fp32 of a parameter its part of a whole.
+    """Set this process' shard of a parameter's fp32 copy or state under ZeRO-3 from a full tensor.
 
     Args:
-        value: the whole, the same on all processes.
-        key: of the optimizer's state; None is the parameter's own fp32 copy.
+        parameter: the sharded parameter.
+        value: the full tensor, the same on all processes.
+        key: name in the optimizer's state; None is the parameter's fp32 copy.
     """
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # The last shards are filled up to the size of the others.
+    # The last shards are padded to the size of the others.
     count = held.numel()
     start = torch.distributed.get_rank() * count
     own = value.reshape(-1)[start : start + count].float()
@@ -277,7 +278,7 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Have the library look for the processes anew, if those of a run before are gone."""
+    """Have DeepSpeed find the process group again, if that of an earlier run is closed."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -292,7 +293,7 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the model compute in less than fp32 by itself: autocast around it is not let in."""
+    """Put autocast inside the model's forward pass: DeepSpeed switches it off around the model."""
     plain: Callable[..., Tensor] = model.forward
 
     @functools.wraps(plain)
@@ -323,14 +324,14 @@ def _offloading(
 
 
 def require_asynchronous_io(local_rank: int) -> None:
-    """Have the library compiled that offloading into files needs, if it is not yet: this takes
+    """Compile DeepSpeed's library for offloading into files, if that is not done yet: this takes
     minutes, once on each machine. All processes have to call it.
 
     Args:
-        local_rank: of this process on its machine.
+        local_rank: this process' number on its machine.
 
     Raises:
-        ConfigError: it can't be.
+        ConfigError: the library can't be compiled.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -345,7 +346,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _tell_of_lock(builder.name)
         _load(builder)
-    # One that compiled beside it would find half of a library.
+    # A process that compiled at the same time would find half of a library.
     barrier()
     _load(builder)
 
@@ -362,7 +363,7 @@ def _load(builder: Any) -> None:
 
 
 def _tell_of_lock(name: str) -> None:
-    """Say what to do where torch would wait, without a word, for a build that was killed."""
+    """Tell of a lock file of a killed build, for which torch would wait silently."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
@@ -374,7 +375,7 @@ def _tell_of_lock(name: str) -> None:
 
 
 def _new_swap_folder(config: DistributedConfig) -> Path:
-    """A folder for this run's files, of which each process has its own in it."""
+    """A folder for this run's files, in which each process makes its own."""
     assert config.nvme_path is not None
     token = broadcast_object(secrets.token_hex(4))
     folder = Path(config.nvme_path).expanduser() / f"firstlight-swap-{token}"

@@ -28,14 +28,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Received(nn.Module):
-    """In the place of the embedding: gives the hidden states that the stage before has sent."""
+    """Stand-in for the embedding: returns the hidden states that the previous stage has sent."""
 
     weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        # Only its device is looked at.
+        # Callers read its device only.
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class _Received(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """In the place of a layer."""
+    """Stand-in for a layer of another stage."""
 
     def forward(self, x_BTC: Tensor, *_: Any) -> tuple[Tensor, None]:
         return x_BTC, None
@@ -82,10 +82,11 @@ def stage_model(
     one other.
 
     Args:
-        config: one that `unstageable` has nothing against.
-        stage, stages: which of how many.
-        generator: to initialise from, as the whole model would be; None leaves values out, but
-            for zeros in the rows that pad the vocabulary.
+        config: a config without reasons from `unstageable`.
+        vocab_multiple: the multiple that the vocabulary is padded to.
+        stage, stages: this process' stage, and the number of stages.
+        generator: the source of the whole model's initial values; None leaves values out, but for
+            zeros in the rows that pad the vocabulary.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -209,11 +210,15 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of the hidden states between stages: autocast leaves the residual stream in it."""
+        """The dtype of hidden states between stages: autocast leaves the residual stream in it."""
         return next(self._model.parameters()).dtype
 
     def take(self, hidden: Tensor) -> None:
-        """Have the next call of `forward` go on from what the stage before has computed."""
+        """Have the next call of `forward` go on from the previous stage's hidden states.
+
+        Args:
+            hidden: shape [batch, seq_len, hidden_size].
+        """
         received: nn.Module = self._model.embedding
         assert isinstance(received, _Received)
         received.hidden = hidden
@@ -230,7 +235,7 @@ class Pipeline:
 
         Args:
             loss_sum: this stage's loss function, around `forward`.
-            batches: the same on all processes, of one shape.
+            batches: micro-batches, the same on all processes and of one shape.
             divisor: each loss is divided by it before its backward pass.
 
         Returns:
@@ -250,7 +255,7 @@ class Pipeline:
         try:
             schedule.step(*first, target=labels, return_outputs=False, **inputs)
         except RuntimeError as error:
-            # torch puts an error of its own around what a forward pass raises.
+            # torch wraps the error of a forward pass into its own.
             raise (error.__cause__ or error) from None
         return all_reduce_sum(self._total)
 
@@ -293,7 +298,7 @@ class Pipeline:
     def of_all(
         self, input_ids: Tensor, labels: Tensor | None, document_ids: Tensor | None, options: Any
     ) -> Tensor:
-        """What the whole model's forward pass would give."""
+        """The whole model's forward pass, on all processes."""
         if self._stage:
             shape = (*input_ids.shape, self._model.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -301,7 +306,7 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # With labels, whichever, what comes out are hidden states: see `_hand_on`.
+        # With any labels, the forward pass returns hidden states: see `_hand_on`.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
@@ -323,7 +328,7 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """What torch's schedules call."""
+    """This stage as the module that torch's schedules call."""
 
     def __init__(self, pipeline: Pipeline, loss_sum: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -339,7 +344,9 @@ class _Stage(nn.Module):
         """Hidden states, or in the last stage the summed loss.
 
         Args:
-            before: what the stage before has sent; in the first the input ids.
+            before: hidden states [batch, seq_len, hidden_size] from the previous stage; in the
+                first stage the input ids [batch, seq_len].
+            input_ids, labels, document_ids: int64, [batch, seq_len]; see `Model.forward`.
         """
         if before.is_floating_point():
             self._pipeline.take(before)
@@ -349,7 +356,7 @@ class _Stage(nn.Module):
 def _hand_on(
     x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
 ) -> Tensor:
-    """In the place of the loss, where that is another stage's: the hidden states."""
+    """Stand-in for the loss in stages before the last: the hidden states as they are."""
     return x_BTC
 
 

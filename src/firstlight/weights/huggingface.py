@@ -38,14 +38,14 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with what belongs to it.
+    """A model with its tokenizer and files.
 
     Attributes:
-        model: in evaluation mode, on the device asked for.
-        tokenizer: None where the folder has none.
+        model: the model in evaluation mode, on the requested device.
+        tokenizer: the folder's tokenizer; None if it has none.
         eos_token_ids: ids that end a generation.
-        folder: where it was read from; of an adapter, its own.
-        mapped: the files that the parameters are, where they were not copied.
+        folder: the model folder, or an adapter's own folder.
+        mapped: the files that are mapped as parameters; () if the weights were copied.
     """
 
     model: Model
@@ -55,10 +55,10 @@ class LoadedModel:
     mapped: tuple[FileState, ...] = ()
 
     def require_unchanged(self) -> None:
-        """To be called before the weights are used.
+        """Refuse weights whose mapped file has changed; call it before each use.
 
         Raises:
-            ModelError: a file that they are was changed in place.
+            ModelError: a mapped file was changed in place.
         """
         for file in self.mapped:
             file.require_unchanged()
@@ -74,14 +74,14 @@ def load_model(
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
 
-    An adapter is merged into its base. What it has no files for (tokenizer, generation config) is
-    the base's.
+    An adapter is merged into its base; files that it lacks (tokenizer, generation config) are the
+    base's.
 
     Args:
-        folder: where it lies.
-        device: where the parameters go.
-        dtype: of the parameters; None is that of the file.
-        mode: how they get there, see `firstlight.weights.loading`.
+        folder: a model folder, an adapter's folder, or a hub id.
+        device: the parameters' device.
+        dtype: the parameters' dtype; None is the file's.
+        mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the vocabulary is padded to a multiple of this.
 
     Raises:
@@ -108,22 +108,22 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
 
 
-#: Layers and experts that are quickly made, and then missed one by one.
+#: Number of layers and experts that are quickly made, whatever the files hold.
 _FEW = 200
 
 
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """The model of a config on the meta device, once it is known to be of a size with the files:
-    a config.json can ask for any.
+    """The model of a config on the meta device, once its size is checked against the files: a
+    config.json can ask for any size.
 
     Args:
-        config: of the folder's config.json.
+        config: the config of the folder's config.json.
         folder: the model folder.
         vocab_multiple: the vocabulary is padded to a multiple of this.
-        tensors: how many its files have, stacked experts counted one by one; None is to be
-            found out.
+        tensors: number of tensors in its files, stacked experts counted one by one; None counts
+            them.
 
     Raises:
         ModelError: the files don't have so many layers or experts, or they are damaged.
@@ -198,7 +198,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
     Args:
         content: the object.
-        where: what messages call it.
+        where: the object's name in messages.
 
     Raises:
         ModelError: it is damaged, or of a family that firstlight doesn't have.
@@ -238,7 +238,7 @@ def _read_model_json(path: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """What ends a text: generation_config.json, else config.json, else the tokenizer."""
+    """The ids that end a text, of generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         path = folder / name
         value = _read_model_json(path).get("eos_token_id") if path.is_file() else None
@@ -263,8 +263,8 @@ def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
-    """The `generation_config.json` of a model with this tokenizer. What ends a turn under its chat
-    template ends a text as well, for those who look here for it."""
+    """The `generation_config.json` of a model with this tokenizer. The ids that end a turn of its
+    chat template end a text as well."""
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
     content: dict[str, int | list[int]] = {}
@@ -276,7 +276,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
 
 
 def training_notes(folder: Path) -> list[str]:
-    """What a model folder asks for in training that is not done here: one line each."""
+    """Training settings of a model folder that firstlight does not apply: one line each."""
     path = _config_path(folder)
     content = _read_model_json(path)
     return [
@@ -287,11 +287,11 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Where transformers reads a model folder otherwise than firstlight: one line each.
+    """Differences between transformers and firstlight in reading a model folder: one line each.
 
     Args:
-        config: its config.json.
-        tokenizer: its tokenizer.
+        config: the folder's config.json.
+        tokenizer: the folder's tokenizer.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     split = None if family is None else family.spec.tokenizer_split

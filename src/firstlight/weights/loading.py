@@ -1,6 +1,6 @@
 """Weights between a model and its safetensors files, without holding them twice.
 
-Three modes lead from a model folder into a model, all through a model on the meta device:
+A model on the meta device gets its weights in one of three modes:
 
     sequential  memory for the model is taken once, and each tensor is read from its file straight
                 into its place, on any device and in any dtype
@@ -13,8 +13,8 @@ The default, `auto`, maps what can be mapped whole, which is what makes a model 
 once, and reads the rest sequentially: other devices, other dtypes, stacked experts, padded
 vocabularies. Training, which writes all of its weights, reads sequentially.
 
-What a tensor is called in the file and where it lies in the model is one table, `file_tensors`,
-read for loading and for saving.
+`file_tensors` is the one table of names in the file and places in the model, for loading and for
+saving.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class _Described(Protocol):
-    """What is asked of a tensor before it is read; see `StoredTensor`."""
+    """A tensor's properties before it is read; see `StoredTensor`."""
 
     @property
     def kind(self) -> str: ...
@@ -69,7 +69,7 @@ def has_stacked_experts(names: Iterable[str]) -> bool:
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """How many tensors a model's files have, stacked experts counted one by one."""
+    """Number of tensors in a model's files, stacked experts counted one by one."""
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1 for n, t in stored.items()
     )
@@ -130,15 +130,15 @@ def load_weights(
     dtype: torch.dtype | None = None,
     mode: LoadingMode = "auto",
 ) -> tuple[FileState, ...]:
-    """Give a model on the meta device the weights of a model folder; return the files that it
-    goes on using.
+    """Give a model on the meta device the weights of a model folder; return the files that stay
+    mapped as its parameters.
 
     Args:
-        model: its parameters get memory on `device`.
-        folder: one safetensors file, or several with an index.
-        device: where the parameters go.
-        dtype: of the parameters; None is that of the embedding in the file.
-        mode: see the head of this module.
+        model: the model; its parameters get memory on `device`.
+        folder: a folder with one safetensors file, or several with an index.
+        device: the parameters' device.
+        dtype: the parameters' dtype; None is the dtype of the embedding in the file.
+        mode: the loading mode, see the head of this module.
 
     Raises:
         ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
@@ -154,11 +154,12 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model folder by the names of `file_tensors`, stacked where its are.
+    """The tensors of a model folder by the names of `file_tensors`, with experts stacked as in its
+    files.
 
     Args:
-        model: of that folder's config; on the meta device will do.
-        folder: one safetensors file, or several with an index.
+        model: the model of that folder's config, on any device.
+        folder: a folder with one safetensors file, or several with an index.
 
     Raises:
         ModelError: as `load_weights`.
@@ -294,8 +295,8 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
     Args:
         model: changed in place.
-        tensors: by the names of `file_tensors`.
-        dtype: of the parameters.
+        tensors: tensors by the names of `file_tensors`.
+        dtype: the parameters' dtype.
     """
     model.to(dtype)
     allocate(model, torch.device("cpu"))

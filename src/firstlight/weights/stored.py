@@ -1,4 +1,4 @@
-"""Safetensors files on the disk: what they hold, and their numbers without detours."""
+"""Safetensors files on the disk: headers, and tensors read straight into their places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AnyTensor = TypeVar("_AnyTensor")
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: The same of folders whose weights are pickled, which `conversion/pickled.py` reads.
+#: The names of pickled weights and their index, which `conversion/pickled.py` reads.
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
@@ -53,11 +53,11 @@ _GPU_CHUNK_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was when it was looked at.
+    """A file's identity and state at one moment.
 
     Attributes:
-        path: where it was.
-        identity: the file itself (device, inode), which a rename over its name does not change.
+        path: the file's path at that moment.
+        identity: device and inode, which a rename over its name does not change.
         state: size in bytes, time of the last change in nanoseconds.
     """
 
@@ -72,15 +72,15 @@ class FileState:
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
     def require_unchanged(self) -> None:
-        """Refuse to go on with a mapped file that somebody has written into.
+        """Refuse a mapped file that another program has written into.
 
         Raises:
-            ModelError: it was overwritten or cut short in place.
+            ModelError: the file was overwritten or cut short in place.
         """
         try:
             now = FileState.of(self.path)
         except OSError:
-            return  # deleted: it lives on as long as it is mapped
+            return  # a deleted file lives on as long as it is mapped
         if now.identity == self.identity and now.state != self.state:
             raise ModelError(
                 f"{self.path} was changed in place while the model was in use: load it again "
@@ -94,10 +94,10 @@ class StoredTensor:
 
     Attributes:
         file: the file when its header was read.
-        name: of the tensor there.
-        kind: its number format, as safetensors names it (F32, BF16).
-        shape: its sizes.
-        offset: where its bytes begin in the file.
+        name: the tensor's name in the file.
+        kind: the number format, as safetensors names it (F32, BF16).
+        shape: the tensor's sizes.
+        offset: position of its first byte in the file.
     """
 
     file: FileState
@@ -117,10 +117,10 @@ class StoredTensor:
         return FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
-        """Copy it into a contiguous tensor of the same shape, of any dtype and on any device.
+        """Copy its values into a contiguous tensor of the same shape, any dtype and any device.
 
         Raises:
-            ModelError: the file can't be read, is shorter than it says, or is another one now.
+            ModelError: the file can't be read, is shorter than its header says, or was replaced.
         """
         flat = target.detach().view(-1)
         if flat.device.type == "cpu" and flat.dtype == self.dtype:
@@ -130,7 +130,7 @@ class StoredTensor:
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             place = flat[start : start + len(part)]
-            # A GPU converts faster; what needs no converting goes straight into its place.
+            # A GPU converts faster; a part of the same dtype goes straight into its place.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
@@ -206,9 +206,9 @@ def indexed_tensors(
     """The tensors of all files that an index names.
 
     Args:
-        folder: of the index and the files.
-        index_name: of the index.
-        read: reads a file's tensors.
+        folder: the folder of the index and the files.
+        index_name: the index's file name.
+        read: the reader of a file's tensors.
 
     Raises:
         ModelError: a file is missing or damaged, or the index is not that of the files.
@@ -231,10 +231,10 @@ def indexed_tensors(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, without reading it.
+    """The tensors of a safetensors file by name, from its header alone.
 
     Raises:
-        ModelError: it is missing or damaged.
+        ModelError: the file is missing or damaged.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -245,8 +245,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
                     "that are read"
                 )
-            # The library checks all of the header against the file's length; only offsets are
-            # not to be had from it.
+            # The library checks the header against the file's length, but does not give offsets.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(file.read(length), object_pairs_hook=unique_keys)
     except FileNotFoundError:
@@ -273,7 +272,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """Whether a model folder has no other weights than pickled ones."""
+    """Whether a model folder has pickled weights only."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
@@ -299,7 +298,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """Which file of the folder each tensor is in.
+    """The file name of each tensor, by an index.
 
     Raises:
         ModelError: the index is damaged, or names a file elsewhere.
