@@ -175,7 +175,7 @@ def _planner_runs(machine: BenchMachine) -> dict[str, Any]:
                 2**30,
                 int(1.01 * 2**30),
                 step_seconds=[0.02, 0.02 + 0.001 * number],
-                tokens_a_step=1024,
+                global_batch_tokens=1024,
                 **({"operators": operators} if number < 2 else {}),
             )
             for case in row.request["cases"]

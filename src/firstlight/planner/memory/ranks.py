@@ -57,20 +57,20 @@ def of_one_rank(
     if processes == 1:
         return prediction
     prediction = with_own_tables(prediction, recipe, part)
-    ways = [f"{engine} on {copies} devices"] if copies > 1 else []
+    by = [f"{engine} on {copies} devices"] if copies > 1 else []
     if engine == "fsdp" and copies > 1:
         prediction = _of_fsdp(prediction, recipe, part, processes)
     elif engine == "ddp":
         prediction = _of_ddp(prediction, part)
     for key in ("tensor_parallel", "pipeline"):
         if (count := getattr(recipe.distributed, key)) > 1:
-            ways.append(f"{key} {count}")
+            by.append(f"{key} {count}")
     return dataclasses.replace(
         prediction,
         overhead_bytes=prediction.overhead_bytes + _NCCL_BYTES,
         notes=(
             *prediction.notes,
-            f"{', '.join(ways)}: one device's part is traced, what it shares is worked out; NCCL's "
+            f"{', '.join(by)}: one device's part is traced, what it shares is worked out; NCCL's "
             "buffers are taken for 400 MiB",
             *_of_the_host(recipe, processes),
         ),
@@ -302,7 +302,7 @@ def with_own_tables(
     passes = part.batch.accumulation(part.data.seq_len)
     # One forward and one backward in turn; without enough micro-batches all forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
-    hidden = 4 * part.batch.rows * part.data.seq_len * part.model.hidden_size
+    hidden = 4 * part.batch.micro_batch_size * part.data.seq_len * part.model.hidden_size
     head, table = (_share_elsewhere(part, 0, (name,)) for name in ("lm_head", "embed_tokens"))
     forward = prediction.phases.get("forward")
     kept = 0 if forward is None or passes == 1 else forward.parts.get("activations", 0)

@@ -319,13 +319,13 @@ def _compile(program: TrainingProgram, batch: Batch) -> None:
 
 
 def _batch(recipe: ResolvedRecipe) -> Batch:
-    shape = (recipe.batch.rows, recipe.data.seq_len)
+    shape = (recipe.batch.micro_batch_size, recipe.data.seq_len)
     ids = torch.empty(shape, dtype=torch.int64)
     masked = recipe.data.document_masking or recipe.preference is not None
     documents = torch.empty(shape, dtype=torch.int32) if masked else None
     if recipe.preference is None:
         return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
-    references = torch.empty((recipe.batch.rows, 2 * _PAIRS_A_ROW), dtype=torch.float64)
+    references = torch.empty((recipe.batch.micro_batch_size, 2 * _PAIRS_A_ROW), dtype=torch.float64)
     return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
 
 

@@ -13,7 +13,7 @@ from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.plan.methods import methods
 from firstlight.planner.plan.search import (
@@ -22,7 +22,7 @@ from firstlight.planner.plan.search import (
     micro_batches,
     nearest_estimates,
     open_micro_batch,
-    rows_a_step,
+    sequences_per_step,
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial, ask_module, try_rows
@@ -39,7 +39,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    found = Estimator(measures=False).estimate(Candidate(recipe, machine))
+    found = estimate(recipe, machine)
     if found.training is None or found.evaluation is None:
         return None
     peaks = run_phases(found.training, found.evaluation, recipe, machine)
@@ -243,19 +243,17 @@ def planned_recipe(
     machine = _this_machine(hardware, 1)
     if machine is None:
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
-    resolved = resolve_for(recipe, machine, init_from)
+    resolved = open_micro_batch(resolve_for(recipe, machine, init_from))
     if resolved.preference is not None:
         raise ConfigError("--plan auto does not know preferences: leave it out")
-    settled = open_micro_batch(resolved)
-    first = Estimator(measures=False).estimate(Candidate(settled, machine, evaluates=False))
+    first = estimate(resolved, machine, evaluates=False)
     if first.problem:
         raise ConfigError(first.problem)
-    best = best_estimate(settled, machine)
+    best = best_estimate(resolved, machine)
     if best is None:
-        names = [one.name for one in nearest_estimates(settled, machine)]
+        names = [one.name for one in nearest_estimates(resolved, machine)]
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
-    assert best.recipe is not None
     found = _corrected(best, machine, hardware, tell)
     # A model to start from brings its own.
     return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
@@ -265,49 +263,49 @@ def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
     """With the micro-batch that two steps of it say is right."""
-    assert best.recipe is not None
     assert best.training is not None
     recipe = best.recipe
-    cuts = list(micro_batches(recipe, machine))
-    if recipe.batch.rows not in cuts:
-        cuts = [recipe.batch.rows, *(rows for rows in cuts if rows < recipe.batch.rows)]
-    place = cuts.index(recipe.batch.rows)
-    trial = _try(recipe, machine, hardware, cuts[place])
-    while trial is None and place + 1 < len(cuts):
-        tell(f"plan: a micro-batch of {cuts[place]} rows does not fit after all: fewer")
+    sizes = list(micro_batches(recipe, machine))
+    written = recipe.batch.micro_batch_size
+    if written not in sizes:
+        sizes = [written, *(size for size in sizes if size < written)]
+    place = sizes.index(written)
+    trial = _try(recipe, machine, hardware, sizes[place])
+    while trial is None and place + 1 < len(sizes):
+        tell(f"plan: a micro-batch of {sizes[place]} rows does not fit after all: fewer")
         place += 1
-        trial = _try(recipe, machine, hardware, cuts[place])
+        trial = _try(recipe, machine, hardware, sizes[place])
     if trial is None:
         raise ConfigError("--plan auto: not even a micro-batch of one row fits: lower data.seq_len")
-    busy = cuts[place] * recipe.data.seq_len >= BUSY_TOKENS[machine.target.kind]
-    if place > 0 and cuts[place] == recipe.batch.rows and not busy:
+    busy = sizes[place] * recipe.data.seq_len >= BUSY_TOKENS[machine.target.kind]
+    if place > 0 and sizes[place] == written and not busy:
         # Less than was predicted may leave room for more.
         share = trial.peak_bytes / max(best.training.peak_bytes, 1)
-        larger = cuts[place - 1] / cuts[place] * share * best.needed_bytes
+        larger = sizes[place - 1] / sizes[place] * share * best.needed_bytes
         if larger <= 0.95 * free_memory_bytes(hardware.device):
-            more = _try(recipe, machine, hardware, cuts[place - 1])
+            more = _try(recipe, machine, hardware, sizes[place - 1])
             if more is not None and more.step_seconds < trial.step_seconds:
                 trial, place = more, place - 1
     predicted = best.training.peak_bytes / _GIB
     tell(
-        f"plan: {best.name}, micro-batch of {cuts[place]} rows; peak memory predicted "
+        f"plan: {best.name}, micro-batch of {sizes[place]} rows; peak memory predicted "
         f"{predicted:.2f} GiB, measured {trial.peak_bytes / _GIB:.2f} GiB"
     )
-    return _cut(recipe, machine, cuts[place])
+    return _cut(recipe, machine, sizes[place])
 
 
-def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, rows: int) -> Trial | None:
-    """Two steps with as many rows a step as the recipe has, however they are cut."""
+def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
+    """Two steps of the recipe's global batch in micro-batches of `size`; None without memory."""
     try:
-        return try_rows(_cut(recipe, machine, rows), hardware, rows)
+        return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:
         raise ConfigError(f"--plan auto: {error}") from error
 
 
-def _cut(recipe: ResolvedRecipe, machine: Machine, rows: int) -> ResolvedRecipe:
-    batch = {"micro_batch_size": rows}
+def _cut(recipe: ResolvedRecipe, machine: Machine, size: int) -> ResolvedRecipe:
+    batch = {"micro_batch_size": size}
     if recipe.batch.global_batch_tokens is None:
-        batch["gradient_accumulation_steps"] = rows_a_step(recipe, machine) // rows
+        batch["gradient_accumulation_steps"] = sequences_per_step(recipe, machine) // size
     return recipe.model_copy(update={"batch": recipe.batch.model_copy(update=batch)})
 
 

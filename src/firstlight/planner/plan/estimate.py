@@ -1,4 +1,4 @@
-"""What one way to train comes to: memory and speed, or why it can't be."""
+"""Estimated memory and speed of candidate settings."""
 
 from __future__ import annotations
 
@@ -28,25 +28,46 @@ _PLANNING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """One way to train.
+class Candidate:
+    """Settings that a run could have.
 
     Attributes:
+        recipe: the resolved recipe.
+        machine: the machine to run on.
         name: short description, for people.
-        changes: keys of the recipe that it sets.
-        recipe: the recipe with `changes` applied; None if the changes are invalid.
-        training, evaluation: the memory of each, of one device; evaluation's with sample texts.
-        speed: None where the device's rates are not known.
+        changes: values of keys of the recipe (`section.key`) that the candidate sets.
+        evaluates: True includes the memory of evaluations.
+        compiles: True traces the step as torch.compile makes it, which takes ten seconds and more;
+            False takes the memory of the step without it.
+    """
+
+    recipe: ResolvedRecipe
+    machine: Machine
+    name: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = True
+    compiles: bool = True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated memory and speed of one candidate, or the reason why it is invalid.
+
+    Attributes:
+        name, changes: see `Candidate`.
+        recipe: the recipe with `changes` applied; without them if they are invalid.
+        training, evaluation: memory of one device in each; evaluations include sample texts.
+        speed: None if the device's rates are not known.
         usable_bytes: bytes of a device that a run may take.
         problem: the reason why the candidate is invalid; "" if it is valid.
         is_bound: True if training's memory is that of the step without torch.compile, mostly an
             upper bound.
-        traced: training in one process, for its speed, until that is known.
+        traced: the operators of training in one process, until `speed` is known.
     """
 
     name: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    recipe: ResolvedRecipe | None = None
+    changes: Mapping[str, Any]
+    recipe: ResolvedRecipe
     training: MemoryPrediction | None = None
     evaluation: MemoryPrediction | None = None
     speed: SpeedPrediction | None = None
@@ -57,18 +78,18 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device, for training and for evaluating."""
+        """Bytes of a device that training and evaluations need."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
     def fits(self) -> bool:
-        """Whether it can be, in the memory that there is."""
+        """Whether the candidate is valid and fits into the memory."""
         return not self.problem and self.needed_bytes <= self.usable_bytes
 
     @property
     def may_fit_compiled(self) -> bool:
-        """Whether it could fit with torch.compile, of an outcome that is without: evaluations are
-        not compiled, and what an update works with is there then too."""
+        """Whether the candidate could fit with torch.compile, judged from the step without it:
+        evaluations are not compiled, and the state of an update stays as large."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -78,11 +99,11 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Of all devices together."""
+        """Rate of all devices together; None if the device's rates are not known."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, without the recipe. What does not fit has no speed."""
+        """The estimate as JSON values, without the recipe; without a speed if it does not fit."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -97,29 +118,8 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """What an `Estimate` is an answer to.
-
-    Attributes:
-        recipe: the resolved recipe.
-        machine: the machine to run on.
-        name, changes: see `Estimate`.
-        evaluates: True includes the memory of evaluations.
-        compiles: True traces the step as torch.compile makes it, which takes ten seconds and more;
-            False takes the memory of the step without it.
-    """
-
-    recipe: ResolvedRecipe
-    machine: Machine
-    name: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    evaluates: bool = True
-    compiles: bool = True
-
-
 class Estimator:
-    """Answers candidates.
+    """Makes estimates.
 
     Args:
         workers: processes that trace; None traces in this process.
@@ -132,51 +132,56 @@ class Estimator:
         self._until = time.monotonic() + _PLANNING_SECONDS
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """What one way to train comes to."""
-        return self._timed(_memory_of(candidate, self._workers), candidate)
+        """The estimate for one candidate."""
+        return self._with_speed(_memory_of(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Those of several candidates, as they come, in their order."""
+        """Estimates for several candidates, in their order, each as soon as it is made."""
         found = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
-        # Speed is worked out here: on this machine's CPU it is measured, one at a time.
-        for outcome, candidate in zip(found, candidates, strict=True):
-            yield self._timed(outcome, candidate)
+        # Not in the workers: operators that run beside each other on one CPU slow each other down.
+        for estimate, candidate in zip(found, candidates, strict=True):
+            yield self._with_speed(estimate, candidate)
 
-    def _timed(self, outcome: Estimate, candidate: Candidate) -> Estimate:
-        if outcome.traced is None or outcome.recipe is None:
-            return outcome
+    def _with_speed(self, estimate: Estimate, candidate: Candidate) -> Estimate:
+        if estimate.traced is None:
+            return estimate
+        seconds = 0.0
+        if self._measures:
+            left = self._until - time.monotonic()
+            seconds = min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
         try:
             speed = estimate_speed(
-                outcome.traced,
-                outcome.recipe,
-                candidate.machine,
-                measuring_seconds=self._measuring_seconds() if self._measures else 0.0,
+                estimate.traced, estimate.recipe, candidate.machine, measuring_seconds=seconds
             )
         except FirstlightError as error:
-            return dataclasses.replace(outcome, problem=str(error))
-        return dataclasses.replace(outcome, speed=speed, traced=None)
+            return dataclasses.replace(estimate, problem=str(error))
+        # The thousands of operators have served; estimates are kept until a plan is shown.
+        return dataclasses.replace(estimate, speed=speed, traced=None)
 
-    def _measuring_seconds(self) -> float:
-        left = self._until - time.monotonic()
-        return min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
+
+def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
+    """The estimate for a recipe as it stands, made in this process without timing operators.
+
+    Args:
+        recipe: the resolved recipe.
+        machine: the machine to run on.
+        evaluates: True includes the memory of evaluations.
+    """
+    return Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=evaluates))
 
 
 def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate:
-    """An `Estimate` without its speed.
-
-    Args:
-        candidate: the candidate settings.
-        workers: processes that trace parts of a step; None traces in this process.
-    """
-    machine, name, changes = candidate.machine, candidate.name, candidate.changes
+    """The estimate for a candidate, without its speed."""
+    machine, recipe = candidate.machine, candidate.recipe
+    known = (candidate.name, candidate.changes)
     try:
-        recipe = with_changes(candidate.recipe, changes)
+        recipe = with_changes(recipe, candidate.changes)
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
         require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
-        # Speed is worked out from what is compiled.
+        # A compiled step's kernels are not in its trace: speed is predicted from the plain step.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and candidate.compiles:
@@ -190,13 +195,12 @@ def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate
         if candidate.evaluates:
             evaluation = of_one_rank(found[-1], recipe, machine.count)
     except TrainingError:
-        # Not about this way to train.
+        # A process that failed says nothing about the candidate.
         raise
     except FirstlightError as error:
-        return Estimate(name, changes, usable_bytes=machine.usable_bytes, problem=str(error))
+        return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
     return Estimate(
-        name,
-        changes,
+        *known,
         recipe,
         training,
         evaluation,

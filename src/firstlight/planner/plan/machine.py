@@ -304,13 +304,13 @@ class PlannedRun:
 
     Attributes:
         schedule: its steps, as `train` works them out.
-        rows_a_step: rows of an optimizer step, all devices together.
+        global_batch_size: sequences of an optimizer step, all devices together.
         tokens: tokens of the whole run.
         epochs: passes over the training split; None where the data are not here.
     """
 
     schedule: Schedule
-    rows_a_step: int
+    global_batch_size: int
     tokens: int
     epochs: float | None
 
@@ -322,14 +322,18 @@ def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
         ConfigError: the schedule can't be; see `resolve_schedule`.
     """
     seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
-    rows_a_step = recipe.batch.rows * recipe.batch.accumulation(seq_len, copies) * copies
+    global_batch_size = (
+        recipe.batch.micro_batch_size * recipe.batch.accumulation(seq_len, copies) * copies
+    )
     rows = _rows_per_epoch(recipe, seq_len)
     if rows is None and recipe.schedule.max_steps is None:
         return None
     peak = recipe.optimizer.learning_rate
-    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, rows_a_step, seq_len)
-    seen = schedule.max_steps * rows_a_step
-    return PlannedRun(schedule, rows_a_step, seen * seq_len, None if not rows else seen / rows)
+    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, global_batch_size, seq_len)
+    seen = schedule.max_steps * global_batch_size
+    return PlannedRun(
+        schedule, global_batch_size, seen * seq_len, None if not rows else seen / rows
+    )
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:

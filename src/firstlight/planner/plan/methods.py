@@ -8,7 +8,7 @@ from typing import Any
 from firstlight.planner.memory.program import without_compile
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, facts_of
-from firstlight.planner.plan.search import rows_a_step
+from firstlight.planner.plan.search import sequences_per_step
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.resolve import attention_backend
 
@@ -50,12 +50,12 @@ def method_table(
 
 def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, keys of the recipe) of each method that would change something."""
-    config, rows = recipe.efficiency, recipe.batch.rows
-    if rows > 1:
+    config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
+    if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
         if recipe.batch.global_batch_tokens is None:
-            changes["batch.gradient_accumulation_steps"] = rows_a_step(recipe, machine)
-        yield f"gradient accumulation, 1 x {rows_a_step(recipe, machine)}", changes
+            changes["batch.gradient_accumulation_steps"] = sequences_per_step(recipe, machine)
+        yield f"gradient accumulation, 1 x {sequences_per_step(recipe, machine)}", changes
     for kind in ("selective", "full"):
         if config.activation_checkpointing != kind:
             yield (
@@ -103,15 +103,14 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """For each key that the recipe left open, or that the best way sets otherwise, why.
+    """For each key that the recipe left open, or that the best candidate sets otherwise, why.
 
     Args:
         recipe: the recipe as written.
-        best: the way that was chosen.
+        best: the chosen estimate.
         first: the recipe as it stands.
         machine: the machine that was planned for.
     """
-    assert best.recipe is not None
     reasons: dict[str, str] = {}
     config, written = best.recipe.efficiency, recipe.efficiency
     if written.precision == "auto":
@@ -125,8 +124,8 @@ def reasons_for(
             else "does not pay here"
         )
     needed, usable = best.needed_bytes / _GIB, best.usable_bytes / _GIB
-    rows = best.recipe.batch.rows
-    if rows == rows_a_step(best.recipe, machine):
+    micro_batch_size = best.recipe.batch.micro_batch_size
+    if micro_batch_size == sequences_per_step(best.recipe, machine):
         why = "the whole step at once"
     else:
         more = "more may not fit" if config.compile else "more do not fit"
@@ -156,7 +155,7 @@ _ATTENTION = {
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
     """Not from a trace: of a compiled step that doesn't say which bytes are logits."""
-    return 4 * recipe.batch.rows * recipe.data.seq_len * recipe.model.vocab_size
+    return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 
 def _precision(precision: str, machine: Machine) -> str:

@@ -72,7 +72,7 @@ class Plan:
         parameters: number of the model's parameters.
         as_it_stands: the estimate for `recipe`.
         run: length of its run; None if that depends on data that are not on this machine.
-        best: the fastest way that fits; None where none does, or none was looked for.
+        best: the fastest candidate that fits; None if none fits or none was looked for.
         reasons: explanation of each key of `best` that was decided.
         methods: an estimate for each method alone.
         nearest: changed settings that would fit, where nothing fits.
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
-        """The recipe to train: the suggestion's, else the best way's."""
+        """The recipe to train: the suggestion's, else the best candidate's."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
@@ -125,6 +125,8 @@ class Plan:
         run: dict[str, Any] | None = None
         if self.run is not None:
             run = {**dataclasses.asdict(self.run), "seconds": self.run_seconds}
+            # The key that readers of --json know.
+            run["rows_a_step"] = run.pop("global_batch_size")
         return {
             "machine": machine,
             "parameters": self.parameters,
@@ -168,19 +170,19 @@ def make_plan(
         ConfigError: the recipe can't be trained anywhere: says why.
         ModelError: `init_from` is no model's folder.
     """
-    settled = resolve_for(recipe, machine, init_from)
-    run = planned_run(settled, machine)
+    resolved = resolve_for(recipe, machine, init_from)
+    run = planned_run(resolved, machine)
     tell("as it stands")
     estimator = estimator or Estimator()
-    first = estimator.estimate(Candidate(settled, machine, "as it stands"))
+    first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
-    plan = Plan(machine, settled, count_parameters(meta_model(settled.model)).total, first, run)
+    plan = Plan(machine, resolved, count_parameters(meta_model(resolved.model)).total, first, run)
     if searches:
-        best = best_estimate(open_micro_batch(settled), machine, estimator, tell, first)
+        best = best_estimate(open_micro_batch(resolved), machine, estimator, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
-        nearest = [] if best is not None else nearest_estimates(settled, machine, estimator, tell)
-        methods = method_table(settled, machine, estimator, tell)
+        nearest = [] if best is not None else nearest_estimates(resolved, machine, estimator, tell)
+        methods = method_table(resolved, machine, estimator, tell)
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods
         )
@@ -240,16 +242,16 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) ->
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
         found = _for_all_devices(found, seq_len * machine.count)
-        way = best_estimate(_suggested_recipe(recipe, found), machine, estimator, tell)
-        if way is None:
+        estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator, tell)
+        if estimate is None:
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
-        assert way.tokens_per_second is not None
+        assert estimate.tokens_per_second is not None
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, way, budget, unique)
+        one = _in_time(found, estimate, budget, unique)
         if not suggested or _loss(one) < _loss(suggested):
             suggested = one
-        reached = way.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
+        reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
         is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
         if budget.seconds is None or is_same:
             break
@@ -327,20 +329,19 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
 
 
 def _in_time(
-    found: Suggestion, way: Estimate, budget: Budget, unique_tokens: float | None
+    found: Suggestion, estimate: Estimate, budget: Budget, unique_tokens: float | None
 ) -> dict[str, Any]:
-    """The suggestion and its way, with as many steps as its own predicted speed leaves time for."""
-    assert way.tokens_per_second is not None
-    assert way.recipe is not None
-    speed = way.tokens_per_second.expected
+    """The suggestion and its estimate, with the steps that its own predicted speed has time for."""
+    assert estimate.tokens_per_second is not None
+    speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
         tokens = useful_tokens(budget.seconds * speed, unique_tokens)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, unique_tokens)
         changes = {"schedule.max_steps": steps, "optimizer.learning_rate": found.learning_rate}
-        way = dataclasses.replace(way, recipe=with_changes(way.recipe, changes))
+        estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
     found = dataclasses.replace(found, seconds=found.tokens / speed)
-    return {"suggestion": found, "suggested": way}
+    return {"suggestion": found, "suggested": estimate}
 
 
 def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:

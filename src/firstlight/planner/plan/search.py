@@ -1,4 +1,4 @@
-"""The fastest way to train that fits; and where none does, the nearest that would."""
+"""The fastest candidate that fits; and where none does, changed settings that would fit."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def best_estimate(
     found = _fastest(recipe, machine, estimator, tell, without)
     if not recipe.efficiency.compile:
         return found
-    ways: list[Estimate] = []
+    estimates: list[Estimate] = []
     # First, so that of equal ones it is the one that changes nothing.
     if found is None or found.changes:
-        ways.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
+        estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
         tell(f"{found.name}, compiled")
-        ways.append(estimator.estimate(Candidate(recipe, machine, found.name, found.changes)))
-    fitting = [one for one in ways if one.fits]
+        estimates.append(estimator.estimate(Candidate(recipe, machine, found.name, found.changes)))
+    fitting = [one for one in estimates if one.fits]
     if not fitting:
         hopeless = {name for name, one in without.items() if not one.may_fit_compiled}
         return _fastest(recipe, machine, estimator, tell, {}, compiles=True, hopeless=hopeless)
@@ -100,14 +100,14 @@ def _fastest(
 ) -> Estimate | None:
     """
     Args:
-        looked_at: gets each way, as large as it fits.
-        hopeless: ways that are not to be tried.
+        looked_at: receives each estimate, with the largest micro-batch that fits.
+        hopeless: names of candidates to leave out.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # What the recipe has already is no other way.
+        # Settings that the recipe has already make no new candidate.
         if wanted in tried:
             continue
         tried.append(wanted)
@@ -138,77 +138,81 @@ def largest_that_fits(
 ) -> Estimate:
     """With the largest micro-batch that fits and cuts the step evenly; the smallest if none does.
 
-    Memory grows with the rows: that of one and of two tells about where to look, and what is found
-    there is looked at itself.
+    Memory grows with the micro-batch: the two smallest give the slope, and the candidates that
+    the slope says fit are estimated themselves, the largest first.
     """
-    cuts = list(micro_batches(recipe, machine))
+    sizes = list(micro_batches(recipe, machine))
 
-    def asked(rows: int) -> Candidate:
-        candidate = _with_rows(recipe, machine, name, changes, rows)
+    def asked(size: int) -> Candidate:
+        candidate = _with_micro_batch_size(recipe, machine, name, changes, size)
         return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
-        # Each keeps all workers busy.
-        first = estimator.estimate(asked(cuts[-1]))
-        more = [estimator.estimate(asked(rows)) for rows in cuts[-2:-1] if first.fits]
+        # One by one: the tracing of a compiled step is itself spread over the workers.
+        first = estimator.estimate(asked(sizes[-1]))
+        more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
-        first, *more = estimator.estimate_all([asked(rows) for rows in cuts[:-3:-1]])
+        first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
     (second,) = more
-    slope = (second.needed_bytes - first.needed_bytes) / (cuts[-2] - cuts[-1])
+    slope = (second.needed_bytes - first.needed_bytes) / (sizes[-2] - sizes[-1])
     busy = BUSY_TOKENS[machine.target.kind]
     seq_len = recipe.data.seq_len
-    for rows in cuts[:-2]:
-        expected = first.needed_bytes + slope * (rows - cuts[-1])
+    for size in sizes[:-2]:
+        expected = first.needed_bytes + slope * (size - sizes[-1])
         # Twice what keeps the device busy gains nothing.
-        if expected > machine.usable_bytes or rows * seq_len > 2 * busy:
+        if expected > machine.usable_bytes or size * seq_len > 2 * busy:
             continue
-        one = estimator.estimate(asked(rows))
+        one = estimator.estimate(asked(size))
         if one.fits:
             return one
     return second
 
 
-def open_micro_batch(settled: ResolvedRecipe) -> ResolvedRecipe:
+def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """With the batch of a step kept, and its cut into micro-batches open.
 
     A step of which nothing is said is the micro-batch of the recipe.
     """
-    if settled.batch.global_batch_tokens is None:
-        return settled
-    batch = settled.batch.model_copy(update={"gradient_accumulation_steps": None})
-    return settled.model_copy(update={"batch": batch})
+    if resolved.batch.global_batch_tokens is None:
+        return resolved
+    batch = resolved.batch.model_copy(update={"gradient_accumulation_steps": None})
+    return resolved.model_copy(update={"batch": batch})
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Rows of a micro-batch that cut a device's part of the step evenly, each at most half of the
+    """Micro-batch sizes that divide a device's part of the step evenly, each at most half of the
     one before."""
-    total = rows_a_step(recipe, machine)
+    total = sequences_per_step(recipe, machine)
     before = 2 * total
-    for rows in range(total, 0, -1):
-        if total % rows == 0 and 2 * rows <= before:
-            before = rows
-            yield rows
+    for size in range(total, 0, -1):
+        if total % size == 0 and 2 * size <= before:
+            before = size
+            yield size
 
 
-def rows_a_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Of each device, or group of devices that compute the same rows."""
+def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
+    """Sequences of an optimizer step for each group of devices that has a model of its own."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
-    return recipe.batch.rows * (recipe.batch.gradient_accumulation_steps or 1)
+    return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-def _with_rows(
-    recipe: ResolvedRecipe, machine: Machine, name: str, changes: dict[str, Any], rows: int
+def _with_micro_batch_size(
+    recipe: ResolvedRecipe,
+    machine: Machine,
+    name: str,
+    changes: dict[str, Any],
+    size: int,
 ) -> Candidate:
-    total = rows_a_step(recipe, machine)
+    total = sequences_per_step(recipe, machine)
     more: dict[str, Any] = dict(changes)
-    if rows != recipe.batch.rows:
-        more["batch.micro_batch_size"] = rows
+    if size != recipe.batch.micro_batch_size:
+        more["batch.micro_batch_size"] = size
         if recipe.batch.global_batch_tokens is None:
-            more["batch.gradient_accumulation_steps"] = total // rows
+            more["batch.gradient_accumulation_steps"] = total // size
     return Candidate(recipe, machine, name, more)
 
 
@@ -220,9 +224,8 @@ def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
 
 
 def _is_busy(one: Estimate, machine: Machine) -> bool:
-    assert one.recipe is not None
-    whole = one.recipe.batch.rows == rows_a_step(one.recipe, machine)
-    tokens = one.recipe.batch.rows * one.recipe.data.seq_len
+    whole = one.recipe.batch.micro_batch_size == sequences_per_step(one.recipe, machine)
+    tokens = one.recipe.batch.micro_batch_size * one.recipe.data.seq_len
     return whole or tokens >= BUSY_TOKENS[machine.target.kind]
 
 
@@ -230,8 +233,7 @@ def _rate(one: Estimate) -> float:
     """Without rates, the larger micro-batch, and of equal ones the earlier."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
-    assert one.recipe is not None
-    return float(one.recipe.batch.rows)
+    return float(one.recipe.batch.micro_batch_size)
 
 
 def nearest_estimates(
@@ -251,14 +253,14 @@ def nearest_estimates(
         tell: called with what has been tried.
     """
     estimator, candidates = estimator or Estimator(), []
-    rows = rows_a_step(recipe, machine) * copies_of(recipe, machine.count)
+    sequences = sequences_per_step(recipe, machine) * copies_of(recipe, machine.count)
     for name, changes, where in _fallbacks(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
             # More devices share the same step.
             cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
             copies = copies_of(cut, where.count)
-            least["batch.gradient_accumulation_steps"] = max(rows // copies, 1)
+            least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
         candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
     found = _told(estimator.estimate_all(candidates), tell)
     fitting = [one for one in found if one.fits]
@@ -272,9 +274,9 @@ def nearest_estimates(
     return [one for one in _told(estimator.estimate_all(compiled), tell) if one.fits]
 
 
-def _told(outcomes: Iterator[Estimate], tell: Callable[[str], None]) -> list[Estimate]:
+def _told(estimates: Iterator[Estimate], tell: Callable[[str], None]) -> list[Estimate]:
     found = []
-    for one in outcomes:
+    for one in estimates:
         tell(one.name)
         found.append(one)
     return found

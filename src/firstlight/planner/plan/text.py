@@ -27,7 +27,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     yield (
         f"{recipe.model.model_type}, {plan.parameters:,} parameters, a vocabulary of "
         f"{recipe.model.vocab_size:,}; {precision_text(recipe)}, rows of {recipe.data.seq_len:,} "
-        f"tokens, {recipe.batch.rows} a micro-batch; {count}{machine.name}, "
+        f"tokens, {recipe.batch.micro_batch_size} a micro-batch; {count}{machine.name}, "
         f"{gib(machine.usable_bytes)} usable"
     )
     yield f"as it stands: {in_words(plan.as_it_stands)}"
@@ -64,7 +64,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 def _run(plan: Plan, run: PlannedRun) -> str:
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
     text = (
-        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.rows_a_step:,} rows, "
+        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.global_batch_size:,} rows, "
         f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
     )
     if plan.run_seconds is None:
@@ -166,7 +166,6 @@ def changed_options(one: Estimate) -> dict[str, str]:
 
 
 def _settings(one: Estimate, reasons: dict[str, str]) -> Iterator[str]:
-    assert one.recipe is not None
     keys = list(dict.fromkeys((*reasons, *one.changes)))
     options = [(key, _option(key, _value(one, key))) for key in keys]
     width = max((len(text) for _, text in options), default=0)
@@ -176,7 +175,6 @@ def _settings(one: Estimate, reasons: dict[str, str]) -> Iterator[str]:
 
 def _value(one: Estimate, key: str) -> Any:
     section, _, name = key.partition(".")
-    assert one.recipe is not None
     found = getattr(one.recipe, section)
     return getattr(found, name) if name else one.changes[key]
 
@@ -188,10 +186,9 @@ def _option(key: str, value: Any) -> str:
 
 
 def _suggestion(plan: Plan) -> Iterator[str]:
-    found, way = plan.suggestion, plan.suggested
+    found, estimate = plan.suggestion, plan.suggested
     assert found is not None
-    assert way is not None
-    assert way.recipe is not None
+    assert estimate is not None
     config = found.config
     yield (
         f"to train with this budget: {found.parameters / 1e6:,.0f}M parameters "
@@ -201,9 +198,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     low, high = found.loss
     yield (
         f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
-        f"{way.recipe.batch.rows} rows, learning rate {found.learning_rate:g}"
+        f"{estimate.recipe.batch.micro_batch_size} rows, learning rate {found.learning_rate:g}"
     )
-    yield f"    {in_words(way)}"
+    yield f"    {in_words(estimate)}"
     yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
     yield (
         f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a vocabulary of "

@@ -35,7 +35,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
     model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
     exchange = exchange or Exchange()
     return Workload(
-        tokens_a_step=batch.rows
+        global_batch_tokens=batch.rows
         * seq_len
         * batch.accumulation(seq_len, exchange.processes)
         * exchange.processes,
@@ -124,7 +124,7 @@ def exchange_of(
     offloads = cut.offload != "none"
     own = parameters / (cut.tensor_parallel * cut.pipeline)
     state = 12.0 * own / copies
-    tokens = recipe.batch.rows * recipe.data.seq_len
+    tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
     return Exchange(
         engine="fsdp" if engine == "fsdp" else "ddp" if copies > 1 else "none",
         processes=copies,

@@ -91,7 +91,7 @@ class Workload:
     """What speed is predicted of, beside the operators.
 
     Attributes:
-        tokens_a_step: tokens of a step, all processes together.
+        global_batch_tokens: tokens of a step, all processes together.
         flops_per_token: see `models.accounting.train_flops_per_token`.
         precision: a recipe's `efficiency.precision`, decided.
         compiled: True if torch.compile makes the forward and the backward pass.
@@ -99,7 +99,7 @@ class Workload:
         exchange: communication of several processes.
     """
 
-    tokens_a_step: int
+    global_batch_tokens: int
     flops_per_token: float
     precision: str = "bf16"
     compiled: bool = False
@@ -197,7 +197,7 @@ def predict_speed(
         sums.add("communication", "communication", sent)
     step = sums.total
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    rates = Range(*(work.tokens_a_step / max(s, 1e-12) for s in step))
+    rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
     most = peak * devices
     mfu = Range(*(rate * work.flops_per_token / most for rate in rates))
     return SpeedPrediction(
@@ -270,7 +270,7 @@ def _on_gpu(
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
     _add_launching(sums, launches, work, shares)
-    copied = 16.0 * work.tokens_a_step / work.exchange.processes / work.exchange.host_link
+    copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
     unmeasured = "worked out from its data sheet, and was not measured"
