@@ -137,7 +137,7 @@ def test_routes_without_a_body_are_as_documented(direct: Direct, document: Any) 
 
 def test_what_this_server_cannot_do_is_not_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "can_structure", lambda: False)
-    monkeypatch.setattr("firstlight.serving.service.can_structure", lambda: False)
+    monkeypatch.setattr("firstlight.serving.openapi.can_structure", lambda: False)
     plain = tiny_tokenizer()
     config = {k: v for k, v in plain.config.items() if k != "chat_template"}
     tokenizer = Tokenizer(plain.backend, eos_token=plain.eos_token, config=config)

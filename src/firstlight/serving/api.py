@@ -82,7 +82,7 @@ def create_app(service: Service, access: Access) -> RequestGuard:
     plain = app.openapi
 
     def documented() -> dict[str, Any]:
-        return app.openapi_schema or with_schemas(plain(), service.bounds)
+        return app.openapi_schema or with_schemas(plain(), service.processor)
 
     app.openapi = documented  # type: ignore[method-assign]
 

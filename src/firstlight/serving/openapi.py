@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
+from firstlight.generation.structured import can_structure
+from firstlight.serving.processor import RequestProcessor
 from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS, ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{model}"
@@ -124,27 +125,6 @@ class ChatCompletion(_Generated):
     choices: Annotated[list[ChatChoice], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of requests that depend on the model.
-
-    Attributes:
-        model: the model's name.
-        vocab_size: number of tokens in the vocabulary.
-        context: largest number of tokens of a text, prompt and answer together.
-        capacity: largest number of texts at a time.
-        has_chat: the model has a chat template.
-        has_schemas: answers can follow a JSON Schema.
-    """
-
-    model: str
-    vocab_size: int
-    context: int
-    capacity: int
-    has_chat: bool
-    has_schemas: bool
-
-
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
     """The `requestBody` of a route's entry; the route reads the body itself."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
@@ -175,14 +155,14 @@ def responses(
     return found | {s: {"description": _STATUSES[s], "model": Error} for s in errors}
 
 
-def with_schemas(document: dict[str, Any], bounds: Bounds) -> dict[str, Any]:
-    """A document with the schemas of the requests, and how the key is sent."""
+def with_schemas(document: dict[str, Any], processor: RequestProcessor) -> dict[str, Any]:
+    """A document with the schemas of the requests, bounded by the model, and the key's scheme."""
     kinds: list[Any] = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
     _, schemas = models_json_schema(kinds, ref_template=_REF)
     definitions = schemas["$defs"]
     for name in ("CompletionRequest", "ChatRequest"):
-        _state_bounds(definitions[name], bounds)
-    if not bounds.has_chat:
+        _state_bounds(definitions[name], processor)
+    if not processor.has_chat:
         del document["paths"]["/v1/chat/completions"]
     for methods in document["paths"].values():
         for route in methods.values():
@@ -196,11 +176,11 @@ def with_schemas(document: dict[str, Any], bounds: Bounds) -> dict[str, Any]:
     return document
 
 
-def _state_bounds(schema: dict[str, Any], bounds: Bounds) -> None:
+def _state_bounds(schema: dict[str, Any], processor: RequestProcessor) -> None:
     """Add to a request's schema what depends on the model, and what depends on another field."""
     fields = schema["properties"]
-    fields["model"] = {"enum": [bounds.model, None]}
-    if not bounds.has_schemas:
+    fields["model"] = {"enum": [processor.name, None]}
+    if not can_structure():
         text = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
         fields["response_format"] = {
             "anyOf": [{**text, "additionalProperties": False}, {"type": "null"}]
@@ -209,15 +189,15 @@ def _state_bounds(schema: dict[str, Any], bounds: Bounds) -> None:
         # Two types have one schema, which client generators take for an error.
         one.pop("discriminator", None)
     (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
-    bias["propertyNames"] = {"pattern": up_to_pattern(bounds.vocab_size - 1)}
+    bias["propertyNames"] = {"pattern": up_to_pattern(processor.vocab_size - 1)}
     rules = [_either("stream_options", {"stream": {"const": True}})]
     if "messages" in fields:
         rules.append(_either("top_logprobs", {"logprobs": {"const": True}}))
         rules.append(_either("max_tokens", {"max_completion_tokens": {"type": "null"}}, ()))
-        fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, bounds.capacity)
+        fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, processor.capacity)
     else:
-        _bound_ids(fields["prompt"], bounds)
-        rules.append({"anyOf": _choices(bounds.capacity)})
+        _bound_ids(fields["prompt"], processor)
+        rules.append({"anyOf": _choices(processor.capacity)})
     schema["allOf"] = rules
 
 
@@ -230,14 +210,14 @@ def _either(
     return {"anyOf": [absent, {"properties": others, "required": needed}]}
 
 
-def _bound_ids(prompt: dict[str, Any], bounds: Bounds) -> None:
+def _bound_ids(prompt: dict[str, Any], processor: RequestProcessor) -> None:
     """Bound token ids by the vocabulary, and their number by the context."""
     lists = [one for one in prompt["anyOf"] if one["type"] == "array"]
     lists += [one["items"] for one in lists if one["items"].get("type") == "array"]
     for one in lists:
         if one["items"].get("type") == "integer":
-            one["maxItems"] = max(bounds.context - 1, 1)
-            one["items"]["maximum"] = bounds.vocab_size - 1
+            one["maxItems"] = max(processor.context - 1, 1)
+            one["items"]["maximum"] = processor.vocab_size - 1
 
 
 def _choices(capacity: int) -> list[dict[str, Any]]:

@@ -75,7 +75,8 @@ class RequestProcessor:
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
         self._fingerprint = fingerprint_of(loaded.model)
-        self._capacity = capacity
+        self.capacity, self.vocab_size = capacity, loaded.model.config.vocab_size
+        self.has_chat = self._tokenizer.chat_template is not None
         self._ends = loaded.eos_token_ids
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._chat_ends = tuple(dict.fromkeys(ends))
@@ -127,7 +128,7 @@ class RequestProcessor:
             RequestError: the request is invalid.
             ModelError: the model can't be used any more.
         """
-        if self._tokenizer.chat_template is None:
+        if not self.has_chat:
             raise RequestError(
                 400,
                 "this model has no chat template, so it can't take messages: send its text as "
@@ -187,11 +188,11 @@ class RequestProcessor:
                 return self._tokenizer.encode_prompt(prompt)
             except (InputError, TokenizerError) as error:
                 raise RequestError(400, f"prompt: {error}", param="prompt") from None
-        size = self._loaded.model.config.vocab_size
-        if max(prompt) >= size:
+        if max(prompt) >= self.vocab_size:
             raise RequestError(
                 400,
-                f"prompt holds the token id {max(prompt)}, and the model has {size} tokens",
+                f"prompt holds the token id {max(prompt)}, and the model has {self.vocab_size} "
+                "tokens",
                 param="prompt",
             )
         return prompt
@@ -223,7 +224,7 @@ class RequestProcessor:
             end_ids = self._chat_ends  # the tokens that the grammar ends with
         samplings = [_sampling(request, n, wanted) for n in range(choices)]
         try:
-            require_biased_tokens(samplings[0], self._loaded.model.config.vocab_size)
+            require_biased_tokens(samplings[0], self.vocab_size)
         except ConfigError as error:
             raise RequestError(400, str(error), param="logit_bias") from None
         try:
@@ -245,11 +246,11 @@ class RequestProcessor:
     def _require_room(
         self, prompts: list[list[int]], choices: int, is_generating: bool, param: str
     ) -> None:
-        if len(prompts) * choices > self._capacity:
+        if len(prompts) * choices > self.capacity:
             raise RequestError(
                 400,
                 f"{len(prompts) * choices} answers are asked for, and this server takes "
-                f"{self._capacity} at a time",
+                f"{self.capacity} at a time",
                 param="n" if len(prompts) == 1 else param,
             )
         for prompt_ids in prompts:
@@ -275,8 +276,8 @@ class RequestProcessor:
         try:
             with self._making_grammars:
                 if self._grammars is None:
-                    size = self._loaded.model.config.vocab_size
-                    self._grammars = Grammars(self._texts.vocabulary(size, self._chat_ends))
+                    vocabulary = self._texts.vocabulary(self.vocab_size, self._chat_ends)
+                    self._grammars = Grammars(vocabulary)
             grammars = self._grammars
             grammars.constraint(schema)
         except MissingDependencyError as error:

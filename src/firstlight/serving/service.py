@@ -22,11 +22,10 @@ from starlette.types import Receive, Scope
 
 from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.structured import SchemaError, can_structure
+from firstlight.generation.structured import SchemaError
 from firstlight.models.accounting import cache_bytes_per_token
 from firstlight.serving.config import Limits
 from firstlight.serving.errors import FAILED, ClientGoneError, RequestError, unsupported_schema
-from firstlight.serving.openapi import Bounds
 from firstlight.serving.processor import PreparedRequest, RequestProcessor
 from firstlight.serving.scheduler import (
     QueueFullError,
@@ -164,19 +163,6 @@ class Service:
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         return token * self.scheduler.max_tokens * self.scheduler.max_sequences
-
-    @property
-    def bounds(self) -> Bounds:
-        """The model's bounds of requests, for the OpenAPI document."""
-        loaded = self._loaded
-        return Bounds(
-            model=self.name,
-            vocab_size=loaded.model.config.vocab_size,
-            context=self.scheduler.max_tokens,
-            capacity=self.scheduler.capacity,
-            has_chat=loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None,
-            has_schemas=can_structure(),
-        )
 
     async def prepare(
         self, prepare: Callable[[bytes], PreparedRequest], body: bytes
