@@ -25,7 +25,7 @@ def console() -> Console:
 def say(message: str) -> None:
     """Print one line for people. `message` is plain text: nothing in it is markup.
 
-    Where nobody reads any more (a pipe that is closed, a terminal that has gone) the work goes on.
+    The work goes on if the reader is gone (a closed pipe or terminal).
     """
     try:
         print(message, file=sys.stderr, flush=True)  # noqa: T201
@@ -34,7 +34,7 @@ def say(message: str) -> None:
 
 
 def silence() -> None:
-    """Have whatever is written to stderr from now on go nowhere."""
+    """Discard everything that is written to stderr from now on."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -44,7 +44,7 @@ def silence() -> None:
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     """A progress bar on stderr: description, bar, per cent, `columns`, time left.
 
-    It shows itself on terminals only; in logs its place is taken by what the caller says.
+    It is shown on terminals only; in logs, the caller's messages take its place.
     """
     target = console()
     return Progress(

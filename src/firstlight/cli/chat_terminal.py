@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: What moves the cursor, rings, colours, or turns the direction of what follows.
+#: Characters that move the cursor, ring, colour or change the direction of the text after them.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 #: The field of SamplingConfig that a command sets, by the command's name.
@@ -43,12 +43,11 @@ Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
 
 
 def shown(text: str) -> str:
-    """Text as a terminal may have it: control characters as their escapes, but for newline and
-    tab."""
+    """Text that is safe for a terminal: control characters but newline and tab as their escapes."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-# What the person writes
+# Input
 
 
 class _EndOfInput(Exception):  # noqa: N818
@@ -119,7 +118,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Command:
-    """What /NAME does: `run` gets what was written after the name."""
+    """A command /NAME; `run` gets the text after the name."""
 
     argument: str
     help: str
@@ -127,7 +126,7 @@ class _Command:
 
 
 class Terminal:
-    """A conversation on stdin and stdout. What is no answer goes to stderr."""
+    """A conversation on stdin and stdout. Everything but the answers goes to stderr."""
 
     def __init__(self, session: ChatSession, *, interactive: bool) -> None:
         self._session, self._interactive = session, interactive
@@ -144,7 +143,7 @@ class Terminal:
         }
         self._commands = {
             "help": _Command("", "this list", lambda _: self._help()),
-            "reset": _Command("", "forget what was said", lambda _: self._reset()),
+            "reset": _Command("", "forget the conversation", lambda _: self._reset()),
             "retry": _Command("", "answer the last message again", lambda _: self._retry()),
             "undo": _Command("", "take the last message back", lambda _: self._undo()),
             "system": _Command("[TEXT]", "the system message; none removes it", self._system),
@@ -168,7 +167,7 @@ class Terminal:
                 if not self._interactive:
                     raise
                 break
-            # What can't be done is said, and the conversation goes on.
+            # An error is printed, and the conversation goes on.
             try:
                 self._take(message)
             except FirstlightError as error:
@@ -229,7 +228,7 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """Say what the person would wonder about."""
+        """Print why the answer ended early, and how many turns were dropped."""
         stats = self._session.stats
         assert stats is not None
         full = stats.prompt_tokens + stats.new_tokens >= self._session.context

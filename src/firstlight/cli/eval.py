@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import Evaluation
     from firstlight.evaluation.results import TaskResult
 
-#: What is about the loss alone, with its option.
+#: Options for the loss alone, by parameter.
 _OF_THE_LOSS = {
     "split": "--split",
     "seed": "--seed",
     "seq_len": "--seq-len",
     "document_masking": "--document-masking",
 }
-#: Texts at a time, where nothing is said.
+#: Default batch sizes: rows of the loss, texts of a task.
 _ROWS, _TEXTS = 8, 32
 
 
@@ -39,7 +39,7 @@ _ROWS, _TEXTS = 8, 32
     help="Only N rows of the split, drawn at random: the results are estimates, with their "
     "standard errors.",
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Of the sample.  [default: 0]")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the sample.  [default: 0]")
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row; left out: as trained.")
 @click.option(
     "--document-masking/--no-document-masking",
@@ -90,7 +90,7 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
-    # First, since what is wrong with them is said at once, and a loss may take long.
+    # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
         scores = _with_bar(
             "scoring",
@@ -125,10 +125,10 @@ def _require_used(
     items: int | None,
     task_folder: str | None,
 ) -> None:
-    """Refuse options that would say something of what is not evaluated.
+    """Refuse options for a part (loss or tasks) that is not evaluated.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such an option is given.
     """
     for name, option in _OF_THE_LOSS.items():
         if not with_loss and of_the_loss[name] is not None:
@@ -141,7 +141,7 @@ def _require_used(
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Do `work`, which reports what is done and to do, behind a progress bar."""
+    """Do `work`, which reports (done, total), behind a progress bar."""
     from firstlight.console import progress_bar
 
     with progress_bar() as bar:

@@ -97,7 +97,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
     """The biases of --logit-bias by token id.
 
     Raises:
-        ConfigError: one is not of the form ID=BIAS, or a token has two.
+        ConfigError: a bias is not of the form ID=BIAS, or a token has two biases.
     """
     found: dict[int, float] = {}
     for text in given:

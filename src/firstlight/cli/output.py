@@ -36,7 +36,7 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def write_out(text: str) -> None:
-    """Write text to stdout as it is, in UTF-8 whatever the terminal says of itself."""
+    """Write text to stdout as it is, in UTF-8 whatever the encoding of the terminal."""
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
     sys.stdout.buffer.flush()
 
@@ -57,7 +57,7 @@ def show(line: str = "") -> None:
 
 
 def discard_stdout() -> None:
-    """Let everything that is written to stdout from now on go nowhere."""
+    """Discard everything that is written to stdout from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -72,10 +72,11 @@ def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = 
 
 
 def say_findings(findings: Iterable[Finding], run: str = "") -> None:
-    """Say what went wrong in a run, and what helps.
+    """Print the findings of a run on stderr, each with its advice.
 
     Args:
-        run: its name, where there are several.
+        findings: the findings.
+        run: name of the run, if there are several runs.
     """
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")

@@ -21,7 +21,7 @@ from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try again later".
+#: Exit code of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try later".
 STOPPED_EXIT_CODE = 75
 _EXIT_CODE = "firstlight.exit_code"
 _HELP_ALL = "firstlight.help_all"
@@ -32,14 +32,14 @@ _USUAL_KEYS = (
     *("checkpoint.every_steps", "lora.rank"),
 )
 
-#: What launchers set: of several processes, only the main one forecasts, and which that is isn't
-#: known before torch is imported.
+#: Variables of launchers. Of several processes only the main one forecasts; its rank isn't known
+#: before torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """Starts several processes where that is asked for; lists the recipe's keys in its help, which
-    needs torch and is done only then; has an exit code of its own for a run that was stopped."""
+    """Starts several processes with --nproc, lists the recipe's keys in its help (which imports
+    torch), and ends with the exit code of a stopped or diverged run."""
 
     def invoke(self, ctx: click.Context) -> Any:
         if (code := launch_if_asked(ctx)) is not None:
@@ -223,8 +223,8 @@ def _best_of(init_from: str | None) -> str:
     """The folder of a run's best checkpoint, to start from.
 
     Raises:
-        ConfigError: no run is named.
-        CheckpointError: it has none.
+        ConfigError: --init-from names no run.
+        CheckpointError: the run has no checkpoint.
     """
     from firstlight.checkpoint.selection import resolve_model_folder
 
@@ -234,13 +234,13 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """An evaluation's; of preference pairs there are none of some."""
+    """Figures of an evaluation, without those that preference pairs lack (NaN)."""
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
-    """The recipe as `--plan auto` sets it; on resume, as the run was started."""
+    """The recipe with the settings of `--plan auto`; on resume, with those of the run's start."""
     from pathlib import Path
 
     from firstlight.checkpoint.selection import list_checkpoints
@@ -271,7 +271,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
-#: Of files of text that are no recipe, beside those that `prepare` reads.
+#: Suffixes of texts that are no recipe, beside those that `prepare` reads.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
@@ -319,7 +319,7 @@ def _require_recipe(path: str, verb: str) -> None:
     """Refuse a folder or text in place of a recipe, and name the command that takes it.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: `path` is a folder, a text or a corpus.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES
