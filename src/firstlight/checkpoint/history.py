@@ -47,8 +47,8 @@ class CheckpointConfig(Section):
     sharded: bool = False
     """with distributed.engine fsdp, each process writes its shards, and none gathers the whole
     model: for models that are too large for that. Any engine resumes from it, with any number of
-    processes. The last checkpoint of a run is a Hugging Face model folder too;
-    `firstlight convert` makes one of an earlier one."""
+    processes. The last checkpoint of a run is a Hugging Face model folder too; `firstlight convert`
+    makes one of an earlier one."""
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:

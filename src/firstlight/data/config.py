@@ -33,8 +33,8 @@ class DataConfig(Section):
     """The `data` section. One of `dir`, `mix` and `files` is given."""
 
     kind: Literal["text", "chat", "preference"] | None = None
-    """chat for conversations, preference for pairs of answers, text for text; null is what `dir`
-    holds."""
+    """kind of the data: chat for conversations, preference for pairs of answers, text for text;
+    null is the kind of `dir`."""
     dir: str | None = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
     https://), from which it is fetched into a cache."""
@@ -67,10 +67,10 @@ class DataConfig(Section):
     seq_len: int | None = Field(None, gt=0)
     """tokens a training row; null is the model's max_position_embeddings."""
     verify: bool = True
-    """compare the shards with their sha256 before the first step."""
+    """comparison of the shards with their sha256 before the first step."""
     document_masking: bool = False
-    """tokens see only their own document; positions start anew in each. Always so with
-    conversations."""
+    """attention within documents: tokens see only their own document; positions start anew in each.
+    Always so with conversations."""
     workers: int = Field(1, ge=0, le=64)
     """threads that read rows ahead; the order of the rows does not depend on them. 0 reads them
     when a step needs them."""

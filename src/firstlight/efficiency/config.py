@@ -19,50 +19,49 @@ class EfficiencyConfig(Section):
     """The `efficiency` section of a recipe. Each key is one method; they combine freely."""
 
     precision: Precision = "auto"
-    """"auto" takes bf16 where the hardware multiplies it faster, else fp32. "tf32" rounds the
-    inputs of fp32 matrix products to 10 bits on GPUs that have it. "bf16" is autocast: parameters,
-    moments and the loss stay in fp32, matrix products run in bf16. "bf16_params" keeps the
-    parameters that the model computes with in bf16 and fp32 master weights in the optimizer. "fp16"
-    is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of the layers in
-    fp8 (torchao; GPUs from compute capability 8.9)."""
+    """number format of the computation. "auto" takes bf16 where the hardware multiplies it faster,
+    else fp32. "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that have it.
+    "bf16" is autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
+    "bf16_params" keeps the parameters that the model computes with in bf16 and fp32 master weights
+    in the optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix
+    products of the layers in fp8 (torchao; GPUs from compute capability 8.9)."""
     attention: Attention = "auto"
-    """how attention is computed. "auto" takes the fastest for the hardware at hand; "sdpa" is
-    torch's fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn", "math"
-    name the kernel; "flex" is torch's compiled attention (CUDA); "plain" is two matrix products and
-    a softmax, which hold all T x T scores; "blockwise" is the same for 128 queries at a time,
+    """backend of attention. "auto" takes the fastest for the hardware at hand; "sdpa" is torch's
+    fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn", "math" name the
+    kernel; "flex" is torch's compiled attention (CUDA); "plain" is two matrix products and a
+    softmax, which hold all T x T scores; "blockwise" is the same for 128 queries at a time,
     computed again in the backward pass: the fastest in bf16 on CPUs up to 1,024 tokens."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """what the backward pass computes again instead of keeping it: "none"; "full", every layer;
-    "selective", all but the matrix products and attention of every layer; "budget", what
-    torch.compile chooses for `activation_memory_budget`."""
+    """layers that the backward pass computes again instead of keeping their activations: "none";
+    "full", every layer; "selective", all but the matrix products and attention of every layer;
+    "budget", what torch.compile chooses for `activation_memory_budget`."""
     activation_memory_budget: float = Field(0.5, ge=0, le=1)
-    """with "budget", the share of the activations' memory that may be used: 1 keeps all, 0 is like
-    "full"."""
+    """share of the activations' memory that "budget" may use: 1 keeps all, 0 is like "full"."""
     activation_offload: bool = False
     """keep what the backward pass needs in the CPU's memory instead of the GPU's. On a CPU it gains
     nothing."""
     loss_chunk_tokens: int | None = Field(None, ge=0)
-    """compute the head and the cross-entropy for so many tokens at a time, so that all logits are
-    never in memory at once; 0 computes all at once. null is 512 for fp32 on a CPU and a vocabulary
-    from 16,384 on, where it costs no time, else 0."""
+    """number of tokens for which the head and the cross-entropy are computed at a time, so that all
+    logits are never in memory at once; 0 computes all at once. null is 512 for fp32 on a CPU and a
+    vocabulary from 16,384 on, where it costs no time, else 0."""
     optimizer_in_backward: bool = False
     """update each parameter as soon as its gradient is there, and free the gradient. Needs one
     micro-batch a step and no clipping."""
     empty_cache_steps: int = Field(0, ge=0)
-    """give the GPU's unused cached memory back every so many steps; 0 never."""
+    """number of steps after which the GPU's unused cached memory is given back; 0 is never."""
     vocab_multiple: int = Field(1, ge=1)
-    """the embedding and the head get rows up to a multiple of this (64 suits matrix units); 1 adds
-    none. The rows beyond the vocabulary have no logits and are not exported."""
+    """number whose multiple the rows of the embedding and the head become (64 suits matrix units);
+    1 adds none. The rows beyond the vocabulary have no logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the training step's forward and backward pass: fewer passes over memory, and
     less of it. Costs seconds to a minute at the start; needs a C++ compiler on CPUs, triton on
     GPUs. "auto" does it where those are there and the run is so long that it pays."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """torch.compile's: "inductor", or "aot_eager" and "eager" to look for errors."""
+    """backend of torch.compile: "inductor", or "aot_eager" and "eager" to look for errors."""
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = "default"
-    """torch.compile's; "max-autotune" and "reduce-overhead" are for GPUs."""
+    """mode of torch.compile; "max-autotune" and "reduce-overhead" are for GPUs."""
     compile_regional: bool = False
     """compile one layer and use it for all, instead of the whole model: a fraction of the time at
     the start, a little slower after."""

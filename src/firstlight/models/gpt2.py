@@ -67,7 +67,7 @@ class GPT2Config(FamilyConfig):
     intermediate_size: int = Field(0, ge=0)
     """width inside the MLP; 0 is 4 hidden_size."""
     num_hidden_layers: int = Field(12, gt=0, le=10_000)
-    """depth."""
+    """number of layers."""
     num_attention_heads: int = Field(12, gt=0)
     """heads, which share hidden_size."""
     max_position_embeddings: int = Field(1024, gt=0)
@@ -77,7 +77,7 @@ class GPT2Config(FamilyConfig):
     qkv_bias: bool = True
     """queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
-    """added under the norms' root."""
+    """term added to the variance in LayerNorm."""
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
     """dropout after the embeddings."""
     attn_pdrop: float = Field(0.0, ge=0, lt=1)

@@ -60,10 +60,10 @@ class _DecoderConfig(FamilyConfig):
     hidden_size: int = Field(256, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32.
-    In models with experts: of the layers without experts."""
+    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32. In models with
+    experts: of the layers without experts."""
     num_hidden_layers: int = Field(4, gt=0, le=10_000)
-    """depth."""
+    """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
     """query heads."""
     num_key_value_heads: int = Field(0, ge=0)
@@ -74,7 +74,7 @@ class _DecoderConfig(FamilyConfig):
     max_position_embeddings: int = Field(1024, gt=0)
     """the context limit in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
-    """added under the norms' root."""
+    """term added to the mean square in RMSNorm."""
     rope_theta: float = Field(10_000.0, gt=0)
     """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None

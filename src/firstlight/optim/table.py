@@ -171,16 +171,17 @@ class OptimizerConfig(Section):
     rate against the sign of its averaged gradient, so it takes a third to a tenth of AdamW's
     learning_rate with three to ten times its weight_decay, and betas [0.9, 0.99]."""
     implementation: Implementation = "auto"
-    """how torch runs AdamW (Muon's too) and SGD: "fused", one kernel that reads and writes each
-    value once (an update is bound by memory, not arithmetic); "foreach", one kernel an operation
-    over all parameters, with temporary copies as large as the parameters; "for-loop", parameter by
-    parameter, the least memory without fused kernels and the slowest on GPUs. "auto" is fused where
-    the device has it, else foreach; for Adafactor and Lion, which have no fused kernel, for-loop,
-    since foreach costs the memory that they save. All give the same numbers to rounding."""
+    """implementation of AdamW (Muon's too) and SGD in torch: "fused", one kernel that reads and
+    writes each value once (an update is bound by memory, not arithmetic); "foreach", one kernel an
+    operation over all parameters, with temporary copies as large as the parameters; "for-loop",
+    parameter by parameter, the least memory without fused kernels and the slowest on GPUs. "auto"
+    is fused where the device has it, else foreach; for Adafactor and Lion, which have no fused
+    kernel, for-loop, since foreach costs the memory that they save. All give the same numbers to
+    rounding."""
     eight_bit_library: EightBitLibrary = "auto"
-    """whose 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once; "torchao"
-    compiles its update, which takes tens of seconds on a CPU at the first step. "auto" takes
-    bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
+    """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
+    "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
+    takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
     Embeddings are in 8 bits too (but see embeddings_in_32_bits): blocks of 256 values lie within a
     token's row where hidden_size is a multiple of 256, so rare tokens' large gradients don't blur
     the others'. The state of one library does not fit the other."""
@@ -189,10 +190,10 @@ class OptimizerConfig(Section):
     them) by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as Dettmers et al. 2022
     advise for training from scratch; paged_adamw8bit does not page these."""
     learning_rate: float = Field(1e-3, gt=0)
-    """the peak, of all but Muon's part."""
+    """peak learning rate of all parameters but Muon's."""
     muon_learning_rate: float | None = Field(None, gt=0)
-    """Muon's peak; null takes `learning_rate`. Its updates are scaled by 0.2 sqrt(larger side) to
-    AdamW's size (Liu et al. 2025), so one rate can serve both."""
+    """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
+    sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """decay rates of the moments of AdamW (of every kind) and of Lion."""
     eps: float = Field(1e-8, gt=0)
@@ -212,11 +213,11 @@ class OptimizerConfig(Section):
     parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at most 1/sqrt(step). "auto" is paper;
     a run that an older version began goes on with torch."""
     weight_decay: float = Field(0.1, ge=0)
-    """applied to matrices only, never to norms and biases. Decoupled, but for SGD, where it is
+    """weight decay of matrices; norms and biases have none. Decoupled, but for SGD, where it is
     added to the gradient; with Adafactor, relative to the parameter's size (see
     adafactor_variant)."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """gradients are scaled down to this global L2 norm; 0 switches it off. Costs one reading of all
+    """global L2 norm that gradients are scaled down to; 0 switches it off. Costs one reading of all
     gradients, and when it scales, one writing."""
 
     @model_validator(mode="after")

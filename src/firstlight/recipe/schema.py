@@ -27,16 +27,17 @@ class RunConfig(Section):
     dir: str | None = Field(None, min_length=1)
     """the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>."""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """decides the initial weights, the order of the rows and dropout."""
+    """seed of the initial weights, the order of the rows and dropout."""
     device: str = "auto"
-    """"auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"."""
+    """device to run on: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1",
+    "mps"."""
     deterministic: bool = False
     """on a CUDA GPU, compute the same bits each time, so that a resumed run is bit for bit the one
     that was not stopped; costs speed, in attention's backward pass above all. On a CPU the bits are
     always the same."""
     max_minutes: float | None = Field(None, gt=0)
-    """save and stop once so much time has passed since the start, but not before a step is done;
-    null is no limit."""
+    """minutes after which the run saves and stops, but not before a step is done; null is no
+    limit."""
     tensorboard: bool = False
     """write metrics and samples into the run folder's tensorboard/, too."""
 
@@ -58,8 +59,8 @@ class BatchConfig(Section):
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
-    """rows a forward pass: more keep the hardware busier, and take more memory for activations.
-    "auto" is the largest that fits: found before the run by trying the whole of
+    """rows of a forward pass on a device: more keep the hardware busier, and take more memory for
+    activations. "auto" is the largest that fits: found before the run by trying the whole of
     global_batch_tokens, then half of it, and so on, in a process of its own. null is 8; but on a
     CPU, which some 1,024 tokens keep busy, no more than that where global_batch_tokens says how
     large a step is."""
@@ -126,7 +127,7 @@ class EvaluationConfig(Section):
     """The `evaluation` section."""
 
     every_steps: int = Field(200, ge=0)
-    """validation loss and sample texts after every so many steps; 0 is at the end only."""
+    """steps between evaluations (validation loss and sample texts); 0 is at the end only."""
     max_rows: int = Field(256, ge=0)
     """rows of the validation split that are evaluated, spread evenly; 0 is all."""
     train_rows: int = Field(0, ge=0)
@@ -138,14 +139,15 @@ class EvaluationConfig(Section):
     sample_tokens: int = Field(64, ge=1)
     """tokens a sample."""
     temperature: float = Field(0.8, ge=0)
-    """how the samples are drawn; 0 is greedy."""
+    """temperature of the samples; 0 is greedy."""
     tasks: list[str] = Field(default=[])
-    """what the model is scored in, as with `firstlight eval --tasks`, each one text:
+    """tasks that the model is scored in, as with `firstlight eval --tasks`, each one text:
     "hellaswag,FILE.jsonl", "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
-    """the tasks after every so many steps, and at the end; 0 is at each evaluation."""
+    """steps between scores of the tasks, which are also computed at the end; 0 is at each
+    evaluation."""
     task_items: int = Field(0, ge=0)
-    """items of each task, the first so many; 0 is all."""
+    """number of items of each task, the first ones; 0 is all."""
     task_folder: str | None = None
     """further tasks for lm-evaluation-harness."""
 
@@ -161,19 +163,19 @@ class GuardConfig(Section):
     """
 
     max_skipped_steps: int = Field(5, ge=1)
-    """with so many skipped steps in a row, on_divergence is done. fp16's own skipped steps, which
-    end when the loss scale fits, don't count."""
+    """number of skipped steps in a row after which on_divergence is done. fp16's own skipped steps,
+    which end when the loss scale fits, don't count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
     """"rollback" puts the newest good checkpoint's weights, moments and random numbers back and
     goes on with the data that come next (Chowdhery et al. 2022, section 5.1), "stop" ends the
     run."""
     max_rollbacks: int = Field(2, ge=0)
-    """after so many rollbacks, the next ends the run."""
+    """number of rollbacks after which the next one ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
     """skip a step whose loss or gradient norm is so many standard deviations above the mean of the
     steps before; null is never."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
-    """how many steps before are looked at; the first 16 are never skipped for it."""
+    """number of earlier steps that are compared with; the first 16 are never skipped for it."""
 
 
 class PreferenceConfig(Section):
@@ -184,9 +186,9 @@ class PreferenceConfig(Section):
     answers' log-probabilities, each the sum over its tokens. The references are those of the model
     that the run starts from."""
     beta: float = Field(0.1, gt=0)
-    """how strongly the model is held to the one it starts from: the greater, the closer."""
+    """strength of the pull towards the starting model: the greater, the closer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """the share of pairs that is taken to be the wrong way round (conservative DPO)."""
+    """assumed share of pairs with swapped answers (conservative DPO)."""
 
 
 #: Model configuration, told apart by `model_type`.
