@@ -181,6 +181,7 @@ def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
+    # Every token is a label: the most that a batch of this shape can take.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
     # From the second on, the gradients of those before are there too.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
@@ -188,6 +189,7 @@ def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
     for _ in range(2):
         synchronize(hardware.device)
         start = time.perf_counter()
+        # An update with rate 0 takes as much memory and time as any other.
         program.step([batch] * count, lr_scale=0.0)
         synchronize(hardware.device)
         seconds = time.perf_counter() - start
@@ -222,6 +224,7 @@ def _limit_memory(more: int) -> None:
     if not status.exists():
         return
     lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+    # RLIMIT_DATA counts private memory; RLIMIT_AS would count mapped files and libraries, too.
     used = int(lines["VmData"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)

@@ -145,8 +145,7 @@ def training_loop(
         show: called with each step's metrics once they are written down.
 
     Raises:
-        DivergedError: see `RunCheckpoints.go_back`.
-        TrainingError: not even one row fits into memory.
+        DivergedError, TrainingError: see `RunCheckpoints.go_back`, `Run.smaller_micro_batches`.
         CheckpointError, StorageError: a checkpoint or the metrics could not be written.
     """
     program, engine = run.program, run.engine
@@ -162,7 +161,7 @@ def training_loop(
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:
+                while result is None:  # again with smaller micro-batches if memory runs out
                     with run.smaller_micro_batches(), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
@@ -179,6 +178,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
+            # In an evaluation: its step is saved as pending, and resuming evaluates it first.
             break
         except DataError as error:
             # One process alone has read the validation split to its damaged place: see `check`.
@@ -186,6 +186,7 @@ def training_loop(
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
+        # Metrics before the checkpoint: a checkpoint never names a step that has no line.
         show(run.write_record())
         if checkpoints.are_due:
             checkpoints.save()

@@ -66,6 +66,7 @@ class TrainingProgram:
         self.recipe, self.hardware = recipe, hardware
         # A model that will be sharded may not fit whole.
         self.model = model if self.engine.keeps_shards else model.to(hardware.device)
+        # Before the engine: DDP and FSDP2 wrap layers that have their checkpointing already.
         apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
@@ -97,6 +98,7 @@ class TrainingProgram:
             lr_scale: the learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
+        # An evaluation before it has switched dropout off, and may have left parameters whole.
         self.model.train()
         self.engine.reshard()
         config = self.recipe.efficiency
@@ -108,6 +110,7 @@ class TrainingProgram:
             # What compiling and the optimizer's first step took for themselves.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
+        # Blocks that fit no tensor any more go back to the device.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -53,6 +53,7 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
+    # A person who sets another size wants it tried, whatever memory has left of the last one.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     run.tell(f"resuming from {folder} (step {run.state.step})")
@@ -103,11 +104,13 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
             f"it: set that instead of {now}, or leave schedule.resume out"
         )
     found = restore(checkpoint, run.program)
+    # max_steps counts from the beginning of the schedule, which was another run's.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume goes on at step {found.step} of {init_from}, and schedule.max_steps "
             f"is {run.max_steps}, counted from that run's beginning: set it higher"
         )
+    # Not the other run's place in its data, its events or its best loss: these were its own.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
@@ -151,6 +154,7 @@ def shared_newest(
         return None if newest is None else str(newest)
 
     found = on_main(engine, find)
+    # Else each machine would write a part of the checkpoints to a disk of its own.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
             f"rank {engine.world.rank} does not see {found}: run.dir has to be in a file system "

@@ -178,6 +178,7 @@ class Run:
             CheckpointError: it does not fit.
         """
         self.state = restore(checkpoint, self.program)
+        # A resumed run judges a spike by the same steps as one that was not stopped.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
@@ -214,6 +215,7 @@ class Run:
     def _make_folder_ready(self) -> None:
         for folder in (self.folder, self.folder / CHECKPOINTS):
             remove_leftovers(folder)
+        # What was decided stands also for a run that is killed before its first checkpoint.
         text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
         write_file(self.folder / RECIPE_NAME, text)
 
@@ -232,6 +234,7 @@ class Run:
             return []
         self._step_began = time.perf_counter()
         batches = []
+        # All at once: no micro-batch of a step is trained on when another can't be read.
         try:
             batches = [self.loader.next_batch() for _ in range(self.accumulation)]
         except DataError as error:
@@ -241,8 +244,10 @@ class Run:
 
     def begin_step(self) -> float:
         """Count a step; return its learning rate as a fraction of the peak."""
+        # The schedule counts steps from 0: the first is step 0 of it, and step 1 of the metrics.
         lr_scale = self.schedule.lr_scale(self.state.step)
         self.state.step += 1
+        # A checkpoint of this step has a validation loss only if this step is evaluated.
         self.state.val_loss = None
         return lr_scale
 
@@ -259,6 +264,7 @@ class Run:
         Raises:
             TrainingError: not even one row fits, or memory ran out in an update.
         """
+        # Dropout has drawn for the part of a step that failed.
         random, size, step = torch_random_states(), self.micro_batch_size, self.state.step
         try:
             yield
@@ -299,6 +305,7 @@ class Run:
         )
         self.state.micro_batch_rows = fewer
         self.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
+        # Routers and preference rewards have counted the passes of the attempt that failed.
         self.program.forget_statistics()
         gc.collect()
         if self.program.hardware.device.type == "cuda":
@@ -315,10 +322,12 @@ class Run:
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
+        # Only now: a step that was interrupted reads its rows again.
         state.rows_seen = self.loader.state_dict()["rows_seen"]
         record = self._metrics(result, lr_scale, seconds)
         # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        # A save's stall stands in one line, that of the step after it.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 
@@ -326,8 +335,10 @@ class Run:
         """The step's line of metrics.jsonl, before any evaluation."""
         program, state, hardware = self.program, self.state, self.program.hardware
         tokens_per_second = self.global_batch_size * self.seq_len / seconds
+        # All devices, also those that share the sequences of one part (tensor parallel, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
+        # train/loss is the cross-entropy alone, so that it compares with val/loss.
         auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
         epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
         return {
@@ -357,6 +368,7 @@ class Run:
         """Write the step's metrics and texts down, now that nothing is missing; return them."""
         record = self.state.pending
         assert record is not None
+        # Never a line into another run's folder that has taken this one's place.
         self.require_folder()
         self.logs.write_step(record, self.samples)
         self.last_record = record

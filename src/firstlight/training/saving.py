@@ -79,6 +79,7 @@ class RunCheckpoints:
 
     @property
     def _is_asked(self) -> bool:
+        # One process looks: another might see the file a moment later, and save alone.
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
@@ -90,10 +91,12 @@ class RunCheckpoints:
         run, asked = self.run, self._is_asked
         # On a CPU, the copy that is written takes their place.
         run.program.optimizer.zero_grad()
+        # Before the checkpoint: resuming keeps the lines up to its step, so they must be there.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
         if asked:
+            # The request goes when it is met: whoever kills the run in between may ask no more.
             self.saver.wait()
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
@@ -106,6 +109,7 @@ class RunCheckpoints:
         if self.run.unsaved:
             self.save()
         self.saver.wait()
+        # No process ends while another one is still writing.
         barrier()
 
     def go_back(self, error: DivergedError) -> None:
@@ -125,10 +129,12 @@ class RunCheckpoints:
             raise
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
+        # The checkpoint's own count could end the next attempt at its first bad step.
         run.guard.skipped_in_a_row = 0
         # The data go on, and what was learned about the machine stays.
         run.state.rows_seen = run.loader.state_dict()["rows_seen"]
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
+        # Texts and statistics of the steps that are gone back on.
         run.samples = []
         run.program.forget_statistics()
         run.logs.drop_after(run.logged_step)
@@ -146,6 +152,7 @@ class RunCheckpoints:
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
             raise DivergedError(f"{problem} (after {len(targets)} rollbacks)")
+        # The one that is being written may be the one to go back to.
         self.saver.wait()
 
         def find() -> str | None:

@@ -136,6 +136,7 @@ def _assembled(
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     resolved = _resolved(recipe, hardware, dataset, engine, earlier, tell)
+    # Before adapters and the optimizer: references are those of the model as it was.
     give_references(resolved, (dataset, validation), model, newest, init_from, hardware, tell)
     if resolved.lora is not None:
         attach(model, resolved, hardware)
@@ -185,6 +186,7 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
+    # Python's and numpy's too: `on_step` may draw from them.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -212,6 +214,7 @@ def _resolved(
         )
         return resolve(recipe, facts, tell)
 
+    # A measurement may come out otherwise on each process, and their models must not differ.
     if engine.world.size == 1:
         resolved = decide()
     else:
@@ -297,6 +300,7 @@ def _require_disk(run: Run) -> None:
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
+    # A new checkpoint is written before the oldest is deleted.
     needed = one * min(saves, kept + 1)
     folder = next(f for f in (run.folder, *run.folder.resolve().parents) if f.is_dir())
     free = shutil.disk_usage(folder).free

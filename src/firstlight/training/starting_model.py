@@ -168,6 +168,7 @@ def attach(model: Model, recipe: Recipe, hardware: Hardware) -> None:
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
+    # Its own generator: adapters begin alike whatever was drawn before.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
 
@@ -200,6 +201,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: nothing has such sizes: {error}") from error
+    # The processes of this machine hold so much of the model's stages together.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -235,6 +237,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             f"does not fit {recipe.efficiency.vocab_multiple}: set it back"
         )
     names = _contradictions(recipe, config)
+    # A run that began with --init-from has that model's config, whatever the recipe says.
     if names and started_from is None:
         raise CheckpointError(
             f"{newest} can't be resumed with another model: {', '.join(names)} changed "
@@ -312,6 +315,7 @@ def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     """The `model.` keys that the recipe sets to something else than `config` has."""
     if recipe.model is None:
         return []
+    # A key that the recipe leaves out is a default, which contradicts nothing.
     found = changed_keys(recipe.model.model_dump(), config.model_dump())
     given = recipe.model.model_fields_set - (
         {"vocab_size"} if not recipe.model.vocab_size else set()

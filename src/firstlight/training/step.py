@@ -86,6 +86,8 @@ def train_step(
             optimizer.accumulate()
             # CUDA graphs write the next loss into the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
+            # The graph must not live into the next pass or the update.
+            del loss, scaled
         assert total is not None
         norm = optimizer.clip_gradients(scale, engine.joined_norm)
     except (RuntimeError, MemoryError) as error:
@@ -108,6 +110,7 @@ def _update(
     """Make the update if loss and gradient norm are accepted; see `train_step`."""
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
+    # An overflow of scaled gradients is the scale's fault: the guard does not count it.
     if scaler is not None and not finite:
         accepted = False
     else:
