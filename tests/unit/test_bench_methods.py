@@ -568,7 +568,7 @@ def test_a_process_that_takes_too_long_is_ended(
 def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
     work: MethodsWork, one_thread: None
 ) -> None:
-    with ForkServer(child_environment(True, work.caches)) as server:
+    with ForkServer(child_environment(False, work.caches)) as server:
         found = server.ask(request_of(work, {}), None)
         assert found["losses"] == training_once(request_of(work, {}))["losses"]
         assert found["peak_bytes"] > 0
@@ -771,6 +771,36 @@ def test_an_interrupted_bench_leaves_what_was_measured_and_no_process(
     assert "plain (4x1)" in stderr
     assert "error" in json.loads(stdout)
     assert not list(tmp_path.glob("firstlight-bench-*"))
+
+
+def test_quick_runs_without_huge_pages_but_for_their_row(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    class Server:
+        def __init__(self, environment: Mapping[str, str]) -> None:
+            seen.append(environment)
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, *_: object) -> dict[str, Any]:
+            return _RUN
+
+    processes = FakeProcesses({})
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.setattr(methods, "ForkServer", Server)
+    monkeypatch.setattr(methods, "ask", processes)
+    monkeypatch.setattr(methods, "_ceiling", lambda _: {"matmul_flops": 1.0, "matmul_dtype": "x"})
+    bench = MethodsBench(model=str(model), device="cpu", quick=True, rows=["bf16", "huge-pages"])
+    done = methods.bench_methods(bench, lambda _: None)
+    assert [row["status"] for row in done[ALONE]] == ["measured"] * 3
+    assert ["THP_MEM_ALLOC_ENABLE" in environment for environment in seen] == [False]
+    assert [env["THP_MEM_ALLOC_ENABLE"] for _, env in processes.seen] == ["1"]
 
 
 def test_quick_has_an_end_within_five_minutes() -> None:

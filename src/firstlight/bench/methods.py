@@ -129,7 +129,7 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         folder = Path(stack.enter_context(temporary))
         server = None
         if bench.quick and plan.hardware.device.type == "cpu":
-            server = stack.enter_context(ForkServer(child_environment(True, folder / "caches")))
+            server = stack.enter_context(ForkServer(child_environment(False, folder / "caches")))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
         count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
         write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
