@@ -568,7 +568,8 @@ def test_a_process_that_takes_too_long_is_ended(
 def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
     work: MethodsWork, one_thread: None
 ) -> None:
-    with ForkServer(child_environment(False, work.caches)) as server:
+    environment = child_environment(False, work.caches)
+    with ForkServer(environment, "firstlight.bench.training_once", "training_once") as server:
         found = server.ask(request_of(work, {}), None)
         assert found["losses"] == training_once(request_of(work, {}))["losses"]
         assert found["peak_bytes"] > 0
@@ -779,7 +780,7 @@ def test_quick_runs_without_huge_pages_but_for_their_row(
     seen: list[Mapping[str, str]] = []
 
     class Server:
-        def __init__(self, environment: Mapping[str, str]) -> None:
+        def __init__(self, environment: Mapping[str, str], *_: str) -> None:
             seen.append(environment)
 
         def __enter__(self) -> Server:

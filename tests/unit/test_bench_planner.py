@@ -80,17 +80,18 @@ def test_predictions_are_what_real_steps_take() -> None:
         "llama medium, generation, int8",
     )
     kept: list[dict[str, Any]] = []
-    results = bench_memory(cases, kept.append)
-    assert kept == results
-    for one in results:
+    result = bench_memory(cases, kept.append)
+    assert [len(one["rows"]) for one in kept] == [1, 2, 3, 3]
+    assert kept[-1] == result
+    for one in result["rows"]:
         assert not one["reason"], one
         assert -0.02 < one["error"] < 0.05, one
 
 
 def test_what_fails_is_a_result() -> None:
     wrong = PlannerCase("gpt2 small", 1, 256, {"efficiency": {"optimizer_in_backward": True}})
-    (found,) = bench_memory([wrong], lambda _: None)
-    assert found["reason"].startswith("ConfigError: ")
+    (found,) = bench_memory([wrong], lambda _: None)["rows"]
+    assert found["reason"].startswith("recipe: efficiency.")
 
 
 def test_what_was_measured_is_said_and_written_at_once(
@@ -98,10 +99,12 @@ def test_what_was_measured_is_said_and_written_at_once(
 ) -> None:
     kept = tmp_path / "planner.json"
 
-    def memory(_: object, on_case: Callable[..., None], *__: object) -> None:
-        on_case(result(0.0123))
+    def memory(_: object, on_run: Callable[..., None]) -> None:
+        rows = [result(0.0123)]
+        on_run({"rows": rows, "summary": summary(rows), "complete": False})
         assert json.loads(kept.read_text())["memory_summary"]["count"] == 1
-        on_case({"name": "y", "reason": "it broke"})
+        rows.append({"name": "y", "reason": "it broke"})
+        on_run({"rows": rows, "summary": summary(rows), "complete": False})
         assert json.loads(kept.read_text())["memory_summary"]["failed"] == 1
 
     def speed(_: object, on_row: Callable[..., None], **__: object) -> None:

@@ -52,6 +52,8 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.recipe import parse_resolved_recipe
 
+_MODULE = "firstlight.bench.training_once"
+
 TIME_IS_UP = "the time of --quick was over"
 
 #: Seconds after which `--quick` measures no more: the result is there within five minutes.
@@ -129,7 +131,8 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         folder = Path(stack.enter_context(temporary))
         server = None
         if bench.quick and plan.hardware.device.type == "cpu":
-            server = stack.enter_context(ForkServer(child_environment(False, folder / "caches")))
+            environment = child_environment(False, folder / "caches")
+            server = stack.enter_context(ForkServer(environment, _MODULE, "training_once"))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
         count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
         write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
@@ -215,7 +218,7 @@ class MethodsWork:
             found = self.server.ask(request, seconds)
         else:
             environment = child_environment(huge_pages, self.caches)
-            found = ask("firstlight.bench.training_once", request, environment, seconds)
+            found = ask(_MODULE, request, environment, seconds)
         if found.get("error", {}).get("type") == "TimeoutError":
             return error_of("TimeoutError", TIME_IS_UP)
         return found

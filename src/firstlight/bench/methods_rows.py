@@ -285,7 +285,7 @@ def _summary(
 ) -> dict[str, Any]:
     changes = dict(row.changes if outcome is None else outcome.changes)
     entry: dict[str, Any] = {"name": row.name, "keys": changes, "huge_pages": row.huge_pages}
-    if outcome is None or not (outcome.runs or outcome.problem):
+    if outcome is None or not outcome.is_done:
         return {**entry, "status": "waiting", "reason": "not measured yet"}
     if not outcome.runs:
         status = "skipped" if outcome.refused else "failed"

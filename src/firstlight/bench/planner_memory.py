@@ -6,7 +6,6 @@ torch's allocator hands out there is known to the byte, compiled code included.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import statistics
@@ -16,12 +15,13 @@ from typing import Any
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.planner_speed import percentile
-from firstlight.bench.planner_steps import memory_once
+from firstlight.bench.process import ForkServer
+from firstlight.bench.runner import RowOutcome, run_bench
 
 #: Goals of predictions: the error of 95 of 100, and the greatest shortage.
 ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
 
-_SECONDS = 300
+_SECONDS = 300.0
 
 #: (row length, rows): from 256 to 8,192 tokens, from 1 to 32 rows.
 _SHAPES = ((256, 1), (256, 8), (256, 32), (512, 4), (1024, 2), (1024, 8), (2048, 2), (4096, 1))
@@ -133,47 +133,44 @@ def _case(
 
 
 def bench_memory(
-    cases: Sequence[PlannerCase],
-    on_case: Callable[[dict[str, Any]], None],
-    advance: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+    cases: Sequence[PlannerCase], on_run: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Predict and run every case.
 
     Args:
         cases: the configurations.
-        on_case: called with each result: "name", "kind", "predicted_bytes", "peak_bytes",
-            "resident_bytes", "phase", "seconds" of the prediction, "error" as a share of the peak
-            (negative: too little was predicted), and "reason" where it failed.
-        advance: called with the name of each before it begins.
+        on_run: see `run_bench`.
 
     Returns:
-        The results.
+        "summary", see `summary`, and "rows": "name", "kind", "predicted_bytes", "peak_bytes",
+        "resident_bytes", "phase", "seconds" of the prediction, "error" as a share of the peak
+        (negative: too little was predicted), and "reason" where it failed.
     """
+    by_name = {case.name: case for case in cases}
     # The profiler's library says when it begins and ends, at the highest level that it has, 5.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["firstlight.bench.planner_steps", "torch._dynamo"])
-    results = []
+    environment = {"KINETO_LOG_LEVEL": "6"} | os.environ
+
+    def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
+        rows = [_row(by_name[name], one) for name, one in outcomes.items() if one.is_done]
+        return {"rows": rows, "summary": summary(rows)}
+
     # A process for each: what one leaves in memory would be another's.
-    pool = context.Pool(1, maxtasksperchild=1)
-    try:
-        for case in cases:
-            advance(case.name)
-            result: dict[str, Any] = {"name": case.name, "kind": case.kind, "reason": ""}
-            try:
-                found = pool.apply_async(memory_once, (case.request(),)).get(_SECONDS)
-                error = found["predicted_bytes"] / found["peak_bytes"] - 1
-                result |= found | {"error": error}
-            except multiprocessing.TimeoutError:
-                result["reason"] = f"took more than {_SECONDS} s"
-            except Exception as error:  # noqa: BLE001  (whatever a process ran into is a result)
-                result["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            results.append(result)
-            on_case(result)
-    finally:
-        pool.terminate()
-        pool.join()
-    return results
+    with ForkServer(environment, "firstlight.bench.planner_steps", "memory_once") as server:
+        return run_bench(
+            "memory",
+            list(by_name),
+            1,
+            lambda name: server.ask(by_name[name].request(), _SECONDS),
+            result,
+            on_run,
+        )
+
+
+def _row(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
+    row = {"name": case.name, "kind": case.kind, "reason": outcome.problem}
+    for found in outcome.runs:
+        row |= found | {"error": found["predicted_bytes"] / found["peak_bytes"] - 1}
+    return row
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -148,14 +148,10 @@ def bench_speed(
             return ask(_MODULE, request, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
-            rows = [row_of(by_name[name], one) for name, one in outcomes.items() if _is_done(one)]
+            rows = [row_of(by_name[name], one) for name, one in outcomes.items() if one.is_done]
             return {**summarize_speed(rows), "machine": machine}
 
         return run_bench("speed", list(by_name), 1, measure, result, on_row)
-
-
-def _is_done(outcome: RowOutcome) -> bool:
-    return bool(outcome.runs or outcome.problem)
 
 
 def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:

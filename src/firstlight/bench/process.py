@@ -129,14 +129,18 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
 
 
 class ForkServer:
-    """Runs `training_once` in forks of a process that has imported it. On CPUs: a process that has
+    """Runs a measurement in forks of a process that has imported it. On CPUs: a process that has
     looked at a GPU can't be forked.
+
+    Args:
+        environment: environment of all processes.
+        module, function: names of the measurement, a function from the request to the result.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str, function: str) -> None:
         with signals_waiting():
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "firstlight.bench.process"],
+                [sys.executable, "-P", "-m", "firstlight.bench.process", module, function],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -219,13 +223,13 @@ def end_group(group: int) -> None:
 def _serve() -> None:
     """Fork a process for each line of stdin; write its number, and its exit code at its end."""
     # Without torch's compiler, which starts threads.
-    module = importlib.import_module("firstlight.bench.training_once")
+    measure = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
     importlib.import_module("torch._dynamo")
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
         if process == 0:
-            _child(module.training_once, job)
+            _child(measure, job)
         os.write(1, f"{process}\n".encode())
         _, status = os.waitpid(process, 0)
         os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())

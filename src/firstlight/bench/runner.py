@@ -62,6 +62,11 @@ class RowOutcome:
             return 1.2 * self.seconds[-1]
         return max(declared, 1.5 * self.cut_after)
 
+    @property
+    def is_done(self) -> bool:
+        """True if a turn was tried."""
+        return bool(self.runs or self.problem)
+
     def values(self, key: str) -> list[float]:
         """The numbers under a key of all turns; numbers in lists are put together."""
         found: list[float] = []

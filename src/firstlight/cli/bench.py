@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from firstlight.bench.options import (
 from firstlight.cli import bench_tables as tables
 from firstlight.cli.bench_options import Keep, Result, bench_options, out_option, publish
 from firstlight.cli.output import show, with_json
-from firstlight.console import progress_bar, say
+from firstlight.console import say
 from firstlight.errors import ConfigError
 
 _STEPS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
@@ -231,10 +232,27 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 
     def measure(keep: Keep) -> None:
         result: Result = {}
+
+        def said(so_far: Result, total: int, cells: Callable[[Result], tuple[str, ...]]) -> None:
+            keep(result)
+            if not so_far["complete"]:
+                rows = so_far["rows"]
+                say(f"{len(rows)}/{total}  {'  '.join(cells(rows[-1]))}")
+
+        def on_memory(found: Result) -> None:
+            result.update(memory=found["rows"], memory_summary=found["summary"])
+            said(found, len(cases), tables.memory_cells)
+
+        def on_speed(found: Result) -> None:
+            result.update(speed=found)
+            said(found, len(grid), tables.speed_cells)
+
+        cases = planner_memory.memory_grid(quick=quick)
+        grid = planner_speed.speed_grid()[:: 5 if quick else 1]
         if only != "speed":
-            _measure_memory(result, quick, keep)
+            planner_memory.bench_memory(cases, on_memory)
         if only != "memory":
-            _measure_speed(result, quick, keep)
+            planner_speed.bench_speed(grid, on_speed, calibrate_seconds=15.0 if quick else 60.0)
 
     def pictures(result: Result) -> dict[str, bytes]:
         drawn = {}
@@ -245,43 +263,6 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
         return drawn
 
     return publish("planner", out, measure, tables.show_planner, pictures)
-
-
-def _measure_memory(result: Result, quick: bool, keep: Keep) -> None:
-    """Measure the memory half, add it to the result, and say and keep each row at once."""
-    from firstlight.bench import planner_memory
-
-    cases = planner_memory.memory_grid(quick=quick)
-    found: list[Result] = result.setdefault("memory", [])
-    with progress_bar() as bar:
-        task = bar.add_task("memory", total=len(cases))
-
-        def on_case(one: Result) -> None:
-            found.append(one)
-            result["memory_summary"] = planner_memory.summary(found)
-            keep(result)
-            bar.advance(task)
-            say(f"{len(found)}/{len(cases)}  {'  '.join(tables.memory_cells(one))}")
-
-        planner_memory.bench_memory(
-            cases, on_case, lambda name: bar.update(task, description=f"memory: {name}")
-        )
-
-
-def _measure_speed(result: Result, quick: bool, keep: Keep) -> None:
-    """Measure the speed half; see `_measure_memory`."""
-    from firstlight.bench import planner_speed
-
-    grid = planner_speed.speed_grid()[:: 5 if quick else 1]
-
-    def on_row(so_far: Result) -> None:
-        result.update(speed=so_far)
-        keep(result)
-        if not so_far["complete"]:
-            count, last = len(so_far["rows"]), so_far["rows"][-1]
-            say(f"{count}/{len(grid)}  {'  '.join(tables.speed_cells(last))}")
-
-    planner_speed.bench_speed(grid, on_row, calibrate_seconds=15.0 if quick else 60.0)
 
 
 @bench_group.command("gpu")
