@@ -15,8 +15,7 @@ from firstlight.bench.gpu_ladder import LADDER, MEMORY_GOAL, Ladder, Rung, ladde
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Part
 from firstlight.bench.gpu_planner import FIRST, PLANNER, fit_speed, memory_results
-from firstlight.bench.models import model_values
-from firstlight.bench.planner_cases import PlannerCase, gpu_grid
+from firstlight.bench.models import PlannerCase, gpu_grid, model_values
 from firstlight.bench.planner_predictions import packed, predict_case, predicting, unpacked
 from firstlight.bench.planner_steps import planner_steps
 from firstlight.bench.runner import RowOutcome

@@ -53,7 +53,7 @@ from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
 from firstlight.bench.options import MethodsBench
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
-from firstlight.bench.steps import StepsPlan, plan_steps
+from firstlight.bench.runner import StepsPlan, plan_steps
 from firstlight.bench.training_once import training_once
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from firstlight.bench import planner_memory, planner_speed
-from firstlight.bench.planner_cases import PlannerCase
+from firstlight.bench.models import PlannerCase
 from firstlight.bench.planner_memory import bench_memory, draw_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
 from firstlight.cli.bench import planner_command

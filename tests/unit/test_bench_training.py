@@ -31,8 +31,7 @@ from firstlight.bench.reference_programs import (
     autocast_loop,
     pure_bf16_loop,
 )
-from firstlight.bench.runner import RowOutcome
-from firstlight.bench.steps import plan_steps
+from firstlight.bench.runner import RowOutcome, plan_steps
 from firstlight.bench.training import (
     PROGRAMS,
     TrainingRow,
@@ -647,7 +646,7 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that no machine has: the second measurement of bf16 is its best."""
     rates = {"torch.float32": [3e9, 2e9], "torch.bfloat16": [4e9, 6e9]}
     monkeypatch.setattr(training, "ceiling", lambda device, dtype: rates[str(dtype)].pop(0))
-    monkeypatch.setattr("firstlight.bench.steps.find_hardware", lambda device: _CPU)
+    monkeypatch.setattr("firstlight.bench.runner.find_hardware", lambda device: _CPU)
 
 
 @pytest.mark.usefixtures("quick_ceiling")

@@ -37,8 +37,8 @@ from firstlight.bench.gemm_products import GemmProduct, Layout, layer_products
 from firstlight.bench.generation_once import copy_seconds
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.models import PlannerCase
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.planner_steps import random_batch
 from firstlight.bench.process import answer
 from firstlight.hardware.device import find_hardware, synchronize

@@ -14,7 +14,7 @@ from typing import Any
 from firstlight.bench.calls import Row
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
-from firstlight.bench.planner_cases import PlannerCase
+from firstlight.bench.models import PlannerCase
 from firstlight.bench.planner_predictions import STEPS_MODULE, steps_request
 
 NAME = "ladder"

@@ -15,8 +15,8 @@ from typing import Any
 from firstlight.bench.calls import Row
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.models import PlannerCase, dry_grid, gpu_grid
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
-from firstlight.bench.planner_cases import PlannerCase, dry_grid, gpu_grid
 from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
 from firstlight.bench.planner_predictions import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.planner_speed import GOAL, percentile

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.runner import RowOutcome
-from firstlight.bench.steps import steps_title
+from firstlight.bench.runner import RowOutcome, steps_title
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from firstlight.bench.models import PlannerCase
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
-from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.planner_speed import percentile
 from firstlight.bench.process import ForkServer
 from firstlight.bench.runner import RowOutcome, run_bench

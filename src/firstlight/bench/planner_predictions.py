@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.planner_cases import PlannerCase
+from firstlight.bench.models import PlannerCase
 from firstlight.errors import FirstlightError
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.module import predict_generation

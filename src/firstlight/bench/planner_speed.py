@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from firstlight.bench.corpus import Tokens, write_tokens
-from firstlight.bench.models import config_of
+from firstlight.bench.models import PlannerCase, config_of
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.planner_cases import PlannerCase
 from firstlight.bench.process import answer, ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.console import say

@@ -33,9 +33,11 @@ from firstlight.bench.process import ask, plain_environment, training_environmen
 from firstlight.bench.runner import (
     Found,
     RowOutcome,
+    StepsPlan,
+    plan_steps,
     run_bench,
+    steps_title,
 )
-from firstlight.bench.steps import StepsPlan, plan_steps, steps_title
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.console import say
 from firstlight.errors import ConfigError

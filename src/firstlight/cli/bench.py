@@ -70,7 +70,7 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
         out,
         lambda keep: bench_loading(bench, keep),
         tables.show_loading,
-        lambda result: {"loading.png": draw(result)},
+        draw,
     )
 
 
@@ -94,7 +94,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
         out,
         lambda keep: bench_methods(MethodsBench(**options), keep),
         tables.show_methods,
-        lambda result: {"methods.png": draw(result)},
+        draw,
     )
 
 
@@ -124,7 +124,7 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
         out,
         lambda keep: bench_training(TrainingBench(**options), keep),
         tables.show_training,
-        lambda result: {"training.png": draw(result)},
+        draw,
     )
 
 
@@ -154,7 +154,7 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
         out,
         lambda keep: bench_generation(GenerationBench(batch_sizes=sizes, **options), keep),
         tables.show_generation,
-        lambda result: {"generation.png": draw(result)},
+        draw,
     )
 
 
@@ -181,7 +181,7 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
         out,
         lambda keep: bench_scaling(ScalingBench(**options), keep),
         tables.show_scaling,
-        lambda result: {"scaling.png": draw(result)},
+        draw,
     )
 
 
@@ -208,9 +208,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
             if run.result()["rows"]:
                 keep(run.result())
 
-    return publish(
-        "gemm", out, measure, tables.show_gemm, lambda result: {"gemm.png": draw(result)}
-    )
+    return publish("gemm", out, measure, tables.show_gemm, draw)
 
 
 @bench_group.command("planner")

@@ -71,7 +71,7 @@ def publish(
     out: Path | None,
     measure: Callable[[Keep], object],
     show_result: Callable[[Result], None],
-    pictures: Callable[[Result], dict[str, bytes]],
+    draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
     """Measure, show the tables, and write the files, also where it was interrupted.
 
@@ -80,7 +80,7 @@ def publish(
         out: folder of the files; None writes none.
         measure: function that measures, and calls its argument with the result so far.
         show_result: function that shows the tables of a result.
-        pictures: function that draws a result: PNG files by name.
+        draw: function that draws a result: a PNG file, or several by name.
 
     Returns:
         The last result.
@@ -98,7 +98,8 @@ def publish(
         if result:
             show_result(result)
         if result and out is not None:
-            drawn = pictures(result)
+            picture = draw(result)
+            drawn = {f"{name}.png": picture} if isinstance(picture, bytes) else picture
             for file, content in drawn.items():
                 write_file(out / file, content)
             show(f"written: {', '.join(str(out / file) for file in (f'{name}.json', *drawn))}")
