@@ -17,8 +17,7 @@ from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.parallel import World, find_world, process_group
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe

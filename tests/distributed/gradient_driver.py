@@ -24,8 +24,7 @@ from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_m
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.collectives import gather_to_main
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram

@@ -16,8 +16,7 @@ from firstlight.models import LlamaConfig, empty_model
 from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.parallel import find_world, process_group
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 
 

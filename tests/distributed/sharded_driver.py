@@ -22,7 +22,7 @@ from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files import disk
 from firstlight.parallel import World, barrier, find_world, process_group
-from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import CheckpointConfig
 

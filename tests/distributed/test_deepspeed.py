@@ -15,8 +15,8 @@ from spawned import run_ranks
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
-from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.deepspeed_model import import_deepspeed, require_asynchronous_io
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination

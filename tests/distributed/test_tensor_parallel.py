@@ -14,8 +14,7 @@ from spawned import run_ranks
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination

@@ -17,7 +17,7 @@ from firstlight.hardware.device import (
     synchronize,
 )
 from firstlight.parallel import World, own_device
-from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.group import _open_group
 from firstlight.parallel.rendezvous import own_info
 from firstlight.parallel.sharding import FSDPEngine

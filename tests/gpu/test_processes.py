@@ -19,8 +19,7 @@ from firstlight.cli.main import main
 from firstlight.hardware.device import Hardware
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import DDPEngine, Engine
+from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.sharding import FSDPEngine
 from firstlight.recipe import parse_recipe

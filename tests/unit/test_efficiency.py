@@ -29,8 +29,7 @@ from firstlight.models.ops import (
     plain_attention,
 )
 from firstlight.parallel import World
-from firstlight.parallel.config import DistributedConfig
-from firstlight.parallel.engine import Engine
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.parallel.sharding import TensorParallelEngine
 from firstlight.recipe import parse_recipe

@@ -154,7 +154,7 @@ def train_command(
         if plan is None and not any(name in os.environ for name in _RANKS):
             # It imports torch while this process does.
             forecaster.start()
-        from firstlight.parallel import find_world, is_main
+        from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
@@ -171,7 +171,7 @@ def train_command(
             progress=True,
             forecaster=forecaster,
         )
-    if is_main(find_world()):
+    if find_world().is_main:
         _show(result)
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")

@@ -16,7 +16,7 @@ from firstlight.parallel.collectives import (
 )
 from firstlight.parallel.group import own_device, process_group
 from firstlight.parallel.heartbeat import RankError
-from firstlight.parallel.world import World, find_world, is_main, require_world
+from firstlight.parallel.world import World, find_world
 
 __all__ = [
     "RankError",
@@ -27,8 +27,6 @@ __all__ = [
     "broadcast_object",
     "find_world",
     "gather_objects",
-    "is_main",
     "own_device",
     "process_group",
-    "require_world",
 ]

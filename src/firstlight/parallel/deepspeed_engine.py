@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from firstlight.models import Model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig, require_fitting_state
 from firstlight.optim.spec import Layout
-from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.deepspeed_model import ZeroModel, set_shard
-from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
+from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu
 from firstlight.parallel.group import group_of_one
 
 _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from firstlight.errors import ConfigError
-from firstlight.parallel.config import DistributedConfig
 from firstlight.parallel.deepspeed_engine import DeepSpeedEngine
-from firstlight.parallel.engine import DDPEngine, Engine
+from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.pipeline import PipelineEngine
 from firstlight.parallel.sharding import FSDPEngine, TensorParallelEngine
 from firstlight.parallel.world import World

@@ -47,6 +47,11 @@ class World:
     host: str = ""
     port: int = 0
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and talks to people."""
+        return self.rank == 0
+
 
 @dataclass(frozen=True)
 class _Launcher:
@@ -104,41 +109,6 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
         return World(0, 1, 0, 1)
     host, port = _rendezvous_address(launcher, place, variables)
     return World(place.rank, place.size, place.local_rank, place.local_size, host, port)
-
-
-def is_main(world: World) -> bool:
-    """Whether this is rank 0, which writes files and talks to people."""
-    return world.rank == 0
-
-
-def require_world(expected_size: int | None, world: World, gpus: int | None = None) -> None:
-    """Refuse a world of another size than the requested one.
-
-    Args:
-        expected_size: the requested number of processes; None accepts any.
-        world: the world that was started.
-        gpus: number of GPUs that this process sees, if it trains on one. One GPU for several
-            processes is accepted here: a launcher may show each process its own one only;
-            `process_group` finds out.
-
-    Raises:
-        ConfigError: another number of processes, or more of them than GPUs.
-    """
-    if expected_size is not None and expected_size != world.size:
-        how = (
-            f"start the run with --nproc {expected_size}, torchrun, srun or mpirun"
-            if world.size == 1
-            else "ask for as many as the launcher starts"
-        )
-        raise ConfigError(
-            f"{expected_size} processes were asked for, and {world.size} "
-            f"{'was' if world.size == 1 else 'were'} started: {how}"
-        )
-    if gpus is not None and gpus > 1 and max(world.local_size, world.local_rank + 1) > gpus:
-        raise ConfigError(
-            f"{world.local_size} processes were started on a machine with {gpus} GPUs: "
-            f"start at most {gpus} on each"
-        )
 
 
 def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:

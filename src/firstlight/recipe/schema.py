@@ -17,7 +17,7 @@ from firstlight.lora.config import LoraConfig
 from firstlight.models import ModelConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
-from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.section import Section
 
 

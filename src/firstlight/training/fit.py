@@ -32,7 +32,7 @@ from firstlight.hardware.device import (
     synchronize,
 )
 from firstlight.models import empty_model
-from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

@@ -13,7 +13,7 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
-from firstlight.parallel.config import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.pipeline import unstageable
 from firstlight.parallel.selection import engine_name
 from firstlight.parallel.sharding import unshardable
