@@ -157,6 +157,7 @@ class CudaKernels(TorchFunctionMode):
             if grouped:
                 key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
             return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        # cuDNN's kernel keeps what flash attention keeps.
         if kernel in ("flash", "cudnn"):
             flash = _aten._scaled_dot_product_flash_attention
             found: tuple[Tensor, ...] = flash(
@@ -211,6 +212,8 @@ def _math_attention(
     size = query.shape[-1] ** -0.5 if scale is None else scale
     if is_causal:
         mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    # As torch's math kernel: both factors are scaled before the product, so that it does not
+    # overflow in half precision.
     scores = (query * size**0.5) @ (key * size**0.5).transpose(-2, -1)
     if mask is not None:
         bias = _bias(mask, query, key)
@@ -231,6 +234,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
+    # native_dropout keeps a mask of one byte a number, as CUDA's fused kernel does.
     dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
     return dropped(input, p, True)[0]
 

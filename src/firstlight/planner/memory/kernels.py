@@ -75,6 +75,8 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     name = operator.name.split(".")[1] if "." in operator.name else operator.name
     if name in _BLOCKWISE:
         return blockwise_bytes(operator)
+    # CUDA's kernels are taken to allocate nothing inside but cuBLAS' workspace, see
+    # `library_bytes`.
     if target.kind == "cuda":
         return 0
     kernel = _CPU_KERNELS.get(name)
@@ -299,6 +301,7 @@ class CachingAllocator:
         """Give a block back."""
         self.allocated -= block.size
         block.is_free = True
+        # Free neighbours are joined, or their halves would be too small for the next large storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 self._remove(other)
@@ -362,6 +365,7 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
         sizes.append(size)
         if size:
             events += [(birth, 1, number), (death + 1, 0, number)]
+    # At one tick, frees (0) sort before allocations (1).
     events.sort()
     blocks: dict[int, _Block] = {}
     for _, makes, number in events:

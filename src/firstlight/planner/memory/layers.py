@@ -57,6 +57,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not _are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
+    # Two shallow models give the line: its slope is what one layer adds.
     steps = depth - _FEW - 1
     return (
         [_with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -194,6 +195,7 @@ def _with_phases(
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
     """With the backward pass as one phase."""
+    # The stretches only serve to draw lines through; a plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
     if later:

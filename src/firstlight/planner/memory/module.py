@@ -61,12 +61,9 @@ def plan_module(
 
     Args:
         model: the module, on any device (also meta); it is not changed.
-        batch: arguments of one forward pass, as a mapping or a sequence; only the shapes and dtypes
-            of tensors count.
-        optimizer: a name of `OPTIMIZERS`, or a function of the trained parameters that makes the
-            optimizer.
-        loss: makes the loss of what the model returns; None takes its `loss` (an attribute or a
-            key), or its first part.
+        batch: arguments of one forward pass; only the shapes and dtypes of tensors count.
+        optimizer: a name of `OPTIMIZERS`, or a function that makes one of the parameters.
+        loss: function of the model's output; None takes the output's `loss`, or its first part.
         precision: "fp16" and "bf16" are autocast over parameters as they are.
         gradient_accumulation_steps: backward passes a step.
         activation_checkpointing: True calls the model's own `gradient_checkpointing_enable`.
@@ -97,9 +94,7 @@ def plan_module(
             for _ in range(micro_batches):
                 with tracer.forward_pass(), _autocast(_DTYPES[precision]):
                     value = _loss_of(_call(fake, arguments), loss)
-                tracer.enter_phase("backward")
-                (value / gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
-                tracer.mark((p.grad for p in parameters), "gradients")
+                _backward(value / gradient_accumulation_steps, parameters, tracer)
                 del value
             if max_grad_norm:
                 with tracer.phase("clipping"):
@@ -109,6 +104,12 @@ def plan_module(
         trace = tracer.finish()
     trace.notes += _opaque_layers(trace, model)
     return predict(trace, target, second)
+
+
+def _backward(loss: Tensor, parameters: Sequence[Tensor], tracer: Tracer) -> None:
+    tracer.enter_phase("backward")
+    loss.backward()  # type: ignore[no-untyped-call]
+    tracer.mark((p.grad for p in parameters), "gradients")
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
@@ -170,6 +171,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
         for value in module._buffers.values():
             if value is not None and id(value) not in memo:
                 memo[id(value)] = _fake_tensor(value)
+    # deepcopy takes the tensors in the memo for copied already, so no real tensor is copied.
     return copy.deepcopy(model, memo)
 
 
@@ -279,6 +281,7 @@ def predict_generation(
         with tracer.phase("prefill"):
             for _ in range(sequences):
                 decoder.add([0] * prompt_tokens)
+        # The step at full length takes the most; the steps before it need not run.
         decoder.lengths = [longest - 1] * sequences
         first = tracer.tick + 1
         with tracer.phase("decode"):

@@ -135,6 +135,7 @@ def predict(
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
+    # An evaluation's peak does not contain what the training step before it had freed.
     reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
@@ -203,12 +204,14 @@ class Timeline:
         settle_parts(trace)
         changes: dict[str, Ticks] = {}
         for storage in trace.storages:
+            # CUDA's allocator counts whole blocks, the CPU's tracked peak the bytes themselves.
             size = storage.size if target.kind == "cpu" else rounded(storage.size)
             change = changes.get(storage.part)
             if change is None:
                 change = changes[storage.part] = np.zeros(self._ticks + 1, np.int64)
             change[min(storage.birth, self._ticks)] += size
             change[min(storage.death + 1, self._ticks)] -= size
+        # Changes are summed once for all ticks; a loop over storages and ticks would take seconds.
         self.parts = {part: np.cumsum(change[:-1]) for part, change in changes.items()}
         self._add_workspaces()
         self.total: Ticks = sum(self.parts.values(), np.zeros(self._ticks, np.int64))

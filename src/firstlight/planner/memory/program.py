@@ -196,6 +196,7 @@ def host_activations(
     """`efficiency.memory.offloaded_activations` on fake tensors: beside a GPU, what the forward
     pass keeps is counted in the host's memory; on a CPU, it is a copy in the same."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+    # Alive as long as their ids are compared, or another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
 
     def pack(tensor: Tensor) -> Any:

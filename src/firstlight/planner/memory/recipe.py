@@ -110,6 +110,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
+    # Compiling takes seconds a layer: a compiled model is never traced with all of its layers.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -204,6 +205,7 @@ def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     decoder = BatchDecoder(program.model, 1, longest)
     tracer.mark((*decoder.cache.keys, *decoder.cache.values), "activations")
     decoder.add([0] * prompt)
+    # The step at full length takes the most; the steps before it need not run.
     decoder.lengths = [longest - 1]
     decoder.step([0])
 
@@ -253,12 +255,14 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
             _compile(program, batch)
     watch_program(program, tracer)
     program.step([batch], lr_scale=1.0)
+    # The first step has made the optimizer's state, which the second has from its start.
     second = tracer.tick + 1
     program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
 
 
 def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
+    # With a second micro-batch the gradients of the first are in memory; a third adds nothing.
     return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 

@@ -198,6 +198,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        # Reading `tensor.device` is dispatched as well, and is no operator.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
@@ -260,12 +261,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _storage_of(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
+        # A tensor and its views share the storage in C++, not the Python object.
         identity = storage._cdata
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
+            # The callback runs when the last tensor of the storage is gone.
             self._watched[identity] = weakref.ref(storage, partial(self._forget, identity))
             self.trace.storages.append(known)
         return known

@@ -175,6 +175,7 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
+    # A run on another device than the planner finds gets no forecast rather than a wrong one.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)

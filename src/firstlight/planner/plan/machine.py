@@ -231,6 +231,7 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
     gpu = machine.gpu
+    # Without the GPU's rates nothing can be compared, and `resolve` takes the usual choice.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,

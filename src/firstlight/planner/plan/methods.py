@@ -80,6 +80,7 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
     for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):
         if recipe.optimizer.name != name:
             changes = {"optimizer.name": name}
+            # The option belongs to 8-bit states and is refused with other optimizers.
             if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
                 changes["optimizer.embeddings_in_32_bits"] = False
             yield title, changes

@@ -241,9 +241,11 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) ->
             unique_tokens=unique,
         )
         tell(f"{found.parameters / 1e6:,.0f}M parameters")
+        # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator, tell)
         if estimate is None:
+            # A fifth smaller, but never smaller than a model that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         assert estimate.tokens_per_second is not None
@@ -253,6 +255,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) ->
             suggested = one
         reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
         is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
+        # With a budget of tokens, the rate decides nothing but the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)

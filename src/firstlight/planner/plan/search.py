@@ -159,6 +159,7 @@ def largest_that_fits(
     slope = (second.needed_bytes - first.needed_bytes) / (sizes[-2] - sizes[-1])
     busy = BUSY_TOKENS[machine.target.kind]
     seq_len = recipe.data.seq_len
+    # Largest first: the first that fits is the answer.
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
         # Twice what keeps the device busy gains nothing.
@@ -188,6 +189,7 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
+            # Sizes in between differ too little in speed to be worth an estimate each.
             before = size
             yield size
 

@@ -294,6 +294,7 @@ class Calibration:
                 (entry, 1.0 / (distance * distance + 1e-9))
                 for entry, distance in zip(ranked, distances, strict=False)
             ]
+        # Logarithms, so that twice as fast and half as fast cancel out.
         total = sum(weight * self._log_pace(entry) for entry, weight in weights)
         pace = math.exp(total / sum(weight for _, weight in weights))
         nearest = math.dist(ranked[0].sizes, features.sizes)

@@ -153,6 +153,7 @@ def multiprocessors(gpu: GPU) -> int:
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
+    # Consumer GPUs differ in multiprocessors, not in what one of them does a cycle.
     return max(1, round(gpu.fp32 / _FLOPS_A_MULTIPROCESSOR))
 
 

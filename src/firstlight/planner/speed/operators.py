@@ -74,6 +74,7 @@ _FREE = frozenset(
 def is_free(operator: Operator) -> bool:
     """Whether it starts no kernel."""
     name = operator.base_name
+    # A cast to the dtype that a tensor has already returns the tensor itself.
     if name == "to":
         return operator.inputs[:1] == operator.outputs[:1]
     return name in _FREE or not (operator.inputs or operator.outputs)
@@ -239,6 +240,7 @@ def streamed_bytes(operator: Operator) -> float:
     if name in ("scatter_add_", "index_add_", "scatter_"):
         return 3.0 * total_bytes(operator.inputs[2:])
     if not operator.outputs:
+        # An in-place operator names no result: its input is read and written.
         return 2.0 * operator.moved_bytes
     return float(operator.moved_bytes)
 

@@ -268,7 +268,10 @@ def time_operator(
         results.keep(calls[0]())
         while len(settled) < most_runs:
             call = calls[(len(settled) + len(faulty) + 1) % copies]
+            # Results stay until there is no room, so that each run writes to memory that was
+            # something else.
             results.make_room()
+            # Another operator's values fill the caches, as between two operators of a step.
             elsewhere.mul_(1.0)
             _wait(_GAP_SECONDS)
             faults, start = _page_faults(), time.thread_time()

@@ -287,10 +287,12 @@ def measure_reference() -> Reference:
     calls["stream"] = lambda: torch.add(source, other, out=result)
     work["stream"] = 3.0 * source.nbytes
     times: dict[str, list[float]] = {name: [] for name in calls}
+    # In turns, so that a slow moment of the machine hits all references alike.
     for number in range(_ROUNDS + 1):
         for name, call in calls.items():
             start = time.thread_time()
             call()
+            # The first round warms up caches and threads, and is not counted.
             if number:
                 times[name].append(time.thread_time() - start)
     seconds = {name: statistics.quantiles(found, n=4)[0] for name, found in times.items()}

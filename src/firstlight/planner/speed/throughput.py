@@ -191,15 +191,15 @@ def predict_speed(
     if waits := bubble(exchange):
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
-    backward = sums.phases.get("backward", ZERO)
-    sent = exchange_seconds(exchange, link, backward, shares)
+    sent = exchange_seconds(exchange, link, sums.phases.get("backward", ZERO), shares)
     if sent.slow:
         sums.add("communication", "communication", sent)
     step = sums.total
+    # Each copy of the model is itself spread over tensor-parallel ranks and stages.
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
+    # The slowest step has the lowest rate: the order of a range stays.
     rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
-    most = peak * devices
-    mfu = Range(*(rate * work.flops_per_token / most for rate in rates))
+    mfu = Range(*(rate * work.flops_per_token / (peak * devices) for rate in rates))
     return SpeedPrediction(
         step_seconds=step,
         tokens_per_second=rates,
@@ -258,18 +258,18 @@ def _on_gpu(
         kind = kind_of(one)
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
-        if kind in ("matrix_products", "attention"):
-            memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
-            is_compute = memory < seconds.expected
-            sums.compute += seconds.expected if is_compute else 0.0
-            sums.memory += 0.0 if is_compute else seconds.expected
+        memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
+        if kind in ("matrix_products", "attention") and memory < seconds.expected:
+            sums.compute += seconds.expected
         else:
             sums.memory += seconds.expected
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
-        traffic = _over_bandwidth(size, gpu, shares)
+        pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
+        traffic = Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
     _add_launching(sums, launches, work, shares)
+    # Two int64 a token: its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
@@ -283,11 +283,6 @@ def _on_gpu(
     if work.precision == "fp8":
         notes.append("fp8 is counted as bf16: the table has no rates for it")
     return sums, gpu.peak_flops(work.precision), notes
-
-
-def _over_bandwidth(size: float, gpu: GPU, shares: Shares) -> Range:
-    pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
-    return Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
@@ -338,6 +333,7 @@ def _on_calibrated(
         sums.memory += seconds
     for phase, count in calls.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
+        # Compiled code calls its kernels without most of Python's and autograd's work for each.
         each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
         sums.add(phase, "launching", Range.around(count * each, 0.5))
     notes = list(machine.notes)
@@ -346,6 +342,7 @@ def _on_calibrated(
             f"{guessed / sums.total.expected:.0%} of the step's time is from operators unlike "
             "those that were measured here"
         )
+    # The base of MFU is the rate that products of the step's precision were measured at.
     dtype = "bfloat16" if work.precision.startswith("bf16") else "float32"
     return sums, machine.reference.rates[dtype], notes
 
