@@ -22,12 +22,12 @@ from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.packing import num_rows
 from firstlight.errors import ConfigError
+from firstlight.evaluation.likelihood import row_losses
 from firstlight.evaluation.perplexity import (
     Evaluation,
     evaluate,
     evaluate_split,
     losses_of_rows,
-    row_losses,
 )
 from firstlight.evaluation.results import (
     RowLoss,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
-from firstlight.evaluation.likelihood import TokenPair, likelihoods
+from firstlight.evaluation.likelihood import Likelihood, TokenPair, likelihoods
 from firstlight.evaluation.results import Metric, Progress, TaskResult
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
@@ -73,11 +73,11 @@ def ready_harness(
     """Load tasks, groups or tags of the harness, with their data.
 
     Args:
-        names: of tasks.
+        names: names of tasks, groups or tags.
         items: only the first so many of each; None is all.
-        task_folder: of further tasks, in the harness' YAML. Where it has all of them, those that
-            come with the harness, which take seconds to list, are not looked at. A folder of tasks
-            may hold Python code, which the harness runs.
+        task_folder: folder of further tasks, in the harness' YAML. Where it has all of
+            them, those that come with the harness, which take seconds to list, are not looked at.
+            A folder of tasks may hold Python code, which the harness runs.
 
     Raises:
         MissingDependencyError: the harness is not installed.
@@ -169,11 +169,102 @@ _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
+class _HarnessMethods:
+    """The methods of `lm_eval.api.model.LM`, which describes their results."""
+
+    def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
+        super().__init__()
+        self._loaded, self._texts_at_a_time, self._on_texts = loaded, batch_size, on_texts
+        self._tokenizer = tokenizer_of(loaded)
+        self._limit = loaded.model.config.max_position_embeddings
+
+    @property
+    def eot_token_id(self) -> int:
+        eos = self._tokenizer.eos_token_id
+        return self._tokenizer.separator_id if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.separator_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """The ids of a text, after bos where the model expects one and the text has none. The
+        names of special tokens stand for these tokens, as everywhere in the harness."""
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode(string, special_tokens=True)
+        begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
+        wanted = not begins if add_special_tokens is None else add_special_tokens
+        return [tokenizer.separator_id, *ids] if tokenizer.add_bos and wanted else ids
+
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        # The harness' own bar would be drawn over ours.
+        found: list[tuple[float, bool]] = super().loglikelihood(  # type: ignore[misc]
+            requests, disable_tqdm=True
+        )
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [TokenPair(tuple(c), tuple(more)) for _, c, more in requests]
+        for pair in pairs:
+            _require_continuation(pair, self._limit)
+        return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        windows = [self._windows(self.tok_encode(request.args[0])) for request in requests]
+        scored = iter(self._scored([pair for several in windows for pair in several]))
+        return [math.fsum(next(scored).logprob for _ in several) for several in windows]
+
+    def _scored(self, pairs: list[TokenPair]) -> list[Likelihood]:
+        return likelihoods(
+            self._loaded.model, pairs, batch_size=self._texts_at_a_time, on_pairs=self._on_texts
+        )
+
+    def _windows(self, ids: list[int]) -> list[TokenPair]:
+        """A text in windows of the model's context, each token predicted once."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows = get_rolling_token_windows(
+            token_list=ids,
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self._limit,
+            context_len=1,
+        )
+        return [TokenPair(*map(tuple, make_disjoint_window(window))) for window in windows]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        texts = [
+            self._text_of(*request.args, number=number) for number, request in enumerate(requests)
+        ]
+        continue_texts(self._loaded, texts, self._texts_at_a_time, self._on_texts)
+        # The harness decodes the new tokens by themselves, without the space of a first word.
+        return [
+            before_stops(self._tokenizer.decode(text.token_ids), text.config.stop) for text in texts
+        ]
+
+    def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
+        """The text that a request asks to be continued, cut from the left to what fits."""
+        config = sampling_of(options, number)
+        room = self._limit - config.max_new_tokens
+        if room < 1:
+            raise InputError(
+                f"a task asks for {config.max_new_tokens} new tokens, and the model's "
+                f"context has room for {self._limit}: set its max_gen_toks to less"
+            )
+        ids = self.tok_encode(context)[-room:] or [self._tokenizer.separator_id]
+        return continuation(self._loaded, ids, config)
+
+
 def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> Any:
     """The model as a `lm_eval.api.model.LM`.
 
     Args:
-        loaded: with a tokenizer.
+        loaded: a model with a tokenizer.
         batch_size: texts at a time.
         on_texts: called after each batch with the texts done and to do.
 
@@ -181,89 +272,11 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
         ModelError: the model has no tokenizer.
     """
     from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    tokenizer = tokenizer_of(loaded)
-    limit = loaded.model.config.max_position_embeddings
+    class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
+        """See `_HarnessMethods`: the harness is optional, so its class is known here only."""
 
-    class FirstlightLM(TemplateLM):  # type: ignore[misc]
-        """See `lm_eval.api.model.LM`, also for what the methods are to return."""
-
-        @property
-        def eot_token_id(self) -> int:
-            eos = tokenizer.eos_token_id
-            return tokenizer.separator_id if eos is None else eos
-
-        @property
-        def prefix_token_id(self) -> int:
-            return tokenizer.separator_id
-
-        def tok_encode(
-            self, string: str, add_special_tokens: bool | None = None, **_: Any
-        ) -> list[int]:
-            """The ids of a text, after bos where the model expects one and the text has none. The
-            names of special tokens stand for these tokens, as everywhere in the harness."""
-            ids = tokenizer.encode(string, special_tokens=True)
-            begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
-            wanted = not begins if add_special_tokens is None else add_special_tokens
-            return [tokenizer.separator_id, *ids] if tokenizer.add_bos and wanted else ids
-
-        def loglikelihood(
-            self, requests: list[Any], disable_tqdm: bool = True
-        ) -> list[tuple[float, bool]]:
-            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-            return found
-
-        def _loglikelihood_tokens(
-            self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
-        ) -> list[tuple[float, bool]]:
-            pairs = [TokenPair(tuple(c), tuple(more)) for _, c, more in requests]
-            for pair in pairs:
-                _require_continuation(pair, limit)
-            scored = likelihoods(loaded.model, pairs, batch_size=batch_size, on_pairs=on_texts)
-            return [(one.logprob, one.is_greedy) for one in scored]
-
-        def loglikelihood_rolling(
-            self, requests: list[Any], disable_tqdm: bool = True
-        ) -> list[float]:
-            windows = [
-                [
-                    TokenPair(*map(tuple, make_disjoint_window(window)))
-                    for window in get_rolling_token_windows(
-                        token_list=self.tok_encode(request.args[0]),
-                        prefix_token=self.prefix_token_id,
-                        max_seq_len=limit,
-                        context_len=1,
-                    )
-                ]
-                for request in requests
-            ]
-            pairs = [pair for several in windows for pair in several]
-            scored = iter(
-                likelihoods(loaded.model, pairs, batch_size=batch_size, on_pairs=on_texts)
-            )
-            return [math.fsum(next(scored).logprob for _ in several) for several in windows]
-
-        def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-            texts = []
-            for number, request in enumerate(requests):
-                context, options = request.args
-                config = sampling_of(options, number)
-                room = limit - config.max_new_tokens
-                if room < 1:
-                    raise InputError(
-                        f"a task asks for {config.max_new_tokens} new tokens, and the model's "
-                        f"context has room for {limit}: set its max_gen_toks to less"
-                    )
-                ids = self.tok_encode(context)[-room:] or [tokenizer.separator_id]
-                texts.append(continuation(loaded, ids, config))
-            continue_texts(loaded, texts, batch_size, on_texts)
-            # The harness decodes what is new by itself, without the space of a first word.
-            return [
-                before_stops(tokenizer.decode(text.token_ids), text.config.stop) for text in texts
-            ]
-
-    return FirstlightLM()
+    return FirstlightLM(loaded, batch_size, on_texts)
 
 
 def _require_continuation(pair: TokenPair, limit: int) -> None:
@@ -276,10 +289,10 @@ def _require_continuation(pair: TokenPair, limit: int) -> None:
 
 
 def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
-    """What a task's `generation_kwargs` come to.
+    """The sampling settings of a task's `generation_kwargs`.
 
     Args:
-        options: of the request.
+        options: the request's options.
         number: its seed, where it draws.
 
     Raises:

@@ -149,12 +149,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model made of an item.
+    """A model's answer to an item.
 
     Attributes:
-        logprobs: of each ending after the context.
-        acc: whether the right one has the highest.
-        acc_norm: whether the right one has the highest for each of its characters.
+        logprobs: log-probability of each ending after the context.
+        acc: True where the right ending has the highest.
+        acc_norm: True where the right ending has the highest per character.
     """
 
     logprobs: tuple[float, ...]
@@ -168,8 +168,8 @@ def encode_items(
     """All endings of all items with their contexts, in order.
 
     Args:
-        context_tokens: what the model's context has room for.
-        where: what messages call the items.
+        context_tokens: the model's context, in tokens.
+        where: name of the items in messages.
 
     Raises:
         InputError: an ending is longer than the model's context, or adds no token to its context.
@@ -197,12 +197,12 @@ def answer_items(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Answer]:
-    """What a model makes of each item.
+    """A model's answer to each item.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         items: the questions.
-        pairs: from `encode_items`.
+        pairs: the result of `encode_items`.
         batch_size, on_pairs: see `likelihoods`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How likely a model holds a continuation of a text to be."""
+"""Losses of rows, and log-likelihoods of continuations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from firstlight.data.loader import IGNORE_INDEX
+from firstlight.efficiency import LossFunction
 from firstlight.errors import ModelError
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
+
+
+def row_losses(model: Model) -> LossFunction:
+    """A loss function that gives the summed loss of each row, fp64 [B], instead of one sum.
+
+    The logits of all rows of a batch are in memory at once.
+    """
+
+    def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        logits_BTV = model(input_ids, document_ids=document_ids)
+        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+        losses_BT = F.cross_entropy(
+            logits_BTV.to(wide).flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
+        ).view_as(labels)
+        return losses_BT.double().sum(1)
+
+    return losses
 
 
 @dataclass(frozen=True)
@@ -18,8 +41,8 @@ class TokenPair:
     """The ids of a text and of what comes after it.
 
     Attributes:
-        context: at least one.
-        continuation: at least one, and no more than the model's context has room for.
+        context: ids of the text, at least one.
+        continuation: ids that come after it: at least one, at most the model's context.
     """
 
     context: tuple[int, ...]
@@ -28,11 +51,11 @@ class TokenPair:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of a continuation.
+    """Likelihood of a continuation.
 
     Attributes:
         logprob: natural logarithm of its probability.
-        is_greedy: whether each of its tokens was the likeliest.
+        is_greedy: True where each of its tokens was the likeliest.
     """
 
     logprob: float
@@ -49,7 +72,7 @@ def encode_choices(
 
     Args:
         context: not empty.
-        continuations: with their leading space.
+        continuations: texts with their leading space.
     """
     stripped = context.rstrip()
     moved = context[len(stripped) :]
@@ -75,7 +98,7 @@ def likelihoods(
     all of which rounds otherwise than one pass over each pair, by the last digits of fp32.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         pairs: contexts and continuations.
         batch_size: continuations at a time, but all those of a context; changes the speed only.
         on_pairs: called after each batch with the pairs done and to do; may raise.

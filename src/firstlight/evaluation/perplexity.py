@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from firstlight.checkpoint.selection import resolve_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
@@ -19,9 +17,9 @@ from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
+from firstlight.evaluation.likelihood import row_losses
 from firstlight.evaluation.results import RowLoss, mean_loss, sampled_rows, standard_error
 from firstlight.hardware.device import find_hardware
-from firstlight.models import Model
 from firstlight.parallel import gather_objects
 from firstlight.weights.huggingface import LoadedModel, load_model
 
@@ -33,7 +31,8 @@ class Evaluation:
     Attributes:
         loss: mean cross-entropy, nats a token; of preference pairs, their mean loss.
         perplexity: exp(loss); NaN of preference pairs.
-        bits_per_byte: of the split's UTF-8 text; comparable across tokenizers; NaN of pairs.
+        bits_per_byte: bits per byte of the split's UTF-8 text; comparable across tokenizers; NaN of
+            preference pairs.
         gzip_bits_per_byte: bits per byte of gzip -9 on all text of the split, also where
             a sample of its rows is evaluated; None where not recorded.
         tokens: predicted tokens.
@@ -41,7 +40,7 @@ class Evaluation:
         total_rows: rows of the whole split.
         split: "val" or "train".
         seq_len: tokens a row.
-        document_masking: whether tokens saw only their own document.
+        document_masking: True where tokens saw only their own document.
         loss_stderr, perplexity_stderr, bits_per_byte_stderr: standard errors of a random sample of
             rows as an estimate of the whole split, see `results.standard_error`; that of the
             perplexity by the delta method. None where all rows were evaluated, or rows that were
@@ -64,30 +63,31 @@ class Evaluation:
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """Which rows are evaluated: all, or `limit` of them spread evenly over the split."""
+    """Numbers of the evaluated rows: all, or `limit` of them spread evenly over the split."""
     if limit == 0 or limit >= total:
         return list(range(total))
     return [i * total // limit for i in range(limit)]
 
 
-def row_losses(model: Model) -> LossFunction:
-    """The function that gives the summed loss of each row, fp64 [B], instead of that of all.
+class RowOptions(TypedDict, total=False):
+    """Options of `losses_of_rows` and `evaluate_split`.
 
-    The logits of all rows of a batch are in memory at once.
+    Attributes:
+        seq_len: tokens a row.
+        batch_size: rows at a time; changes the speed only.
+        device: device of the model.
+        document_masking: True evaluates as training with `data.document_masking` trains.
+        first_id: id from which the split's very first token is predicted too, so that every bit
+            of the text counts; None leaves that token out.
+        on_rows: called after each batch with the rows done and to do.
     """
 
-    def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        logits_BTV = model(input_ids, document_ids=document_ids)
-        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-        losses_BT = F.cross_entropy(
-            logits_BTV.to(wide).flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="none",
-        ).view_as(labels)
-        return losses_BT.double().sum(1)
-
-    return losses
+    seq_len: Required[int]
+    batch_size: Required[int]
+    device: Required[torch.device]
+    document_masking: bool
+    first_id: int | None
+    on_rows: Callable[[int, int], None] | None
 
 
 @torch.inference_mode()
@@ -95,19 +95,16 @@ def losses_of_rows(
     loss_sum: LossFunction,
     dataset: TokenDataset,
     rows: Sequence[int],
-    *,
-    seq_len: int,
-    batch_size: int,
-    device: torch.device,
-    document_masking: bool = False,
-    first_id: int | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
+    **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """What each row comes to, or each batch of them: see `evaluate_split`."""
+    """The loss of each row, or of each batch of them: see `evaluate_split`."""
+    seq_len, batch_size, device = options["seq_len"], options["batch_size"], options["device"]
+    masking, first_id = options.get("document_masking", False), options.get("first_id")
+    on_rows = options.get("on_rows")
     losses: list[RowLoss] = []
     for start in range(0, len(rows), batch_size):
         part = list(rows[start : start + batch_size])
-        batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=document_masking)
+        batch = rows_to_batch(dataset, part, seq_len, 0, document_masking=masking)
         moved = batch.to(device)
         loss = loss_sum(*moved.inputs)
         if loss.dim() == 0:
@@ -129,93 +126,80 @@ def evaluate_split(
     loss_sum: LossFunction,
     dataset: TokenDataset,
     *,
-    seq_len: int,
-    batch_size: int,
-    device: torch.device,
-    document_masking: bool = False,
-    first_id: int | None = None,
     rows: Sequence[int] | None = None,
     drawn: bool = False,
-    on_rows: Callable[[int, int], None] | None = None,
     rank: int = 0,
     processes: int = 1,
+    **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate non-overlapping rows: every token is predicted once, from what stands before it
-    in its row, or, with document masking, in its row and document.
+    """Evaluate non-overlapping rows: every token is predicted once, from the tokens before it in
+    its row, or, with document masking, in its row and document.
 
-    Bits per byte charge tokens that were not predicted the mean of those that were.
-
-    What the batches, or rows, come to is added without rounding. What a row comes to depends on
-    its batch by the last digits of fp32, since matrix products are rounded otherwise in other
-    shapes: batch sizes agree to a relative 1e-6.
+    Bits per byte charge tokens that were not predicted the mean of those that were. Losses are
+    added without rounding, but a row's loss depends on its batch by the last digits of fp32: batch
+    sizes agree to a relative 1e-6.
 
     Args:
         loss_sum: (input_ids, labels) -> summed loss in nats, of the batch [] or of each row [B];
             called with `document_ids` too where documents are masked.
         dataset: the split.
-        seq_len: tokens a row.
-        batch_size: rows at a time; changes the speed only.
-        device: where the model is.
-        document_masking: evaluate as training with `data.document_masking` trains.
-        first_id: predict the split's very first token too, from this id, so that every bit of
-            the text counts.
-        rows: which rows, ascending; None is all.
-        drawn: the rows were drawn at random, and the loss function gives each row's: the result
-            has standard errors.
-        on_rows: called after each batch with the rows done and to do.
-        rank, processes: this process of so many that share the batches; all get the result, the
-            same as that of one.
+        rows: numbers of the evaluated rows, ascending; None is all.
+        drawn: True for rows drawn at random and a loss function that gives each row's loss: the
+            result has standard errors.
+        rank, processes: number of this process, and of all that share the batches; each gets the
+            result, the same as that of one process.
+        options: see `RowOptions`.
 
     Raises:
         DataError: no token is predicted: with document masking, documents of one token.
     """
+    seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
-    own, extra = _own_batches(chosen, batch_size, rank, processes)
-    losses = losses_of_rows(
-        loss_sum,
-        dataset,
-        own,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        device=device,
-        document_masking=document_masking,
-        first_id=first_id,
-        on_rows=on_rows,
-    )
-    if extra:
-        batch = rows_to_batch(dataset, extra, seq_len, 0, document_masking=document_masking)
-        with torch.inference_mode():
-            loss_sum(*batch.uncounted().to(device).inputs)
-    if processes > 1:
-        losses = _all_losses(losses)
+    losses = _shared_losses(loss_sum, dataset, chosen, rank, processes, options)
     if not any(row.tokens for row in losses):
         raise DataError(
             f"the evaluated rows of {dataset.folder} hold no token to predict: "
             "its documents are of one token each; evaluate without document masking"
         )
-    has_error = drawn and 2 <= len(chosen) < total
+    error = standard_error(losses, total) if drawn and 2 <= len(chosen) < total else None
+    bits_a_nat = dataset.bits_a_nat(document_masking=masking, first_id=options.get("first_id"))
     return Evaluation(
-        **_figures(
-            mean_loss(losses),
-            standard_error(losses, total) if has_error else None,
-            dataset.bits_a_nat(document_masking=document_masking, first_id=first_id),
-        ),
+        **_figures(mean_loss(losses), error, bits_a_nat),
         gzip_bits_per_byte=dataset.gzip_bits_per_byte,
         tokens=sum(row.tokens for row in losses),
         rows=len(chosen),
         total_rows=total,
         split=dataset.split,
         seq_len=seq_len,
-        document_masking=document_masking,
+        document_masking=masking,
     )
+
+
+def _shared_losses(
+    loss_sum: LossFunction,
+    dataset: TokenDataset,
+    rows: list[int],
+    rank: int,
+    processes: int,
+    options: RowOptions,
+) -> list[RowLoss]:
+    """The losses of all rows, each computed by one of the processes."""
+    own, extra = _own_batches(rows, options["batch_size"], rank, processes)
+    losses = losses_of_rows(loss_sum, dataset, own, **options)
+    if extra:
+        masking = options.get("document_masking", False)
+        batch = rows_to_batch(dataset, extra, options["seq_len"], 0, document_masking=masking)
+        with torch.inference_mode():
+            loss_sum(*batch.uncounted().to(options["device"]).inputs)
+    return losses if processes == 1 else _all_losses(losses)
 
 
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """The rows of every so manieth batch; and those of one more, not to be counted, where others
-    have one more: in sharded models all compute each layer together."""
+    """This rank's rows, plus the rows of one uncounted batch where other ranks have one batch more:
+    the ranks of a sharded model compute each layer together."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
     most = -(-len(batches) // processes)
@@ -224,16 +208,15 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """What all processes have found, ordered by row; processes that compute the same rows
-    (tensor parallel) have found the same."""
+    """The losses of all processes by row; a tensor-parallel group's have computed the same rows."""
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
 
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte, and what an error of the loss makes of each: the
-    derivative times as much."""
+    """Figures with their standard errors: the loss's error times the derivative."""
+    # exp(710) overflows: a diverged model has a large perplexity, not an exception.
     perplexity = math.exp(min(loss, 700.0))
     return {
         "loss": loss,
@@ -248,20 +231,30 @@ def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, A
 def load_for_evaluation(
     checkpoint: str | Path, device: str = "auto", *, best: bool = False
 ) -> LoadedModel:
-    """A model as `evaluate` takes it: in fp32.
+    """A model in fp32, as `evaluate` takes it.
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        best: True takes a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: there is no such device, or `best` is not of a run folder.
+        ConfigError: there is no such device, or `best` is given without a run folder.
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)
     folder = resolve_model_folder(checkpoint, best=best)
     return load_model(folder, hardware.device, dtype=torch.float32)
+
+
+def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
+    """A model that is loaded already, once its files are seen to be unchanged; else as
+    `load_for_evaluation`."""
+    loaded = checkpoint
+    if not isinstance(loaded, LoadedModel):
+        loaded = load_for_evaluation(loaded, device)
+    loaded.require_unchanged()
+    return loaded
 
 
 def evaluate(
@@ -284,13 +277,12 @@ def evaluate(
         checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
         data: a prepared folder or its URL; None is the one that the checkpoint was trained on.
         split: "val" or "train".
-        sample: only so many rows, drawn without replacement; None, or as many as there are, is
-            the whole split.
-        seed: decides which rows.
-        seq_len: tokens a row; None is what it was trained with, else its context limit
-            (at most 1,024).
+        sample: number of rows drawn without replacement; None, or as many as there are, is the
+            whole split.
+        seed: seed of the draw.
+        seq_len: tokens a row; None is that of training, else the context limit (at most 1,024).
         batch_size: rows at a time.
-        document_masking: tokens see only their own document; None is as it was trained.
+        document_masking: True lets tokens see their own document only; None is as in training.
             Examples of conversations never see each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
         on_rows: called after each batch with the rows done and to do.
@@ -300,50 +292,61 @@ def evaluate(
         DataError: the data is missing, damaged, or of another tokenizer.
         ModelError, CheckpointError: the model can't be used.
     """
-    limits = (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("sample", sample, 2))
-    for name, value, least in (*limits, ("seed", seed, 0)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, not {value}")
-    loaded = checkpoint
-    if not isinstance(loaded, LoadedModel):
-        loaded = load_for_evaluation(loaded, device)
-    loaded.require_unchanged()
-    training_data = trained_on(loaded.folder)
-    dataset = open_split(
-        evaluated_folder(loaded, data, split), split, long=training_data.get("long") or "cut"
-    )
-    if dataset.kind == "preference":
-        raise DataError(
-            f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
-            "or conversations with --data"
-        )
-    limit = loaded.model.config.max_position_embeddings
-    seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
-    if document_masking is None:
-        document_masking = bool(training_data.get("document_masking"))
-    document_masking = document_masking or dataset.has_examples
-    if seq_len > limit:
-        raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
-    require_same_tokenizer(loaded, dataset)
-    assert loaded.tokenizer is not None
-    total = dataset.num_rows(seq_len)
-    result = evaluate_split(
-        row_losses(loaded.model),
-        dataset,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        device=next(loaded.model.parameters()).device,
-        document_masking=document_masking,
-        first_id=loaded.tokenizer.separator_id,
-        rows=None if sample is None else sampled_rows(total, sample, seed),
-        drawn=sample is not None,
-        on_rows=on_rows,
-    )
+    least = {"seq_len": (seq_len, 1), "batch_size": (batch_size, 1), "sample": (sample, 2)}
+    _require_at_least({**least, "seed": (seed, 0)})
+    loaded = loaded_for_evaluation(checkpoint, device)
+    dataset = _open_split(loaded, data, split)
+    options = _options_of_training(loaded, dataset, seq_len, document_masking)
+    options |= {"batch_size": batch_size, "on_rows": on_rows}
+    total = dataset.num_rows(options["seq_len"])
+    rows = None if sample is None else sampled_rows(total, sample, seed)
+    losses = row_losses(loaded.model)
+    result = evaluate_split(losses, dataset, rows=rows, drawn=rows is not None, **options)
     if not math.isfinite(result.loss):
         raise ModelError(
             f"the loss of {loaded.folder} is {result.loss}: its weights are not all finite numbers"
         )
     return result
+
+
+def _require_at_least(least: Mapping[str, tuple[int | None, int]]) -> None:
+    for name, (value, minimum) in least.items():
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, not {value}")
+
+
+def _open_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:
+    """The split to evaluate, which holds no preference pairs."""
+    folder = evaluated_folder(loaded, data, split)
+    dataset = open_split(folder, split, long=trained_on(loaded.folder).get("long") or "cut")
+    if dataset.kind == "preference":
+        raise DataError(
+            f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
+            "or conversations with --data"
+        )
+    return dataset
+
+
+def _options_of_training(
+    loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
+) -> RowOptions:
+    """Options with those of training where none are given."""
+    training_data = trained_on(loaded.folder)
+    limit = loaded.model.config.max_position_embeddings
+    seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
+    if document_masking is None:
+        document_masking = bool(training_data.get("document_masking"))
+    if seq_len > limit:
+        raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
+    require_same_tokenizer(loaded, dataset)
+    assert loaded.tokenizer is not None
+    return {
+        "seq_len": seq_len,
+        "batch_size": 1,
+        "device": next(loaded.model.parameters()).device,
+        "document_masking": document_masking or dataset.has_examples,
+        "first_id": loaded.tokenizer.separator_id,
+    }
 
 
 def evaluated_folder(

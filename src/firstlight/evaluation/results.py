@@ -34,12 +34,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a model came to in a task.
+    """A model's results in a task.
 
     Attributes:
         task: its name.
-        metrics: by name, such as `acc`.
-        items: how many were scored; None for a group of tasks.
+        metrics: metrics by name, such as `acc`.
+        items: number of scored items; None for a group of tasks.
     """
 
     task: str
@@ -79,12 +79,12 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class RowLoss:
-    """What one row came to, or several that were summed together.
+    """The loss of one row, or of several that were summed together.
 
     Attributes:
         row: its number in the split; that of the first.
         loss: nats, summed over the predicted tokens.
-        tokens: how many those are.
+        tokens: number of those.
     """
 
     row: int

@@ -17,7 +17,7 @@ from firstlight.evaluation.hellaswag import (
     read_hellaswag,
 )
 from firstlight.evaluation.likelihood import TokenPair
-from firstlight.evaluation.perplexity import load_for_evaluation
+from firstlight.evaluation.perplexity import loaded_for_evaluation
 from firstlight.evaluation.results import Progress, Task, TaskResult
 from firstlight.generation.engine import tokenizer_of
 from firstlight.weights.huggingface import LoadedModel
@@ -57,7 +57,7 @@ def ready_tasks(
             data come from the hub.
         loaded: a model with the context and the tokenizer of those that will be scored.
         items: only the first so many of each task; None is all.
-        task_folder: of further tasks for lm-evaluation-harness.
+        task_folder: folder of further tasks for lm-evaluation-harness.
 
     Raises:
         ConfigError: a name is unknown, or given twice.
@@ -142,10 +142,7 @@ def evaluate_tasks(
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    loaded = checkpoint
-    if not isinstance(loaded, LoadedModel):
-        loaded = load_for_evaluation(loaded, device)
-    loaded.require_unchanged()
+    loaded = loaded_for_evaluation(checkpoint, device)
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     ready = ready_tasks(names, loaded, items=items, task_folder=task_folder)
     return [
