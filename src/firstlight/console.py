@@ -1,4 +1,4 @@
-"""Progress, warnings and hints for people, always on stderr.
+"""Progress, warnings and hints for people, always on stderr; texts and figures made fit to read.
 
 stdout belongs to results: generated text, a verb's tables, or the one JSON object of `--json`
 (`cli/output.py`).
