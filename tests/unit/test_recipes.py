@@ -76,9 +76,9 @@ def test_the_tours_recipes_write_where_the_next_one_begins(tour: ModuleType) -> 
 
 
 def test_what_the_tour_asks_is_fit_to_be_learned(tour: ModuleType) -> None:
-    asked = tour.candidates()
+    asked = tour.questions()
     assert len(asked) > 500
     assert (tour.QUESTION, "json") in asked
-    for candidate, answer in asked:
-        to_conversation({"instruction": candidate, "output": answer})
-        to_pair({"prompt": candidate, "chosen": answer, "rejected": tour.winded(answer)})
+    for question, answer in asked:
+        to_conversation({"instruction": question, "output": answer})
+        to_pair({"prompt": question, "chosen": answer, "rejected": tour.winded(answer)})
