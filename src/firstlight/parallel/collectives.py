@@ -71,6 +71,7 @@ def gather_objects(value: Any) -> list[Any]:
     if _is_alone():
         return [value]
     data = _encoded(value)
+    # all_gather needs one size on all ranks: lengths are exchanged first, and rows padded.
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([data.numel()]))
     largest = max(int(count.item()) for count in counts)
@@ -100,6 +101,7 @@ def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     described = gather_objects(own)
     found = dict(tensors)
+    # Sends and receives pair up by their order, which the descriptions have told.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

@@ -25,6 +25,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
     averages_gradients = True
+    # Gradients of the broken pass may already be in DeepSpeed's buffers.
     can_repeat_step = False
     _zero: ZeroModel
 
@@ -177,6 +178,7 @@ class ZeroOptimizer(Optimizer):
     def zero_grad(self) -> None:
         """Drop the gradients, by the same steps as DeepSpeed after an overflow."""
         inner = self._inner
+        # zero_grad alone leaves ZeRO's own copies of the gradients in buffers and dictionaries.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:

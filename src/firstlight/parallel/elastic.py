@@ -131,6 +131,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         RankError: a rank failed, or the machines did not find each other.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    # Ranks that each start a thread a core would wait for each other's.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc)))
     # A rank that crashes inside of a library says where.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -264,6 +265,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.FAILED:
+            # A restart would end in the same error.
             if self._failed and self._failed[0].code in _FINAL_EXIT_CODES:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:

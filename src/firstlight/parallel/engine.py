@@ -238,6 +238,7 @@ class Engine:
         Args:
             tensors_of: the weights to save, of a model whose parameters are whole.
         """
+        # Every process has the whole state: nothing is gathered.
         if not self.is_main:
             return StateTensors({}, {})
         with optimizer.master_weights():

@@ -102,6 +102,7 @@ class Heartbeat:
         Returns:
             The failure in words that name a rank; None if all ranks are there.
         """
+        # From now on every rank is watched, with a short limit: any of them may be the gone one.
         self._suspicious = True
         # The silent time counts from the last sign of life, which may have just come.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
@@ -180,6 +181,7 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
+            # A longer gap is this process' own stop, not the silence of others.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self._leaving.is_set():
                 return

@@ -88,6 +88,7 @@ def stage_model(
         generator: the source of the whole model's initial values; None leaves values out, but for
             zeros in the rows that pad the vocabulary.
     """
+    # Without memory: the whole model may be larger than this machine's.
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
     own = _own_layers(config.num_hidden_layers, stage, stages)
@@ -168,6 +169,7 @@ class PipelineEngine(Engine):
 
     def joined_norm(self, norm: Tensor) -> Tensor:
         """See `Engine.joined_norm`."""
+        # Squares of norms add up, as each parameter is in one stage only.
         return all_reduce_sum(norm.detach().double().cpu() ** 2).sqrt().to(norm)
 
     def state_tensors(
@@ -200,6 +202,7 @@ class Pipeline:
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
         self._schedules: dict[tuple[int, ...], PipelineScheduleSingle] = {}
+        # Labels go to all stages, and only the last has a head to compute a loss with.
         if not self._is_last:
             model.head_loss = _hand_on
         model.forward = functools.partial(_forward_of_all, self)  # type: ignore[method-assign]
@@ -290,6 +293,7 @@ class Pipeline:
         return self._schedules[key]
 
     def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        # In fp64: the losses of many micro-batches are added up.
         self._total += loss.detach().cpu()
         return loss / self._divisor
 
@@ -314,6 +318,7 @@ class Pipeline:
 
     def _from_last(self, result: Tensor | None) -> Tensor:
         """The last stage's result, on all."""
+        # Other stages need dtype and shape (up to three dimensions) to receive it.
         about = torch.zeros(5, dtype=torch.int64)
         if result is not None:
             result = result.contiguous()

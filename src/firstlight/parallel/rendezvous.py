@@ -133,6 +133,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         )
         tell_failure(store, problem)
         raise ConfigError(problem)
+    # The heartbeat reads the keys of all ranks in one call, which would wait for a missing one.
     store.set(f"beat/{own.rank}", "0")
     store.set(f"info/{own.rank}", json.dumps(asdict(own)))
     deadline = time.monotonic() + timeout_seconds
@@ -187,6 +188,7 @@ def tell_failure(store: Store, text: str) -> None:
         store: the store of the ranks.
         text: the message, one line that names a rank.
     """
+    # Only the first failure is the cause; later ones follow from it.
     at_most(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 

@@ -70,6 +70,7 @@ class TensorParallelEngine(Engine):
         # torch tells that numbers are added up over two dimensions, one after the other.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
+        # Parameters went to the device as DTensors; buffers are not in torch's plan.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
@@ -146,6 +147,7 @@ class FSDPEngine(TensorParallelEngine):
             ),
             "offload_policy": offload,
         }
+        # A layer is gathered at a time; the outer call takes embedding, final norm and head.
         for layer in model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
@@ -160,6 +162,7 @@ class FSDPEngine(TensorParallelEngine):
     @contextlib.contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """See `Engine.backward_pass`."""
+        # Without synchronization, gradients of earlier micro-batches add up unsharded.
         for part in self._sharded_modules:
             part.set_requires_gradient_sync(last, recurse=False)
         yield
@@ -211,6 +214,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
+    # torch makes a new parameter for each module of the plan: a tied weight would become two.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
     model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
@@ -227,6 +231,7 @@ def _keep_whole(norm: RMSNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> Non
     before = norm.weight
     weight = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
     norm.weight = nn.Parameter(weight, before.requires_grad)
+    # Other processes norm the queries and keys of their heads: gradients are partial sums.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_weight, norm, placement)  # type: ignore[method-assign]
 
