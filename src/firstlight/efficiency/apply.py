@@ -51,14 +51,14 @@ def apply_methods(
     goes on giving the same outputs, in evaluation and generation too.
 
     Args:
-        documents: whether rows will be masked by document.
+        documents: True for rows that are masked by document.
 
     Raises:
         ConfigError: a method can't work with this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
     longest = model.config.max_position_embeddings
-    way = resolve_attention(
+    backend = resolve_attention(
         config,
         hardware.device.type,
         dtype,
@@ -67,7 +67,7 @@ def apply_methods(
         documents=documents,
         compiles=can_compile(hardware.device),
     )
-    choose_attention(model, way)
+    choose_attention(model, backend)
     if config.loss_chunk_tokens:
         chunk_loss(model, config.loss_chunk_tokens)
     if config.precision == "fp8":
@@ -88,7 +88,7 @@ def loss_function(
     compiled, its activations offloaded, as the config says.
 
     Args:
-        forward: what computes the forward pass where the model itself does not: see
+        forward: function that computes the forward pass where the model itself does not: see
             `Engine.share`.
         objective: makes the loss function of what computes logits; None is the cross-entropy,
             which the model computes itself.

@@ -1,4 +1,4 @@
-"""Ways to compute attention, put into a model from outside."""
+"""Attention backends, put into a model from outside."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def resolve_attention(
     Args:
         device: type of the device: "cpu", "cuda" or "mps".
         dtype: dtype of the matrix products.
-        documents: whether rows are masked by document.
-        compiles: whether torch.compile can be used on the device.
+        documents: True for rows that are masked by document.
+        compiles: True where torch.compile can be used on the device.
     """
     if config.attention != "auto":
         return config.attention
@@ -76,25 +76,25 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
     return half and large and seq_len <= _BLOCKWISE_TOKENS
 
 
-def choose_attention(model: Model, way: str) -> None:
-    """Let the model's layers attend in a way that `EfficiencyConfig.attention` names."""
-    attend, make_mask = _ways()[way]
+def choose_attention(model: Model, backend: str) -> None:
+    """Let the model's layers attend by a backend of `EfficiencyConfig.attention`."""
+    attend, make_mask = _backends()[backend]
     model.make_mask = make_mask
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attend = attend
 
 
-def _ways() -> dict[str, tuple[AttentionFunction, MaskFunction]]:
-    ways: dict[str, tuple[AttentionFunction, MaskFunction]] = {
+def _backends() -> dict[str, tuple[AttentionFunction, MaskFunction]]:
+    found: dict[str, tuple[AttentionFunction, MaskFunction]] = {
         "plain": (plain_attention, dense_mask),
         "blockwise": (blockwise_attention, dense_mask),
         "sdpa": (attention, dense_mask),
         "flex": (flex_attention, flex_mask),
     }
     for name, backend in _BACKENDS.items():
-        ways[name] = (functools.partial(_by_kernel, backend), dense_mask)
-    return ways
+        found[name] = (functools.partial(_by_kernel, backend), dense_mask)
+    return found
 
 
 def _by_kernel(

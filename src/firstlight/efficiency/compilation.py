@@ -53,7 +53,7 @@ def compiled(
     """The model's forward pass through torch.compile; its parameters stay where they are.
 
     Args:
-        forward: what computes it: the model, or what was put around it.
+        forward: function that computes it: the model, or an engine around it.
 
     With `compile_regional` the layers share one compiled function (they are alike), and what is
     before and after them runs as it is.

@@ -106,7 +106,7 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     process; returns whether it was done.
 
     Args:
-        hardware: of the process.
+        hardware: hardware of the process.
         sharded: True gives larger tensors back, for a model that is sharded over processes. Its
             gathered layers and gradients come in many sizes between the activations: kept, they
             leave holes that fit nothing else (measured: a GiB of holes beside 0.8 GiB in use, so

@@ -15,8 +15,7 @@ from firstlight.models import Cache, Model, RaggedCache
 if TYPE_CHECKING:
     from firstlight.generation.compiled import CompiledStep
 
-#: Attention looks at a multiple of so many places: few shapes, and little that is looked at in
-#: vain.
+#: Attention reads a multiple of so many cache positions: few shapes, and few positions in vain.
 _REACH_STEP = 64
 
 #: Logits that are held at a time while a prompt is scored.
@@ -31,9 +30,9 @@ class BatchDecoder:
     number.
 
     Args:
-        model: in evaluation mode.
-        max_sequences: at once.
-        max_tokens: of each sequence, prompt and new tokens together.
+        model: a model in evaluation mode.
+        max_sequences: number of sequences at once.
+        max_tokens: tokens of each sequence, prompt and new tokens together.
         reuse_prefixes: a text that begins as one did that was here before isn't computed anew up
             to there: for conversations. What is computed in two parts is rounded otherwise than in
             one, by the last digit.
@@ -59,9 +58,9 @@ class BatchDecoder:
         lay_out(model)
         parameter = next(model.parameters())
         self._device = parameter.device
-        # A compiled step would be another one where it looks at all places that there are.
-        places = self.max_tokens + (_REACH_STEP if compile else 0)
-        self.cache = model.make_cache(max_sequences, places, parameter.dtype)
+        # A compiled step would be specialised to a reach that is the whole cache.
+        cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
+        self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled: CompiledStep | None = None
         if compile:
             # Only here: importing torch's compiler takes seconds.
@@ -83,7 +82,7 @@ class BatchDecoder:
         """Take in a sequence, as the last; return the logits [V] of its next token.
 
         Args:
-            prompt_ids: at least one.
+            prompt_ids: ids of the prompt, at least one.
             on_logits: called with the logits [T, V] after each of the prompt's tokens, a bounded
                 number of tokens at a time. The prompt may then fill the context.
 
@@ -129,7 +128,7 @@ class BatchDecoder:
         """Give each sequence its next token; return the logits [B, V] of the ones after.
 
         Args:
-            token_ids: of all sequences, in their order.
+            token_ids: new token of each sequence, in their order.
         """
         assert len(token_ids) == len(self) > 0
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
@@ -143,7 +142,7 @@ class BatchDecoder:
         input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
         cache: Cache
         if len(lengths) == 1 and self._compiled is None:
-            # No mask is needed, and no place to be looked up.
+            # One sequence needs neither a mask nor an index of cache positions.
             cache = self.cache.sequence(0)
             cache.length = lengths[0]
         else:
@@ -186,7 +185,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
     """Refuse a prompt that the model can't go on from.
 
     Args:
-        prompt_ids: of the prompt.
+        prompt_ids: ids of the prompt.
         room: tokens that the context must have room for after it.
 
     Raises:

@@ -59,7 +59,7 @@ class ConversationDecoder:
     May serve several conversations in turn, one text at a time.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         compile: see `BatchDecoder`; the memory of the whole context is taken at once then, and
             `with_room` compiles when it is called first.
     """
@@ -89,8 +89,8 @@ class AnswerStats:
     """How an answer was made.
 
     Attributes:
-        prompt_tokens: that the model was given.
-        new_tokens: that it added, without the end token.
+        prompt_tokens: number of tokens in the prompt.
+        new_tokens: number of tokens in the answer, without the end token.
         dropped: turns that no longer fit; of a model without a chat template, tokens.
         first_token_seconds: until the first token.
         seconds: altogether.
@@ -134,16 +134,16 @@ class ChatSession:
     message stays. `messages` keeps all. Not for several threads, except `stop`.
 
     Args:
-        loaded: from `firstlight.load`.
+        loaded: a model from `firstlight.load`.
         system: the system message, if any.
-        settings: how answers are made; may be replaced between answers. With a seed, the n-th
+        settings: sampling settings; may be replaced between answers. With a seed, the n-th
             answer is drawn with seed + n, from 0 on.
         decoder: shared with other conversations on the same model, to save memory.
 
     Attributes:
-        messages: what was said: objects with `role` and `content`, the system message first. A
+        messages: the conversation: objects with `role` and `content`, the system message first. A
             user's message always has its answer after it.
-        stats: of the last answer.
+        stats: figures of the last answer.
 
     Raises:
         ModelError: the model has no tokenizer.

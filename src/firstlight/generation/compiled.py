@@ -34,8 +34,8 @@ class CompiledStep:
     not recorded.
 
     Args:
-        model: in evaluation mode; its weights must not change any more.
-        cache: of all sequences.
+        model: a model in evaluation mode; its weights must not change any more.
+        cache: key-value cache of all sequences.
 
     Raises:
         ConfigError: there is no compiler.
@@ -61,7 +61,7 @@ class CompiledStep:
 
         Args:
             input_ids_B1: the new tokens.
-            lengths_B: of each sequence before it.
+            lengths_B: length of each sequence before it.
             reach: see `RaggedCache`.
         """
         step = self._step if self._recorded is None else self._recorded
@@ -69,14 +69,14 @@ class CompiledStep:
 
     def _step(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
         # Its shape carries the reach into the compiled function as a size that may change.
-        places_S = torch.empty(reach, 0, device=self._device)
-        torch._dynamo.mark_dynamic(places_S, 0)
+        reach_S = torch.empty(reach, 0, device=self._device)
+        torch._dynamo.mark_dynamic(reach_S, 0)
         if len(lengths_B) > 1:
             torch._dynamo.mark_dynamic(input_ids_B1, 0)
             torch._dynamo.mark_dynamic(lengths_B, 0)
         with _settings(self._device):
             logits_BV: Tensor = self._compiled(
-                input_ids_B1, lengths_B, places_S, self._cache.keys, self._cache.values
+                input_ids_B1, lengths_B, reach_S, self._cache.keys, self._cache.values
             )
         return logits_BV
 
@@ -84,11 +84,11 @@ class CompiledStep:
         self,
         input_ids_B1: Tensor,
         lengths_B: Tensor,
-        places_S: Tensor,
+        reach_S: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Tensor:
-        cache = RaggedCache(keys, values, lengths_B, places_S.shape[0])
+        cache = RaggedCache(keys, values, lengths_B, reach_S.shape[0])
         logits_BV: Tensor = self._model(input_ids_B1, cache=cache)[:, -1]
         return logits_BV
 

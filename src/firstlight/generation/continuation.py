@@ -21,14 +21,14 @@ class Generation:
     """A finished continuation.
 
     Attributes:
-        prompt: as given.
-        text: what the model added, up to a stop text.
-        token_ids: what the model chose, without the end token; with a stop text, up to the token
+        prompt: the prompt as given.
+        text: the new text, up to a stop text.
+        token_ids: ids of the new tokens, without the end token; with a stop text, up to the token
             that completed it.
         prompt_tokens: number of tokens of the prompt, bos included.
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
         seed: gives the same text again.
-        logprobs: of each of `token_ids`, where the config asks for them.
+        logprobs: log-probability of each of `token_ids`, where the config asks for them.
     """
 
     prompt: str
@@ -44,18 +44,18 @@ class Continuation:
     """Chooses the tokens of one text from the model's logits, and turns them into text.
 
     Args:
-        prompt_ids: of the text that is continued.
-        config: how; without a seed, one is drawn.
+        prompt_ids: ids of the text that is continued.
+        config: sampling settings; without a seed, one is drawn.
         context: the model's limit of tokens.
         eos_token_ids: tokens that end the text.
         tokenizer: None makes no text of the tokens, and knows no stop texts.
-        constraint: what allows only some tokens; the text ends where it is complete.
+        constraint: limit of the allowed tokens; the text ends where it is complete.
 
     Attributes:
-        config: with its seed.
+        config: sampling settings with the seed.
         token_ids: chosen so far, without the end token.
         finish_reason: None while the text goes on; see `Generation`.
-        logprobs: of `token_ids`, where the config asks for them.
+        logprobs: log-probabilities of `token_ids`, where the config asks for them.
         prompt_logprobs: log-probabilities of all prompt tokens but the first, where the config asks
             for them.
     """
@@ -155,7 +155,7 @@ class StopTexts:
         texts: none of them empty.
 
     Attributes:
-        found: whether one of them has come.
+        found: True once one of them has come.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -168,10 +168,10 @@ class StopTexts:
         if not self._texts:
             return piece
         text = self._held + piece
-        places = [place for stop in self._texts if (place := text.find(stop)) >= 0]
-        if places:
+        found = [start for stop in self._texts if (start := text.find(stop)) >= 0]
+        if found:
             self.found, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(found)]
         kept = max(self._overlap(text, stop) for stop in self._texts)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

@@ -43,8 +43,8 @@ def load(
     Hugging Face model folder, or a hub id.
 
     Args:
-        checkpoint: what to load.
-        device: where the weights go: "cpu", "cuda", ...
+        checkpoint: model to load.
+        device: device of the weights: "cpu", "cuda", ...
         dtype: "auto" (that of the file), "float32", "bfloat16" or "float16"; "int8" gives the
             linear layers weights of 8 bits (`Int8Linear`), and all else is bfloat16: for
             generation only.
@@ -78,7 +78,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 
     Args:
         text: nothing of it is in the decoder yet.
-        decoder: without sequences; it is without any afterwards.
+        decoder: a decoder without sequences, before and afterwards.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
@@ -101,7 +101,7 @@ def pieces_of_many(
 
     Args:
         texts: nothing of them is in the decoder yet.
-        decoder: without sequences.
+        decoder: a decoder without sequences.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
@@ -162,7 +162,7 @@ class GenerationStream:
     """The pieces of a continuation as they become certain; afterwards, the whole in `result`.
 
     Args:
-        loaded: from `load`.
+        loaded: a model from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
         compile: decode through torch.compile: a minute or so of compiling, then faster; see
@@ -277,7 +277,7 @@ def generate_batch(
     likely as that, one may be taken for the other.
 
     Args:
-        loaded: from `load`.
+        loaded: a model from `load`.
         prompts: texts to continue.
         config: see `SamplingConfig`.
         batch_size: texts at a time.

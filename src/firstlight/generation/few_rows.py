@@ -63,7 +63,7 @@ def use_few_rows(model: Model) -> None:
     else changes: names, values, gradients.
 
     Args:
-        model: for generation.
+        model: a model for generation.
     """
     for module in model.modules():
         # Exactly these: a class derived from them may have another forward pass.
@@ -78,7 +78,7 @@ def lay_out(model: Model) -> None:
     one for them. Names, shapes and values stay; sums over them may be rounded otherwise.
 
     Args:
-        model: which `use_few_rows` was called for; else nothing happens.
+        model: a model after `use_few_rows`; any other is left alone.
     """
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
@@ -306,7 +306,7 @@ def quantize_int8(model: Model) -> None:
     can't be trained or saved any more.
 
     Args:
-        model: in bf16.
+        model: a model in bf16.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):

@@ -37,7 +37,7 @@ class _Vocabulary:
     """The tokens as llguidance asks for them.
 
     Args:
-        tokens: of each id, in hexadecimal; the last is an end token of no model.
+        tokens: bytes of each id, in hexadecimal; the last is an end token of no model.
         special: ids of control tokens, which are no text.
     """
 

@@ -27,7 +27,7 @@ def sample(
         seen: ids that the repetition penalty is for.
         counts: occurrences of each id among the new tokens, for the frequency and the presence
             penalty.
-        allowed_V: whether each token may be chosen, bool [V]; None allows all.
+        allowed_V: True for each token that may be chosen, bool [V]; None allows all.
 
     Raises:
         ConfigError: `logit_bias` names a token that the model doesn't have.

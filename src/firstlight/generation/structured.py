@@ -128,9 +128,9 @@ class _SchemaConstraint:
     """One text that follows a schema.
 
     Args:
-        process: that follows it.
-        number: of the text in that process.
-        schema: as JSON.
+        process: process that follows it.
+        number: number of the text in that process.
+        schema: the schema as JSON.
     """
 
     def __init__(self, process: _Process, number: int, schema: str) -> None:
@@ -211,7 +211,7 @@ class _Process:
         """The answer to a request, and its mask.
 
         Args:
-            seconds: of processor time that it may take.
+            seconds: limit of its processor time.
 
         Raises:
             SchemaError: the schema is not understood, or takes too much time or memory.
@@ -268,7 +268,7 @@ class _Reader:
 
     Args:
         process: asked once.
-        seconds: of processor time.
+        seconds: limit of processor time.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:

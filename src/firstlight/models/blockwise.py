@@ -122,12 +122,12 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """What is lost of the scores of a part.
+    """Scores and weights that mask and dropout take from a part.
 
     Attributes:
-        mask: where a query may look, [T, S] or [B, 1, T, S]; None is causal.
-        kept: where dropout leaves a weight, [B, H, T, S]; None is everywhere.
-        growth: that makes up for those that it doesn't.
+        mask: True where a query may look, bool [T, S] or [B, 1, T, S]; None is causal.
+        kept: True where dropout leaves a weight, bool [B, H, T, S]; None is everywhere.
+        growth: factor of the weights left, 1 / (1 - dropout).
     """
 
     mask: Tensor | None
@@ -178,7 +178,7 @@ class _Part:
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
     def _weights(self, start: int, end: int, seen: int) -> Tensor:
-        """What the queries of a block give to the keys that they see, [N, G * t, S]."""
+        """Attention weights of a block's queries over the keys that they see, [N, G * t, S]."""
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
         self._lost.hide_(self._by_heads(scores), start, end, seen)

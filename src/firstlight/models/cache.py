@@ -11,16 +11,19 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """What a model needs of a cache in a forward pass over `new` tokens (T)."""
+    """The cache of a forward pass over `new` tokens (T).
+
+    Shape letters as in `models/ops.py`.
+    """
 
     def positions(self, new: int) -> Tensor:
         """Of the new tokens in their sequence, int64 [T], or [B, T] where they differ."""
 
     def total(self, new: int) -> int:
-        """How many places there are to look at, those of the new tokens included (S)."""
+        """Number of cache positions to look at, the new tokens' included (S)."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values; return those of all places, [B, K, S, D]."""
+        """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
 
     def advance(self, new: int) -> None:
         """Count the new tokens, which every layer has stored."""
@@ -104,7 +107,7 @@ class RaggedCache:
     Args:
         keys, values: of a `KVCache`, whose memory it is.
         lengths: tokens of each sequence so far, int64 [B] on the cache's device.
-        reach: how many places are looked at: more than any length, at most `max_tokens`. A
+        reach: number of cache positions to look at: more than any length, at most `max_tokens`. A
             number that stays the same for many steps keeps the shapes the same.
     """
 
@@ -119,17 +122,17 @@ class RaggedCache:
         return self.lengths[:, None] + torch.arange(new, device=self.lengths.device)
 
     def total(self, new: int) -> int:
-        """The places that are looked at; the mask leaves out those beyond each sequence."""
+        """The cache positions to look at; the mask leaves out those beyond each sequence."""
         return self.reach
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values; return those of all places, [B, K, S, D]."""
+        """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
         count = len(self.lengths)
         rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
-        places_BT = self.positions(k_BKTD.shape[2])
+        cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
-        keys[rows_B1, :, places_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
-        values[rows_B1, :, places_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
+        keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
+        values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]
 
     def advance(self, new: int) -> None:

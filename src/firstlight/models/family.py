@@ -53,7 +53,7 @@ class GGUFSpec:
 
     Attributes:
         architecture: the value of general.architecture.
-        rotates_pairs: whether llama.cpp turns neighbouring rows of a head, where Hugging Face
+        rotates_pairs: True where llama.cpp turns neighbouring rows of a head, where Hugging Face
             turns halves: rows of queries and keys lie in another order.
         rope_kinds: kinds of rotary scaling that llama.cpp computes.
         fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
@@ -78,9 +78,9 @@ class FamilySpec:
         own_keys: config keys that not all families of the config class have.
         hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
             them, where they differ from a recipe's.
-        qkv_bias: whether queries, keys and values always have biases.
-        qk_norm: whether queries and keys are normalised by head.
-        has_window_switch: whether config.json has use_sliding_window.
+        qkv_bias: True where queries, keys and values always have biases.
+        qk_norm: True where queries and keys are normalised by head.
+        has_window_switch: True where config.json has use_sliding_window.
         experts: names of the experts in the files; None for dense models.
         tokenizer_split: split of text that transformers gives every tokenizer of the family; None
             is the tokenizer's own.
@@ -103,11 +103,12 @@ class FamilyConfig(Section):
     Attributes:
         families: facts by `model_type`.
         hf_names: config.json's name of a key of ours, where it has another.
-        has_rotary: whether queries and keys are rotated by their positions, which else are learned.
-        stores_transposed: whether linear layers keep their weights as [in, out].
+        has_rotary: True where queries and keys are rotated by their positions; False where
+            positions are learned.
+        stores_transposed: True where linear layers keep their weights as [in, out].
         tensor_parallel_sizes: sizes that tensor parallelism divides by the number of processes;
             without any, there is no tensor parallelism.
-        has_pipeline: whether the layers can be spread over the stages of a pipeline.
+        has_pipeline: True where the layers can be spread over the stages of a pipeline.
     """
 
     families: ClassVar[Mapping[str, FamilySpec]] = {}

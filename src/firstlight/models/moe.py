@@ -68,8 +68,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 
     Args:
         x_MC: rows, those of expert 0 first.
-        weight_EFC: one matrix an expert.
-        ends_E: where each expert's rows end.
+        weight_EFC: matrices, one an expert.
+        ends_E: end of each expert's rows, int [E].
 
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
     be used, one product an expert over its own rows; and over blocks where those are faster.
@@ -112,7 +112,7 @@ def _grouped_linear_backward(
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), torch.empty_like(weight_EFC)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
-            # Over rows there is a sum: those of others are nothing.
+            # The product sums over rows: the block's rows of other experts must count as zero.
             grad_NF = torch.zeros_like(grad_MF[block])
             grad_NF[own] = grad_MF[rows]
             torch.mm(grad_NF.T, x_MC[block], out=grad_EFC[expert])
@@ -191,7 +191,7 @@ class RouterStatistics:
 
     Attributes:
         loss_sum: load-balancing loss times valid labels, summed over the passes.
-        visits_LE: how often each expert of each layer was visited.
+        visits_LE: number of visits to each expert of each layer, int64 [L, E].
     """
 
     def __init__(self) -> None:

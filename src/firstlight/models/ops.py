@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
     """Base of the families' attention layers.
 
     Attributes:
-        attend: how; replaced from outside to choose another way.
+        attend: attention backend; efficiency methods replace it.
     """
 
     attend: AttentionFunction
@@ -195,11 +195,11 @@ def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
 
 
 def document_positions(document_ids_BT: Tensor) -> Tensor:
-    """Each token's place in its document, from 0, int64 [B, T]."""
-    places_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    """Each token's position in its document, from 0, int64 [B, T]."""
+    positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    return places_T - (places_T * begins_BT).cummax(1).values
+    return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
 class MaskFunction(Protocol):
@@ -221,7 +221,7 @@ def dense_mask(
     that differ from row to row; None where that is the causal mask.
 
     Args:
-        positions: of the queries in their row, [T] or [B, T].
+        positions: positions of the queries in their row, int64 [T] or [B, T].
         total: tokens there are to look at, from position 0.
         window: a query sees itself and the `window` - 1 tokens before it; None is all.
         document_ids_BT: a query sees its own document only; the row is all there is to look at.
@@ -258,7 +258,7 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
     bool [T, S]; None where that is no restriction.
 
     Args:
-        positions_T: of the queries.
+        positions_T: positions of the queries, int64 [T].
         total: tokens there are to look at, from position 0.
     """
     if window is None or total <= window:

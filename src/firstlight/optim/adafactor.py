@@ -107,7 +107,7 @@ def _directions(
     """The gradients over the root of their second moments, which take them in first.
 
     Args:
-        gradients: of any shapes.
+        gradients: gradients of any shapes.
         states: their parameters'.
         fresh: share of the second moment that is this step's, one for each.
     """

@@ -25,8 +25,8 @@ class MasterWeights:
             missing starts from the parameter's own value.
 
     Attributes:
-        updated: what an optimizer updates, by the parameter's name: the master where there is
-            one, else the parameter itself.
+        updated: tensors that an optimizer updates, by the parameter's name: the master where
+            there is one, else the parameter itself.
 
     Raises:
         ConfigError: an initial value is of another shape, or not fp32.

@@ -123,7 +123,7 @@ class Optimizer:
         The norm is torch's `clip_grad_norm_`'s, and so are the gradients.
 
         Args:
-            grad_scale: what the loss was multiplied by.
+            grad_scale: factor that the loss was multiplied by.
             joined: makes the norm of all parameters' gradients from that of those here, where other
                 processes have other parameters.
 
@@ -192,7 +192,7 @@ class Optimizer:
         masters rounded again, in the memory they had before. Without masters it does nothing.
 
         Args:
-            changed: they are written inside.
+            changed: True if they are written inside.
         """
         return self._masters.in_model()
 

@@ -85,10 +85,10 @@ class OptimizerSpec:
         make: torch optimizers that together update the given parameters (at least one).
         layout: state of a parameter after a step, of any shape. Needs no optimizer, so that
             memory and disk space are known before there is one.
-        elementwise: whether each number is updated from its own gradient and state alone; a
+        elementwise: True where each number is updated from its own gradient and state alone; a
             process can then update its shard of a parameter without the others.
         implementations: possible values of `optimizer.implementation`.
-        takes: whether a parameter of this name is updated by it; AdamW updates the rest.
+        takes: test by name of the parameters that it updates; AdamW updates the rest.
         flatten: a parameter's state as plain tensors, which may share its memory.
         rebuild: a parameter's state from such tensors, which are copied.
     """

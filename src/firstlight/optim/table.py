@@ -41,7 +41,7 @@ def make_optimizers(
     """The torch optimizers that together update the parameters, each exactly once.
 
     Args:
-        parameters: by name.
+        parameters: parameters by name.
         config: the recipe's section.
         embeddings: names of those that are embeddings.
 
