@@ -44,7 +44,7 @@ import contextlib, itertools, json, sys
 from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources
 with contextlib.closing(read_documents(find_sources([sys.argv[1]]))) as documents:
-    print(json.dumps([entry.text for entry in itertools.islice(documents, 3)]))
+    print(json.dumps([record.value for record in itertools.islice(documents, 3)]))
 """
 
 # What this machine itself knows of a hub must not count.
