@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from firstlight.cli.train import split_arguments
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
-from firstlight.data.shards import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
 from firstlight.optim.schedule import Schedule, resolve_schedule
