@@ -14,22 +14,16 @@ from torch import Tensor
 
 from firstlight.bench.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
+from firstlight.planner.memory.allocator import CachingAllocator, reserved_bytes, rounded
 from firstlight.planner.memory.emulation import CudaKernels
-from firstlight.planner.memory.kernels import (
-    CachingAllocator,
-    Target,
-    cuda_target,
-    reserved_bytes,
-    rounded,
-    this_cpu,
-    workspace_bytes,
-)
+from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu, workspace_bytes
 from firstlight.planner.memory.operators import Operator
 from firstlight.planner.memory.prediction import predict
 from firstlight.planner.memory.program import fake_tensors
 from firstlight.planner.memory.trace import Trace, Tracer
 
 _MIB = 2**20
+_TILES = Target(threads=2, tile_dtypes=frozenset({torch.bfloat16}))
 _A100, _V100 = cuda_target("A100", (8, 0)), cuda_target("V100", (7, 0))
 
 
@@ -58,13 +52,43 @@ def heads(length: int, dtype: torch.dtype, size: int = 32) -> Tensor:
     return torch.randn(1, length, 2, size).to(dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize("length", [64, 256, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_has_blocks_for_each_thread(length: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("length, size", [(63, 32), (64, 32), (101, 31), (256, 32), (1024, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tiles", [True, False])
+def test_attention_has_blocks_for_each_thread(
+    length: int, size: int, dtype: torch.dtype, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     function = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q = heads(length, dtype)
+    q = heads(length, dtype, size)
+    # Without oneDNN a CPU with tiles (AMX) computes as one that has none.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", tiles)
     predicted, measured = workspace_of(lambda q: function(q, q, q, 0.0, True), q)
     assert predicted == measured
+
+
+@pytest.mark.parametrize(
+    "shape, plain, packed",
+    [
+        ((1, 2, 16, 64), 11520, 11520),
+        ((1, 2, 64, 32), 33280, 57856),
+        ((1, 2, 64, 31), 33024, 61184),
+        ((1, 2, 101, 32), 47488, 86528),
+        ((1, 2, 601, 64), 427008, 866048),
+        ((4, 12, 1024, 64), 1708032, 14422016),
+    ],
+)
+def test_attention_in_tiles_packs_keys_and_values(
+    shape: tuple[int, ...], plain: int, packed: int
+) -> None:
+    # Measured on two threads of a CPU with AMX for bf16, but not for fp16.
+    for dtype, target, expected in (
+        (torch.bfloat16, _TILES, packed),
+        (torch.bfloat16, Target(threads=2), plain),
+        (torch.float16, _TILES, plain),
+    ):
+        name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+        operator = Operator(name, "forward", ((shape, dtype),) * 3, (), 0, 0)
+        assert workspace_bytes(operator, target) == expected
 
 
 @pytest.mark.parametrize("length", [64, 1024])
@@ -156,6 +180,29 @@ def test_products_in_half_precision_take_no_more_than_predicted(
     ):
         predicted, measured = workspace_of(function, *tensors)
         assert measured <= predicted <= 4 * _MIB
+
+
+@pytest.mark.parametrize(
+    "rows, inner, columns, transposed, measured",
+    [
+        (64, 64, 64, "", 18_048),
+        (512, 256, 1024, "", 534_144),
+        (2048, 768, 3072, "", 2_369_152),
+        (8192, 3072, 768, "", 27_535_104),
+        (3072, 3072, 3072, "", 21_243_648),
+        (1024, 3072, 96, "", 1_386_240),
+        (1024, 512, 64, "transposed", 542_464),
+        (768, 4096, 16, "transposed", 2_156_416),
+        (3072, 8192, 768, "transposed", 1_809_024),
+    ],
+)
+def test_products_in_tiles_take_no_more_than_predicted(
+    rows: int, inner: int, columns: int, transposed: str, measured: int
+) -> None:
+    # Measured on two threads of a CPU with AMX.
+    factors = ((rows, inner), torch.bfloat16), ((inner, columns), torch.bfloat16)
+    operator = Operator("aten.mm.default", "forward", factors, (), 0, 0, transposed)
+    assert measured <= workspace_bytes(operator, _TILES) <= 2 * measured
 
 
 def test_products_in_fp32_take_nothing() -> None:

@@ -1,4 +1,4 @@
-"""How a target's kernels and allocator differ from what a trace on fake CPU tensors shows.
+"""How a target's kernels differ from what a trace on fake CPU tensors shows.
 
 Each difference is a function of its own with a test of its own. Two kinds:
 
@@ -9,9 +9,8 @@ Each difference is a function of its own with a test of its own. Two kinds:
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +33,7 @@ class Target:
             workspace).
         capability: CUDA compute capability.
         threads: torch's, on a CPU; some kernels have a buffer for each.
+        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX): other kernels, with more memory.
         torch_version: (major, minor) of the torch whose kernels are modelled; older ones serve
             comparisons with published figures.
     """
@@ -44,12 +44,17 @@ class Target:
     library_bytes: int = 0
     capability: tuple[int, int] = (8, 0)
     threads: int = 1
+    tile_dtypes: frozenset[torch.dtype] = frozenset()
     torch_version: tuple[int, int] = (2, 13)
 
 
 def this_cpu() -> Target:
     """This machine's CPU."""
-    return Target(threads=torch.get_num_threads())
+    found = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
+    found[torch.float16] = torch.cpu._is_amx_fp16_supported()
+    # torch reaches the tiles through oneDNN alone.
+    tiles = {dtype for dtype in found if found[dtype] and torch.backends.mkldnn.enabled}
+    return Target(threads=torch.get_num_threads(), tile_dtypes=frozenset(tiles))
 
 
 def cuda_target(
@@ -116,14 +121,25 @@ def blockwise_bytes(operator: Operator) -> int:
 
 def attention_bytes(operator: Operator, target: Target) -> int:
     """torch's flash attention for CPUs: a block of scores, its sums and its result for each
-    thread, in fp32; of the scores in half precision, too."""
-    (shape, dtype), (keys, _) = operator.inputs[0], operator.inputs[1]
-    queries, head = _query_block(shape[2]), shape[3]
-    block = queries * min(keys[2], _KEY_BLOCK)
-    size = 4 * (block + 2 * queries + queries * head)
-    if dtype.itemsize < 4:
-        size += dtype.itemsize * block
-    return target.threads * size
+    thread, in fp32; of the scores in half precision, too. For tiles all keys and values are
+    packed, two rows (of keys, two columns) together, with a transposed block for each thread."""
+    (batch, heads, length, head), dtype = operator.inputs[0]
+    _, kept, total, _ = operator.inputs[1][0]
+    queries, keys = _query_block(length), min(total, _KEY_BLOCK)
+    size = 4 * queries * (keys + 2 + head)
+    if dtype.itemsize == 4:
+        return target.threads * size
+    # The kernel packs where each thread has enough products to make up for it.
+    shortest, products = (64, 4) if dtype == torch.bfloat16 else (16, 1)
+    turns = (batch * heads * -(-length // queries) + target.threads - 1) // target.threads
+    is_packed = dtype in target.tile_dtypes and min(length, total) >= shortest
+    if not is_packed or turns * queries < products * batch * kept:
+        return target.threads * (size + dtype.itemsize * queries * keys)
+    padded = queries * (head + 1) if head % 2 else 0
+    own = queries * _even(keys) + keys * head + padded
+    # Each block of an odd number of rows gets one more: the last alone, or the only one.
+    packed = batch * kept * (_even(head) * total + head * _even(total))
+    return target.threads * (size + dtype.itemsize * own) + dtype.itemsize * packed
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
@@ -149,6 +165,10 @@ _KEY_BLOCK = 512
 _MIB = 2**20
 
 
+def _even(size: int) -> int:
+    return size + size % 2
+
+
 def _query_block(length: int) -> int:
     block = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(block, length)
@@ -169,11 +189,37 @@ def product_bytes(operator: Operator, target: Target) -> int:
 def _laid_out_bytes(
     sizes: tuple[int, int, int], dtype: torch.dtype, transposed: bool, target: Target
 ) -> int:
+    if dtype in target.tile_dtypes:
+        return _laid_out_in_tiles_bytes(sizes, transposed, target.threads)
     rows, inner, columns = sizes
     factors = dtype.itemsize * min(inner, 1024) * (rows + columns) + target.threads * 64 * 1024
     if dtype == torch.float16:
         return min(factors, target.threads * _MIB) * 3 // 2
     return min(factors, target.threads * (_MIB if transposed else 200 * 1024))
+
+
+def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
+    """Products in tiles, measured on one and two threads: each thread lays its part of the second
+    factor out anew, and of the first if that is transposed. Where a long inner sum is taken in
+    parts, they are added up in fp32. An upper bound."""
+    # Smaller sizes are padded.
+    rows, inner, columns = (max(size, 32) for size in sizes)
+    if transposed:
+        tall = min(-(-rows // 64) * 64, 256)
+        own = 2 * inner * (tall + min(max(columns, 64), 192) + 8)
+        return threads * (min(own, 1088 * 1024) + 8 * 1024)
+    factor = 2 * inner * columns
+    size = threads * (min(factor, _LAID_OUT_AT_ONCE) + 8 * 1024)
+    if inner > 1280 and factor > _LAID_OUT_AT_ONCE:
+        size += 4 * rows * min(columns, threads * 768)
+    elif inner > 1280 and threads > 1 and rows * columns <= 2**17:
+        # So few results that the threads share the inner sum.
+        size += threads * 4 * rows * columns
+    return size
+
+
+#: The most that a thread lays out of a second factor: 768 rows of 768.
+_LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 
 def experts_bytes(operator: Operator, target: Target) -> int:
@@ -244,133 +290,3 @@ _CPU_KERNELS: dict[str, Callable[[Operator, Target], int]] = {
     "optimizer_update_8bit_blockwise": eight_bit_update_bytes,
     "optimizer_update_32bit": small_update_bytes,
 }
-
-
-_ROUND = 512
-_SMALL = _MIB
-_SMALL_SEGMENT = 2 * _MIB
-_MIDDLE = 10 * _MIB
-_MIDDLE_SEGMENT = 20 * _MIB
-_LARGE_ROUND = 2 * _MIB
-
-
-def rounded(size: int) -> int:
-    """Bytes that the allocator counts for a storage."""
-    return max(-(-size // _ROUND) * _ROUND, _ROUND) if size else 0
-
-
-@dataclass(eq=False)
-class _Block:
-    """A piece of a segment, in a chain of neighbours."""
-
-    size: int
-    address: int
-    is_small: bool
-    is_free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
-
-
-class CachingAllocator:
-    """The allocator's books, without memory.
-
-    Attributes:
-        allocated, reserved: bytes now.
-        peak_allocated, peak_reserved: the most there were.
-    """
-
-    def __init__(self) -> None:
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        self._next_address = 0
-
-    def allocate(self, size: int) -> _Block:
-        """Take a block for so many bytes."""
-        size = rounded(size) or _ROUND
-        is_small = size <= _SMALL
-        block = self._found(size, is_small) or self._segment(size, is_small)
-        left = block.size - size
-        if left >= _ROUND if is_small else left > _SMALL:
-            self._cut(block, size)
-        block.is_free = False
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return block
-
-    def free(self, block: _Block) -> None:
-        """Give a block back."""
-        self.allocated -= block.size
-        block.is_free = True
-        # Free neighbours are joined, or their halves would be too small for the next large storage.
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                self._remove(other)
-                block = self._join(*((other, block) if other is block.before else (block, other)))
-        self._insert(block)
-
-    def _found(self, size: int, is_small: bool) -> _Block | None:
-        free = self._free[is_small]
-        place = bisect.bisect_left(free, (size, -1))
-        return free.pop(place)[2] if place < len(free) else None
-
-    def _segment(self, size: int, is_small: bool) -> _Block:
-        if is_small:
-            length = _SMALL_SEGMENT
-        elif size < _MIDDLE:
-            length = _MIDDLE_SEGMENT
-        else:
-            length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
-        block = _Block(length, self._next_address, is_small)
-        # Segments are no neighbours, whatever their addresses.
-        self._next_address += length
-        self.reserved += length
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return block
-
-    def _cut(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.address + size, block.is_small)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        self._insert(rest)
-
-    @staticmethod
-    def _join(first: _Block, second: _Block) -> _Block:
-        first.size += second.size
-        first.after, first.is_free = second.after, True
-        if second.after is not None:
-            second.after.before = first
-        return first
-
-    def _insert(self, block: _Block) -> None:
-        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
-
-    def _remove(self, block: _Block) -> None:
-        free = self._free[block.is_small]
-        free.pop(bisect.bisect_left(free, (block.size, block.address)))
-
-
-def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
-    """The most that the allocator reserves.
-
-    Args:
-        lifetimes: (size, first tick, last tick) of each storage, in the order of their making.
-    """
-    allocator = CachingAllocator()
-    # What dies at a tick is given up before what is made at the next.
-    events: list[tuple[int, int, int]] = []
-    sizes = []
-    for number, (size, birth, death) in enumerate(lifetimes):
-        sizes.append(size)
-        if size:
-            events += [(birth, 1, number), (death + 1, 0, number)]
-    # At one tick, frees (0) sort before allocations (1).
-    events.sort()
-    blocks: dict[int, _Block] = {}
-    for _, makes, number in events:
-        if makes:
-            blocks[number] = allocator.allocate(sizes[number])
-        else:
-            allocator.free(blocks.pop(number))
-    return allocator.peak_reserved

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.planner.memory.kernels import Target, reserved_bytes, rounded, workspace_bytes
+from firstlight.planner.memory.allocator import reserved_bytes, rounded
+from firstlight.planner.memory.kernels import Target, workspace_bytes
 from firstlight.planner.memory.operators import OperatorCount
 from firstlight.planner.memory.trace import ALIVE, Storage, Trace
 
