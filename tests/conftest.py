@@ -50,7 +50,7 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoForecast:
-    """A run's forecaster that forecasts nothing; see `planner.forecasting.RunForecaster`."""
+    """A run's forecaster that forecasts nothing; see `planner.plan.processes.RunForecaster`."""
 
     def __enter__(self) -> NoForecast:
         return self

@@ -58,7 +58,7 @@ class RowOutcome:
             self.runs.append(dict(found))
             self.seconds.append(seconds)
             return
-        self.problem = " ".join(str(found["error"]["message"]).split())[:400]
+        self.problem = " ".join(str(found["error"]["message"]).split())
         self.refused = found["error"]["type"] in _REFUSALS
 
     def expected_seconds(self, declared: float) -> float:

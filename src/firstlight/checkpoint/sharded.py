@@ -112,7 +112,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     not sharded is written as it is: give it to one process only.
 
     Returns:
-        Pieces whose tensors share memory with those given, on their device.
+        Shards whose tensors share memory with those given, on their device.
     """
     # Only here: importing it takes most of a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan

@@ -163,7 +163,7 @@ class ShardedSaver(Saver):
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Pieces that do not change with the run."""
+        """Shards that do not change with the run."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )

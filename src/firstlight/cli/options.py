@@ -46,7 +46,7 @@ def config_fields(config: type) -> dict[str, ConfigField]:
     for field in dataclasses.fields(config):
         kinds = [one for one in typing.get_args(hints[field.name]) if one is not NoneType]
         kind = kinds[0] if kinds else hints[field.name]
-        found[field.name] = ConfigField(kind, field.default, texts[field.name])
+        found[field.name] = ConfigField(kind, field.default, texts.get(field.name, ""))
     return found
 
 
@@ -69,7 +69,7 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
                 type=field.kind,
                 default=field.default,
                 show_default=field.default is not None,
-                help=field.text[0].upper() + field.text[1:],
+                help=field.text[:1].upper() + field.text[1:],
             )(verb)
         return verb
 

@@ -87,8 +87,7 @@ def plan_command(
     """
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
-    if write is not None and write.exists():
-        raise ConfigError(f"{write} exists: --write makes a new file")
+    _refuse_early(write, buys=(budget or tokens) is not None, price_per_hour=price_per_hour)
     from firstlight.planner.plan import processes as workers
 
     # Before what takes seconds to import: the processes import it at the same time.
@@ -125,16 +124,22 @@ def plan_command(
         return {**plan.to_json(), "next": command}
 
 
+def _refuse_early(write: Path | None, *, buys: bool, price_per_hour: float | None) -> None:
+    """Raise a ConfigError for options that are invalid whatever the plan is."""
+    if write is not None and write.exists():
+        raise ConfigError(f"{write} exists: --write makes a new file")
+    if price_per_hour is not None and not buys:
+        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
+
+
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
     """The budget of --budget, --tokens and --price-per-hour.
 
     Raises:
-        ConfigError: a price without anything to buy, or an invalid time or number.
+        ConfigError: an invalid time or number.
     """
     from firstlight.planner.plan.plan import Budget
 
-    if price_per_hour is not None and time is None and tokens is None:
-        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
     return Budget(
         None if time is None else parse_time(time),
         None if tokens is None else parse_count(tokens),

@@ -69,7 +69,7 @@ class Heartbeat:
     ) -> None:
         self._beat_store, self._store = stores
         self._own = own
-        self._cards = infos
+        self._infos = infos
         self._timeout = timeout_seconds
         self._hosting = hosting
         self._hosted_by_rank_0 = not hosted_by_agent()
@@ -128,7 +128,7 @@ class Heartbeat:
             RankError: one has failed.
         """
         try:
-            if self._store.add("left", 1) == len(self._cards):
+            if self._store.add("left", 1) == len(self._infos):
                 self._store.set("all-left", "1")
             while not self._store.check(["all-left"]):
                 if self._decided.wait(_LOOK_SECONDS):
@@ -150,7 +150,7 @@ class Heartbeat:
     def _beat(self) -> None:
         """The thread that talks to the store."""
         count = 0
-        keys = [f"beat/{rank}" for rank in range(len(self._cards))]
+        keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
             while True:
                 count += 1
@@ -173,7 +173,7 @@ class Heartbeat:
             self._store_error = str(error) or type(error).__name__
 
     def _watched(self) -> list[int]:
-        others = [rank for rank in range(len(self._cards)) if rank != self._own.rank]
+        others = [rank for rank in range(len(self._infos)) if rank != self._own.rank]
         return others if self._own.rank == 0 or self._suspicious else [0]
 
     def _decide_repeatedly(self) -> None:
@@ -206,14 +206,14 @@ class Heartbeat:
         elif self._store_gone:
             self._decide(f"{self._store_owner()} has not answered for {store_seconds:.0f} s")
         elif seconds >= limit:
-            info = self._cards[silent]
+            info = self._infos[silent]
             self._decide(f"{info.name} (pid {info.pid}) has not answered for {seconds:.0f} s")
             tell_failure(self._store, str(self._failure))
 
     def _store_owner(self) -> str:
         if not self._hosted_by_rank_0:
             return "the launcher (torch elastic's store, where the ranks meet)"
-        return f"{self._cards[0].name} (pid {self._cards[0].pid})"
+        return f"{self._infos[0].name} (pid {self._infos[0].pid})"
 
     def _decide(self, failure: str) -> None:
         with self._lock:

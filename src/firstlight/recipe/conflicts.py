@@ -118,7 +118,7 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
     if recipe.efficiency.precision in ("bf16_params", "fp8"):
         yield (
             f"efficiency.precision {recipe.efficiency.precision} is not for distributed.engine "
-            "fsdp: use bf16, which keeps the pieces in fp32 and puts layers together in bf16"
+            "fsdp: use bf16, which keeps the shards in fp32 and puts layers together in bf16"
         )
     if not OPTIMIZERS[recipe.optimizer.name].elementwise:
         yield (
@@ -128,7 +128,7 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
         )
     if recipe.efficiency.activation_offload:
         yield (
-            "efficiency.activation_offload does not work on distributed.engine fsdp's pieces: use "
+            "efficiency.activation_offload does not work on distributed.engine fsdp's shards: use "
             "activation_checkpointing full, or distributed.engine ddp"
         )
     if recipe.lora is not None and recipe.lora.quantize != "none":
@@ -194,12 +194,12 @@ def _conflicts_of_sharded(recipe: Recipe, engine: str, tensor_parallel: int) -> 
         return
     if engine != "fsdp":
         yield (
-            "checkpoint.sharded has each process write its pieces, and distributed.engine "
+            "checkpoint.sharded has each process write its shards, and distributed.engine "
             f"{engine} cuts no model: leave it out, or set distributed.engine to fsdp"
         )
     if tensor_parallel > 1:
         yield (
-            "checkpoint.sharded knows nothing of distributed.tensor_parallel's pieces: leave one "
+            "checkpoint.sharded knows nothing of distributed.tensor_parallel's shards: leave one "
             "of them out"
         )
     if recipe.lora is not None:

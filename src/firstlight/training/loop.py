@@ -98,7 +98,7 @@ def train(
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
-        forecaster: predicts memory and speed, such as `planner.forecasting.RunForecaster`.
+        forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: something does not fit; raised

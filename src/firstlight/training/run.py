@@ -62,7 +62,7 @@ class Run:
         init_from: the model folder, run or hub id that the run started from.
         base: the frozen base of a run with `lora`.
         tell: called with each message for people.
-        bar: the progress that a person sees; shows nothing before `open`.
+        bar: the progress that a person sees, once `open`.
         require_folder: raises a CheckpointError if the run folder was moved or removed.
         advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
         state: progress of the run, saved with each checkpoint.

@@ -94,7 +94,7 @@ def plan_module(
             for _ in range(micro_batches):
                 with tracer.forward_pass(), _autocast(_DTYPES[precision]):
                     value = _loss_of(_call(fake, arguments), loss)
-                _backward(value / gradient_accumulation_steps, parameters, tracer)
+                _backward(value, gradient_accumulation_steps, parameters, tracer)
                 del value
             if max_grad_norm:
                 with tracer.phase("clipping"):
@@ -106,9 +106,11 @@ def plan_module(
     return predict(trace, target, second)
 
 
-def _backward(loss: Tensor, parameters: Sequence[Tensor], tracer: Tracer) -> None:
+def _backward(
+    loss: Tensor, micro_batches: int, parameters: Sequence[Tensor], tracer: Tracer
+) -> None:
     tracer.enter_phase("backward")
-    loss.backward()  # type: ignore[no-untyped-call]
+    (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
     tracer.mark((p.grad for p in parameters), "gradients")
 
 
