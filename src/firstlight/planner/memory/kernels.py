@@ -148,13 +148,19 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     rounded, too, and what oneDNN lays out (about)."""
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
-    block = queries * min(keys[2], _KEY_BLOCK)
+    keys_of_block = min(keys[2], _KEY_BLOCK)
+    block = queries * keys_of_block
     size = target.threads * 8 * block + 4 * queries
     if operator.options:
         size += bytes_of(operator.inputs[0])
     if dtype.itemsize < 4:
         size += target.threads * 2 * dtype.itemsize * block
-        size += (1 if dtype == torch.bfloat16 else 2) * 1024 * min(keys[2], _KEY_BLOCK)
+        if dtype in target.tile_dtypes:
+            # Fitted: a thread's transposed scores, or its block of keys, and oneDNN's descriptors.
+            scores = queries * min(4 * keys_of_block, 640) + 128
+            size += target.threads * (max(scores, 2 * keys_of_block * shape[3]) + 5124)
+        else:
+            size += (1 if dtype == torch.bfloat16 else 2) * 1024 * keys_of_block
     return size
 
 
