@@ -298,5 +298,5 @@ def test_what_can_not_be_in_pieces_is_refused(tmp_path: Path, shards: Path) -> N
     parsed = parse_recipe({**recipe, "lora": {"rank": 2}})
     with pytest.raises(ConfigError, match="lora's are small"):
         require_combination(parsed, find_hardware("cpu"), "fsdp")
-    with pytest.raises(ConfigError, match=r"distributed\.tensor_parallel's pieces"):
+    with pytest.raises(ConfigError, match=r"distributed\.tensor_parallel's shards"):
         require_combination(parse_recipe(recipe), find_hardware("cpu"), "fsdp", 2)
