@@ -208,7 +208,7 @@ def require_same_logits(
         is_routed: True if weights were rounded and the model has routers. A few tokens then get
             other experts, so the greatest difference is ignored (measured: up to 0.9 of the
             largest logit), and half of the positions must be within the limit (measured at the
-            median position: as much as in models without experts).
+            median position, the difference is that of models without experts).
         hint: further possible causes, for the message.
 
     Returns:

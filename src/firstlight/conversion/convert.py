@@ -137,7 +137,7 @@ def convert(
         InputError: `out` holds something, or a file is missing.
         ModelError, CheckpointError, TokenizerError: the source can't be read, can't be
             expressed in the target, or the result's tensors, logits or chat template differ.
-        MissingDependencyError: for GGUF, the package gguf is not installed.
+        MissingDependencyError: the package gguf, which GGUF needs, is not installed.
         StorageError: the disk refuses. In every case nothing is written.
     """
     dtype = _checked_options(to, dtype, tolerance)

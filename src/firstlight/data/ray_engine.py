@@ -68,8 +68,8 @@ def encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
 
     Args:
         address: HOST:PORT of a cluster that this machine belongs to, "auto" (one that runs here)
-            or "local" (one that is started here and ends with the block). None is Ray's own
-            choice: what `RAY_ADDRESS` names, or "auto", or "local". A connection that the caller
+            or "local" (one that is started here and ends with the block). None leaves the
+            choice to Ray (`RAY_ADDRESS`, else "auto", else "local"). A connection that the caller
             has is used, and kept.
 
     Raises:

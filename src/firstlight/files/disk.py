@@ -81,7 +81,7 @@ class OutputFile:
         size: number of bytes written.
 
     Raises:
-        OSError: from every method: the disk refuses, or the file is there already.
+        OSError: raised by every method: the disk refuses, or the file is there already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class AppendedFile:
     """A file that grows by whole pieces: one that the disk takes only in part is taken back.
 
     Raises:
-        OSError: from every method: the disk refuses.
+        OSError: raised by every method: the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:

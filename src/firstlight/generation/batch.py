@@ -33,9 +33,9 @@ class BatchDecoder:
         model: a model in evaluation mode.
         max_sequences: number of sequences at once.
         max_tokens: tokens of each sequence, prompt and new tokens together.
-        reuse_prefixes: a text that begins as one did that was here before isn't computed anew up
-            to there: for conversations. What is computed in two parts is rounded otherwise than in
-            one, by the last digit.
+        reuse_prefixes: True if the common beginning of a text and an earlier one, as in a
+            conversation, is computed once. Two parts are rounded otherwise than one, in the last
+            digit.
         compile: decode through torch.compile, see `CompiledStep`. The first step takes a
             minute or so, unless `warm_up` was called.
 

@@ -39,7 +39,7 @@ def blockwise_attention(
     a weight.
 
     Args:
-        mask, scale: as in `ops.attention`.
+        mask, scale: see `ops.attention`.
     """
     if scale is not None:
         # The operator divides by sqrt(D).

@@ -34,10 +34,10 @@ class KVCache:
     one length.
 
     Args:
-        num_layers, num_key_value_heads, head_dim: of the model.
+        num_layers, num_key_value_heads, head_dim: sizes of the model.
         batch_size: sequences.
         max_tokens: prompt and new tokens together.
-        dtype, device: of the keys and values.
+        dtype, device: dtype and device of the keys and values.
 
     Attributes:
         keys, values: [B, K, max_tokens, D] of each layer. Tensors of their own, since a compiled
@@ -105,7 +105,7 @@ class RaggedCache:
     What lies in a row beyond its length is never looked at.
 
     Args:
-        keys, values: of a `KVCache`, whose memory it is.
+        keys, values: tensors of a `KVCache`, whose memory they share.
         lengths: tokens of each sequence so far, int64 [B] on the cache's device.
         reach: number of cache positions to look at: more than any length, at most `max_tokens`. A
             number that stays the same for many steps keeps the shapes the same.

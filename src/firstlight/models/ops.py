@@ -175,7 +175,7 @@ def plain_attention(
     softmax between them in fp32. All T x S scores are in memory at once.
 
     Args:
-        mask, scale: as in `attention`.
+        mask, scale: see `attention`.
     """
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     if groups > 1:

@@ -170,7 +170,7 @@ class Chart:
         unit: unit of the y axis; "" where the title has it.
         lines: the curves, in the order they are drawn.
         x_name: name of the x axis.
-        width, height: in pixels, before a page stretches it.
+        width, height: sizes in pixels, before a page stretches it.
         zero: a linear y axis begins at 0.
         marks: vertical lines.
     """

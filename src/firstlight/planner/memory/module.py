@@ -253,7 +253,7 @@ def predict_generation(
 
     Args:
         config: the model's.
-        prompt_tokens, max_new_tokens: of each sequence.
+        prompt_tokens, max_new_tokens: numbers of tokens of each sequence.
         sequences: decoded together.
         dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
         target: the device to predict for; None is this machine's CPU.

@@ -139,7 +139,7 @@ def evaluation_job(
     """What evaluating one batch takes, of the recipe's micro-batch size and row length.
 
     Args:
-        recipe, target: as for `training_job`.
+        recipe, target: see `training_job`.
         samples: True adds the recipe's sample texts, which a run generates with an evaluation, as a
             second phase.
         in_run: True if the optimizer's state is in memory, as between training steps; False for the

@@ -68,7 +68,7 @@ def run_phases(
     from the first save on; a GPU's is in the host's memory.
 
     Args:
-        training, evaluation: of one process.
+        training, evaluation: predictions for one process.
         recipe: the resolved recipe.
         machine: the machine to run on.
     """

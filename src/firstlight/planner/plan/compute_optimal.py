@@ -111,7 +111,7 @@ class Suggestion:
         config: the model.
         parameters: number of its parameters.
         tokens: tokens of the run.
-        global_batch_tokens, max_steps, learning_rate: for the recipe.
+        global_batch_tokens, max_steps, learning_rate: suggested values of the recipe's keys.
         seconds: duration at the expected rate.
         loss: least and most expected at the end, nats a token.
         epochs: passes over the text at hand; None if its size is not known.

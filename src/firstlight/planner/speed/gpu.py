@@ -98,7 +98,7 @@ class Shares:
 
     Attributes:
         products: fraction of the peak that a matrix product without tile waste reaches.
-        attention, attention_backward: of the peak, by the fused kernels.
+        attention, attention_backward: shares of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
         link: fraction of the bandwidth of the link between GPUs.
         overlap: fraction of computing that communication overlaps with.
