@@ -113,8 +113,9 @@ class SpeedPrediction:
 
     Attributes:
         step_seconds: duration of an optimizer step; slow is the longest.
-        tokens_per_second, mfu: figures of all processes together; slow is the least. The base of MFU is the data
-            sheet's peak of a GPU, the measured rate of products of a calibrated machine.
+        tokens_per_second, mfu: figures of all processes together; slow is the least. The base of
+            MFU is the data sheet's peak of a GPU, the measured rate of products of a calibrated
+            machine.
         phases: expected seconds by phase of the step.
         kinds: expected seconds by the names in `KINDS`.
         bound: the resource that most of the time goes to.
