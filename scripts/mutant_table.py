@@ -613,7 +613,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples draw from the run's generator",
-        "firstlight/generation/sampling.py",
+        "firstlight/generation/continuation.py",
         "torch.rand((), dtype=torch.float64, generator=generator)",
         "torch.rand((), dtype=torch.float64)",
         (_TEXT + "samples_drawn_while_training_change_what_is_learned",),
@@ -841,7 +841,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys and values on the host",
-        "firstlight/models/cache.py",
+        "firstlight/models/language_model.py",
         "[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]",
         "[torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
@@ -862,14 +862,14 @@ MUTANTS = [
     ),
     Mutant(
         "weights become constants on a GPU",
-        "firstlight/generation/compiled.py",
+        "firstlight/generation/batch.py",
         'freezing=device.type == "cpu"',
         "freezing=True",
         (_FAKE_TEXT + "a_compiled_step_of_a_gpu_keeps_weights_as_arguments",),
     ),
     Mutant(
         "graph recorded before anything is compiled",
-        "firstlight/generation/compiled.py",
+        "firstlight/generation/batch.py",
         "                self._by_shape.popitem(last=False)\n"
         "            return self._compute(input_ids_B1, lengths_B, reach)\n",
         "                self._by_shape.popitem(last=False)\n",
@@ -877,14 +877,14 @@ MUTANTS = [
     ),
     Mutant(
         "recorded step of the tokens before",
-        "firstlight/generation/compiled.py",
+        "firstlight/generation/batch.py",
         "            recorded.input_ids.copy_(input_ids_B1)\n",
         "",
         (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
     ),
     Mutant(
         "logits that the next recorded step overwrites",
-        "firstlight/generation/compiled.py",
+        "firstlight/generation/batch.py",
         "return recorded.logits.clone()",
         "return recorded.logits",
         (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),

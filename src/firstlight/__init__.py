@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from firstlight.errors import FirstlightError as FirstlightError
     from firstlight.evaluation.perplexity import Evaluation as Evaluation
     from firstlight.evaluation.perplexity import evaluate as evaluate
-    from firstlight.evaluation.results import TaskResult as TaskResult
+    from firstlight.evaluation.scores import TaskResult as TaskResult
     from firstlight.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from firstlight.generation.chat import ChatSession as ChatSession
     from firstlight.generation.config import SamplingConfig as SamplingConfig

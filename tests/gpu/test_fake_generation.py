@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from firstlight.efficiency.attention import choose_attention
-from firstlight.evaluation.likelihood import TokenPair, likelihoods
-from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.compiled import CompiledStep, _settings
+from firstlight.evaluation.scores import TokenPair, likelihoods
+from firstlight.generation.batch import BatchDecoder, CompiledStep, _settings
 from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import logprobs_of, penalize, sample, shift
 from firstlight.generation.few_rows import quantize_int8, use_few_rows
-from firstlight.generation.sampling import logprobs_of, penalize, sample, shift
 from firstlight.models import Model, build_model
 from firstlight.weights.loading import load_weights
 from firstlight.weights.stored import StoredTensor
@@ -163,7 +162,7 @@ def test_a_compiled_step_of_a_gpu_keeps_weights_as_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Freezing is the CPU's. What is compiled gets the tensors on the GPU."""
-    monkeypatch.setattr("firstlight.generation.compiled.can_compile", lambda _: True)
+    monkeypatch.setattr("firstlight.generation.batch.can_compile", lambda _: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = model_on_gpu(LLAMA)

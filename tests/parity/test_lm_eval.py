@@ -16,9 +16,8 @@ from drawn import own_model, write_folder
 from tokenizers.processors import TemplateProcessing
 
 from firstlight.errors import ConfigError, InputError
-from firstlight.evaluation.hellaswag import item_of, read_hellaswag
-from firstlight.evaluation.results import TaskResult
-from firstlight.evaluation.tasks import evaluate_tasks
+from firstlight.evaluation.scores import TaskResult
+from firstlight.evaluation.tasks import evaluate_tasks, item_of, read_hellaswag
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
@@ -242,7 +241,7 @@ def by_their_backend(model: Path, tasks: Path, limit: int | None) -> dict[str, f
 
 def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) -> TaskResult:
     """The accuracies are equal, and so are the log-likelihoods, up to rounding."""
-    from firstlight.evaluation.hellaswag import answer_items, encode_items
+    from firstlight.evaluation.tasks import answer_items, encode_items
 
     theirs = by_their_backend(model, tasks, limit)
     samples: Any = theirs.pop("samples")

@@ -158,7 +158,7 @@ def test_weights_that_give_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_tokens_of_one_name_do_not_hide_that_another_was_likelier() -> None:
     """By the highest value, clients see whether a token was the likeliest."""
-    from firstlight.generation.sampling import TokenLogprob
+    from firstlight.generation.continuation import TokenLogprob
     from firstlight.serving.response import CompletionLogprobs, TokenTexts
 
     class Same(TokenTexts):

@@ -11,8 +11,8 @@ import torch
 from live import live
 from tiny import CONTEXT, tiny_loaded, tiny_model, tiny_tokenizer
 
-from firstlight.evaluation.hellaswag import accuracies, answer_items, encode_items, read_hellaswag
-from firstlight.evaluation.likelihood import encode_choices, likelihoods
+from firstlight.evaluation.scores import encode_choices, likelihoods
+from firstlight.evaluation.tasks import accuracies, answer_items, encode_items, read_hellaswag
 from firstlight.generation.batch import BatchDecoder
 from firstlight.weights.huggingface import LoadedModel, load_model
 

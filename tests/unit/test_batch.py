@@ -16,7 +16,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.models.cache import RaggedCache
+from firstlight.models.language_model import RaggedCache
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.compiled import RecordedSteps
+from firstlight.generation.batch import BatchDecoder, RecordedSteps
 from firstlight.generation.few_rows import quantize_int8
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 
@@ -91,7 +90,7 @@ def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> No
 
 
 def test_where_there_is_no_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.generation.compiled.can_compile", lambda _: False)
+    monkeypatch.setattr("firstlight.generation.batch.can_compile", lambda _: False)
     with pytest.raises(ConfigError, match=r"install g\+\+"):
         BatchDecoder(new_model(GPT2), 1, 8, compile=True)
 
@@ -159,7 +158,7 @@ def test_a_shape_of_steps_is_recorded_when_it_comes_again(monkeypatch: pytest.Mo
 
 
 def test_the_least_recently_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.generation.compiled._MOST_RECORDED", 2)
+    monkeypatch.setattr("firstlight.generation.batch._MOST_RECORDED", 2)
     recorder = Recorder(monkeypatch)
     steps = RecordedSteps(recorder.compute)
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, StopTexts
-from firstlight.generation.sampling import logprob_of, penalize, shift
+from firstlight.generation.continuation import Continuation, StopTexts, logprob_of, penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
 
 GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)

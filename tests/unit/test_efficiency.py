@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
 from firstlight.efficiency.compilation import keep_results, require_compiler, uses_cuda_graphs
-from firstlight.efficiency.loss import _linear_cross_entropy, chunk_loss, chunked_head_loss
-from firstlight.efficiency.memory import offloaded_activations
+from firstlight.efficiency.memory import (
+    _linear_cross_entropy,
+    chunk_loss,
+    chunked_head_loss,
+    offloaded_activations,
+)
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware

@@ -22,18 +22,18 @@ from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.packing import num_rows
 from firstlight.errors import ConfigError
-from firstlight.evaluation.likelihood import row_losses
 from firstlight.evaluation.perplexity import (
     Evaluation,
     evaluate,
     evaluate_split,
     losses_of_rows,
 )
-from firstlight.evaluation.results import (
+from firstlight.evaluation.scores import (
     RowLoss,
     mean_and_error,
     mean_loss,
     merged,
+    row_losses,
     sampled_rows,
     standard_error,
     with_error,

@@ -26,18 +26,18 @@ from firstlight.errors import (
     ModelError,
     TrainingError,
 )
-from firstlight.evaluation import hellaswag
-from firstlight.evaluation.hellaswag import (
+from firstlight.evaluation import tasks as hellaswag
+from firstlight.evaluation.scores import TokenPair, encode_choices, likelihoods
+from firstlight.evaluation.tasks import (
     Item,
     accuracies,
     answer_items,
     encode_items,
+    evaluate_tasks,
     hub_hellaswag,
     item_of,
     read_hellaswag,
 )
-from firstlight.evaluation.likelihood import TokenPair, encode_choices, likelihoods
-from firstlight.evaluation.tasks import evaluate_tasks
 from firstlight.models import (
     GPT2Config,
     LlamaConfig,

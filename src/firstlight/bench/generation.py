@@ -53,7 +53,7 @@ class GenerationRow:
         name: name in tables and for `--rows`.
         program: "firstlight" or "transformers".
         dtype: number format of the weights.
-        compile: see `firstlight.generation.compiled`.
+        compile: see `firstlight.generation.batch`.
     """
 
     name: str

@@ -14,7 +14,7 @@ from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import Evaluation
-    from firstlight.evaluation.results import TaskResult
+    from firstlight.evaluation.scores import TaskResult
 
 #: Options for the loss alone, by parameter.
 _OF_THE_LOSS = {
@@ -154,7 +154,7 @@ def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> A
 
 
 def _show_loss(found: Evaluation) -> None:
-    from firstlight.evaluation.results import with_error
+    from firstlight.evaluation.scores import with_error
 
     if found.loss_stderr is None:
         loss, perplexity = f"{found.loss:.4f} nats a token", f"{found.perplexity:.3f}"
@@ -175,7 +175,7 @@ def _show_loss(found: Evaluation) -> None:
 
 
 def _show_scores(scores: list[TaskResult]) -> None:
-    from firstlight.evaluation.results import with_error
+    from firstlight.evaluation.scores import with_error
 
     rows = []
     for one in scores:

@@ -1,18 +1,43 @@
-"""Methods that change how a step is computed, not what: each one switch, applied to a plain
-model from outside."""
+"""Methods that change how a step is computed, not its result: each is one key of the recipe, and is
+applied to a plain model from outside. `loss_function` makes of it the loss of a training step."""
 
 from __future__ import annotations
 
-from firstlight.efficiency.apply import LossFunction, apply_methods, loss_function, plain_loss
-from firstlight.efficiency.attention import resolve_attention
-from firstlight.efficiency.compilation import can_compile, require_same_bits, same_bits
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from firstlight.efficiency.attention import choose_attention, resolve_attention
+from firstlight.efficiency.compilation import (
+    can_compile,
+    compiled,
+    keep_results,
+    memory_budget,
+    require_compiler,
+    require_same_bits,
+    room_for_programs,
+    same_bits,
+    uses_cuda_graphs,
+)
 from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.efficiency.memory import give_back_unused, keep_memory
+from firstlight.efficiency.memory import (
+    checkpoint_layers,
+    chunk_loss,
+    give_back_unused,
+    keep_memory,
+    offloaded_activations,
+)
 from firstlight.efficiency.precision import (
     autocast,
+    convert_to_fp8,
     matmul_precision,
+    require_fp8,
     resolve_precision,
 )
+from firstlight.hardware.device import Hardware
+from firstlight.models import Model
 
 __all__ = [
     "EfficiencyConfig",
@@ -30,3 +55,104 @@ __all__ = [
     "resolve_precision",
     "same_bits",
 ]
+
+
+class LossFunction(Protocol):
+    """(input_ids [B, T], labels [B, T], document_ids [B, T] or None) -> summed loss. That of
+    preference pairs takes their `Batch.references` [B, D] too."""
+
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor: ...
+
+
+#: From what computes logits of (input_ids, labels None, document_ids) to a loss function.
+Objective = Callable[[Callable[..., Tensor]], LossFunction]
+
+
+def apply_methods(
+    model: Model, config: EfficiencyConfig, hardware: Hardware, *, documents: bool = False
+) -> None:
+    """Put attention, loss, activation checkpointing and fp8 layers into the model, which
+    goes on giving the same outputs, in evaluation and generation too.
+
+    Args:
+        documents: True for rows that are masked by document.
+
+    Raises:
+        ConfigError: a method can't work with this model or hardware.
+    """
+    dtype = resolve_precision(config, hardware)
+    longest = model.config.max_position_embeddings
+    backend = resolve_attention(
+        config,
+        hardware.device.type,
+        dtype,
+        model.config,
+        longest,
+        documents=documents,
+        compiles=can_compile(hardware.device),
+    )
+    choose_attention(model, backend)
+    if config.loss_chunk_tokens:
+        chunk_loss(model, config.loss_chunk_tokens)
+    if config.precision == "fp8":
+        require_fp8(hardware, model)
+        convert_to_fp8(model)
+    if config.activation_checkpointing in ("full", "selective"):
+        checkpoint_layers(model, config.activation_checkpointing == "selective")
+
+
+def loss_function(
+    model: Model,
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    forward: Callable[..., Tensor] | None = None,
+    objective: Objective | None = None,
+) -> LossFunction:
+    """The function that training calls: the model's forward pass in the config's precision,
+    compiled, its activations offloaded, as the config says.
+
+    Args:
+        forward: function that computes the forward pass where the model itself does not: see
+            `Engine.share`.
+        objective: makes the loss function of what computes logits; None is the cross-entropy,
+            which the model computes itself.
+
+    Raises:
+        ConfigError: compilation is asked for and can't work here.
+    """
+    forward = forward or model
+    if config.compile is True:
+        require_compiler(config, hardware)
+        forward = compiled(model, config, forward)
+    dtype = resolve_precision(config, hardware)
+    computed = forward if objective is None else objective(forward)
+    recorded = uses_cuda_graphs(config, hardware)
+
+    def loss_sum(*inputs: Any, **named: Any) -> Tensor:
+        if recorded:
+            keep_results(model)
+        with contextlib.ExitStack() as stack:
+            # Parameters in bf16 need no casts; autocast would only look for them.
+            if config.precision != "bf16_params":
+                stack.enter_context(autocast(hardware.device, dtype))
+            if config.activation_offload:
+                stack.enter_context(offloaded_activations(model))
+            stack.enter_context(memory_budget(config))
+            stack.enter_context(room_for_programs(config))
+            return computed(*inputs, **named)
+
+    return loss_sum
+
+
+def plain_loss(
+    model: Model,
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    objective: Objective | None = None,
+) -> LossFunction:
+    """The function that evaluation calls: in the same precision, but not compiled, which
+    would cost more than it saves."""
+    plain = config.model_copy(update={"compile": False})
+    return loss_function(model, plain, hardware, objective=objective)

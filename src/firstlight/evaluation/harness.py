@@ -21,8 +21,14 @@ import numpy as np
 import torch
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
-from firstlight.evaluation.likelihood import Likelihood, TokenPair, likelihoods
-from firstlight.evaluation.results import Metric, Progress, TaskResult
+from firstlight.evaluation.scores import (
+    Likelihood,
+    Metric,
+    Progress,
+    TaskResult,
+    TokenPair,
+    likelihoods,
+)
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
@@ -37,7 +43,7 @@ _BOOTSTRAP_ITERATIONS = 1_000
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks that the harness has loaded. See `results.Task`."""
+    """Tasks that the harness has loaded. See `scores.Task`."""
 
     loaded_tasks: Mapping[str, Any]
     items: int | None

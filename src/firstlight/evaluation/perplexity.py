@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
@@ -17,8 +17,13 @@ from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.data.remote import local_folder
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
-from firstlight.evaluation.likelihood import row_losses
-from firstlight.evaluation.results import RowLoss, mean_loss, sampled_rows, standard_error
+from firstlight.evaluation.scores import (
+    RowLoss,
+    mean_loss,
+    row_losses,
+    sampled_rows,
+    standard_error,
+)
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import gather_objects
 from firstlight.weights.huggingface import LoadedModel, load_model
@@ -42,7 +47,7 @@ class Evaluation:
         seq_len: tokens a row.
         document_masking: True where tokens saw only their own document.
         loss_stderr, perplexity_stderr, bits_per_byte_stderr: standard errors of a random sample of
-            rows as an estimate of the whole split, see `results.standard_error`; that of the
+            rows as an estimate of the whole split, see `scores.standard_error`; that of the
             perplexity by the delta method. None where all rows were evaluated, or rows that were
             not drawn.
     """
@@ -292,8 +297,10 @@ def evaluate(
         DataError: the data is missing, damaged, or of another tokenizer.
         ModelError, CheckpointError: the model can't be used.
     """
-    least = {"seq_len": (seq_len, 1), "batch_size": (batch_size, 1), "sample": (sample, 2)}
-    _require_at_least({**least, "seed": (seed, 0)})
+    given = {"seq_len": seq_len, "batch_size": batch_size, "sample": sample, "seed": seed}
+    for (name, value), minimum in zip(given.items(), (1, 1, 2, 0), strict=True):
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, not {value}")
     loaded = loaded_for_evaluation(checkpoint, device)
     dataset = _open_split(loaded, data, split)
     options = _options_of_training(loaded, dataset, seq_len, document_masking)
@@ -307,12 +314,6 @@ def evaluate(
             f"the loss of {loaded.folder} is {result.loss}: its weights are not all finite numbers"
         )
     return result
-
-
-def _require_at_least(least: Mapping[str, tuple[int | None, int]]) -> None:
-    for name, (value, minimum) in least.items():
-        if value is not None and value < minimum:
-            raise ConfigError(f"{name} must be at least {minimum}, not {value}")
 
 
 def _open_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:

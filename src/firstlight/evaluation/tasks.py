@@ -1,25 +1,31 @@
-"""Tasks by name: `hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`."""
+"""Tasks by name: `hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`; and HellaSwag (Zellers et
+al. 2019) itself: its items, and a model's choice among the endings of each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from firstlight.errors import ConfigError, nearest
-from firstlight.evaluation.hellaswag import (
-    HUB_ID,
-    Item,
-    accuracies,
-    answer_items,
-    encode_items,
-    hub_hellaswag,
-    read_hellaswag,
-)
-from firstlight.evaluation.likelihood import TokenPair
+from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
 from firstlight.evaluation.perplexity import loaded_for_evaluation
-from firstlight.evaluation.results import Progress, Task, TaskResult
+from firstlight.evaluation.scores import (
+    Metric,
+    Progress,
+    Task,
+    TaskResult,
+    TokenPair,
+    encode_choices,
+    likelihoods,
+    mean_and_error,
+)
+from firstlight.files.atomic import read_file
 from firstlight.generation.engine import tokenizer_of
+from firstlight.models import Model
+from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
 HELLASWAG = "hellaswag"
@@ -28,7 +34,7 @@ HARNESS = "lm-eval:"
 
 @dataclass(frozen=True)
 class HellaSwag:
-    """HellaSwag's items, encoded for a model. See `results.Task`."""
+    """HellaSwag's items, encoded for a model. See `scores.Task`."""
 
     items: Sequence[Item]
     pairs: Sequence[TokenPair]
@@ -150,3 +156,219 @@ def evaluate_tasks(
         for task in ready
         for result in task.evaluate(loaded, batch_size=batch_size, on_texts=on_texts)
     ]
+
+
+#: The name of the data on the hub, as in lm-evaluation-harness.
+HUB_ID = "Rowan/hellaswag"
+#: The largest known, the training split, has 48 MB.
+_MAX_BYTES = 1 << 30
+
+
+def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
+    """The items of a JSON-lines file.
+
+    A line is an object with `ctx`, or the original data set's `ctx_a` and `ctx_b`, with `endings`
+    and `label`, and, where there is one, with `activity_label`.
+
+    Args:
+        path: the file; empty lines are passed over.
+        limit: only the first so many; the other lines are not looked at.
+
+    Raises:
+        InputError: the file can't be read, or a line (named) is something else.
+    """
+    items: list[Item] = []
+    for number, line in enumerate(read_file(path, _MAX_BYTES).splitlines(), start=1):
+        if limit is not None and len(items) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            items.append(item_of(json.loads(line.decode("utf-8"))))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number} is no HellaSwag item: {error}") from error
+    if not items:
+        raise InputError(f"{path} holds no items")
+    return items
+
+
+def hub_hellaswag(limit: int | None = None) -> list[Item]:
+    """The items of the validation split, from the hub or the cache of `datasets`.
+
+    Raises:
+        MissingDependencyError: `datasets` is not installed.
+        InputError: the hub can't be reached, or gives something else.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "datasets", "data", "hellaswag without a file (hellaswag,FILE.jsonl)"
+        ) from error
+    try:
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(HUB_ID, split="validation")
+        if limit is not None:
+            rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
+        return [item_of(row) for row in rows]
+    except Exception as error:
+        # Its own errors, those of its HTTP library, of the disk: all of them mean this.
+        raise InputError(
+            f"{HUB_ID} can't be had from the hub ({type(error).__name__}: {str(error)[:200]}): "
+            "give a file: --tasks hellaswag,FILE.jsonl"
+        ) from error
+
+
+def item_of(row: Any) -> Item:
+    """An item as lm-evaluation-harness lays it out (`tasks/hellaswag/utils.py`).
+
+    The context is `activity_label: ctx_a Ctx_b`, the second part with a capital. Of a row with
+    `ctx` alone it is `activity_label: ctx`, or `ctx` where there is no label.
+
+    Raises:
+        ValueError: a field is missing or of another kind; the text says which.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError("it is no JSON object")
+    if "ctx_a" in row or "ctx_b" in row:
+        context = _text(row, "ctx_a") + " " + _text(row, "ctx_b").capitalize()
+    else:
+        context = _text(row, "ctx")
+    if "activity_label" in row or "ctx_a" in row:
+        context = _text(row, "activity_label") + ": " + context
+    endings = row.get("endings")
+    if not isinstance(endings, list) or len(endings) < 2:
+        raise ValueError("endings must be a list of texts, at least two")
+    if not all(isinstance(ending, str) and _is_unicode(ending) for ending in endings):
+        raise ValueError("endings must be texts")
+    choices = tuple(cleaned(ending) for ending in endings)
+    if not all(choices) or not cleaned(context):
+        raise ValueError("the context or an ending is empty")
+    return Item(cleaned(context), choices, _label(row.get("label"), len(choices)))
+
+
+def cleaned(text: str) -> str:
+    """A text without the brackets that WikiHow's articles left in the data, as
+    lm-evaluation-harness's `preprocess` does it."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not _is_unicode(value):
+        raise ValueError(f"{name} must be a text" if name in row else f"{name} is missing")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether there is no half of a surrogate pair in it, which JSON can spell."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _label(value: Any, count: int) -> int:
+    """The number of the right ending; the data set writes it as a text."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if type(value) is not int or not 0 <= value < count:
+        raise ValueError(f"label must be a number from 0 to {count - 1}, not {value!r:.40}")
+    return value
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question.
+
+    Attributes:
+        context: the text to go on with; not empty.
+        choices: the endings, without the space before them; none of them empty.
+        gold: the number of the right one.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to an item.
+
+    Attributes:
+        logprobs: log-probability of each ending after the context.
+        acc: True where the right ending has the highest.
+        acc_norm: True where the right ending has the highest per character.
+    """
+
+    logprobs: tuple[float, ...]
+    acc: bool
+    acc_norm: bool
+
+
+def encode_items(
+    items: Sequence[Item], tokenizer: Tokenizer, context_tokens: int, where: str
+) -> list[TokenPair]:
+    """All endings of all items with their contexts, in order.
+
+    Args:
+        context_tokens: the model's context, in tokens.
+        where: name of the items in messages.
+
+    Raises:
+        InputError: an ending is longer than the model's context, or adds no token to its context.
+    """
+    pairs: list[TokenPair] = []
+    for number, item in enumerate(items, start=1):
+        # Contexts are held once for all endings.
+        encoded = encode_choices(tokenizer, item.context, [f" {c}" for c in item.choices])
+        for pair in encoded:
+            count = len(pair.continuation)
+            if not 0 < count <= context_tokens:
+                raise InputError(
+                    f"{where}: an ending of item {number} has {count} tokens, and the model's "
+                    f"context has room for 1 to {context_tokens}: leave the item out"
+                )
+        pairs += encoded
+    return pairs
+
+
+def answer_items(
+    model: Model,
+    items: Sequence[Item],
+    pairs: Sequence[TokenPair],
+    *,
+    batch_size: int,
+    on_pairs: Callable[[int, int], None] | None = None,
+) -> list[Answer]:
+    """A model's answer to each item.
+
+    Args:
+        model: a model in evaluation mode.
+        items: the questions.
+        pairs: the result of `encode_items`.
+        batch_size, on_pairs: see `likelihoods`.
+
+    Raises:
+        ModelError: the model's outputs are no numbers.
+    """
+    scored = likelihoods(model, pairs, batch_size=batch_size, on_pairs=on_pairs)
+    logprobs = iter([likelihood.logprob for likelihood in scored])
+    return [_answer(item, tuple(next(logprobs) for _ in item.choices)) for item in items]
+
+
+def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
+    """Of equals, the first counts, as numpy's argmax has it. lm-evaluation-harness's acc_norm
+    divides by characters; by bytes, it calls it acc_bytes."""
+    per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
+    return Answer(
+        logprobs,
+        logprobs.index(max(logprobs)) == item.gold,
+        per_character.index(max(per_character)) == item.gold,
+    )
+
+
+def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
+    """`acc` and `acc_norm` over the items."""
+    return {
+        "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
+        "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
+    }

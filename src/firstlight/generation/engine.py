@@ -166,7 +166,7 @@ class GenerationStream:
         prompt: text to continue.
         config: see `SamplingConfig`.
         compile: decode through torch.compile: a minute or so of compiling, then faster; see
-            `firstlight.generation.compiled`.
+            `firstlight.generation.batch`.
 
     Raises:
         ModelError: the model folder has no tokenizer.

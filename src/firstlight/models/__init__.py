@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from firstlight.models.cache import Cache, KVCache, RaggedCache
 from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
+from firstlight.models.language_model import Cache, KVCache, RaggedCache
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.models.cache import Cache
-from firstlight.models.language_model import LanguageModel, token_positions
+from firstlight.models.language_model import Cache, LanguageModel, token_positions
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
 from firstlight.models.moe import SparseMLP
 from firstlight.models.ops import (

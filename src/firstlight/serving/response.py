@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.generation.continuation import Continuation
-from firstlight.generation.sampling import TokenLogprob
+from firstlight.generation.continuation import Continuation, TokenLogprob
 from firstlight.generation.structured import SchemaError, Vocabulary
 from firstlight.serving.scheduler import Update
 from firstlight.tokenizer import Tokenizer

@@ -16,8 +16,7 @@ from torch import Tensor
 from firstlight.console import say
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.continuation import Continuation
-from firstlight.generation.sampling import TokenLogprob
+from firstlight.generation.continuation import Continuation, TokenLogprob
 
 #: Prompt tokens after which no more texts join between two steps, since the running texts wait
 #: meanwhile. One text always joins.

@@ -21,7 +21,7 @@ from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import DataError, TrainingError
 from firstlight.evaluation.perplexity import Evaluation
-from firstlight.evaluation.results import Task
+from firstlight.evaluation.scores import Task
 from firstlight.files.atomic import remove_leftovers, write_file
 from firstlight.hardware.device import is_out_of_memory, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token

@@ -14,7 +14,7 @@ from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
-from firstlight.evaluation.results import Task, TaskResult
+from firstlight.evaluation.scores import Task, TaskResult
 from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
