@@ -130,22 +130,22 @@ MUTANTS = [
     Mutant(
         "warmup begins at zero",
         "firstlight/optim/schedule.py",
-        "return (step + 1) / warmup_steps",
-        "return step / warmup_steps",
+        "return (step + 1) / self.warmup_steps",
+        "return step / self.warmup_steps",
         (_STEPS + "the_schedule_is_off_by_one",),
     ),
     Mutant(
         "decay ends a step late",
         "firstlight/optim/schedule.py",
-        "(step + 1 - warmup_steps) / max",
-        "(step - warmup_steps) / max",
+        "(step + 1 - begin) / max",
+        "(step - begin) / max",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(
         "decay ends a step early",
         "firstlight/optim/schedule.py",
-        "max(decay_steps - warmup_steps, 1), 1.0)",
-        "max(decay_steps - warmup_steps - 1, 1), 1.0)",
+        "max(self.decay_steps - begin, 1), 1.0)",
+        "max(self.decay_steps - begin - 1, 1), 1.0)",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(

@@ -25,7 +25,7 @@ from torch import Tensor
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import TrainingError
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import warmup_cosine
+from firstlight.optim.schedule import Schedule
 from firstlight.training.guard import LossScaler
 from firstlight.training.loop import train
 from firstlight.training.step import train_step
@@ -195,17 +195,19 @@ _DROPOUT = {
 
 def test_the_schedule_is_off_by_one() -> None:
     """lightning #1772: the first update had a learning rate of 0, or the second's."""
-    shares = [warmup_cosine(step, 10, 4, 0.1) for step in range(10)]
+    shares = [Schedule(10, 4, 10, 0.1).lr_scale(step) for step in range(10)]
     assert shares[:4] == [0.25, 0.5, 0.75, 1.0]
     assert shares[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 6)))
 
 
 def test_the_least_learning_rate_is_never_reached_or_a_step_early() -> None:
     for max_steps, warmup in ((10, 4), (7, 0), (2, 1), (100, 9)):
-        shares = [warmup_cosine(step, max_steps, warmup, 0.1) for step in range(max_steps)]
+        shares = [
+            Schedule(max_steps, warmup, max_steps, 0.1).lr_scale(step) for step in range(max_steps)
+        ]
         assert shares[-1] == pytest.approx(0.1, abs=1e-12)
         assert all(share > 0.1 + 1e-6 for share in shares[:-1]), (max_steps, warmup)
-    assert warmup_cosine(10**6, 10, 4, 0.1) == pytest.approx(0.1)
+    assert Schedule(10, 4, 10, 0.1).lr_scale(10**6) == pytest.approx(0.1)
 
 
 def test_the_horizon_is_rescaled_on_resume(recipe: dict[str, Any]) -> None:
@@ -215,7 +217,7 @@ def test_the_horizon_is_rescaled_on_resume(recipe: dict[str, Any]) -> None:
     recipe["schedule"] = {"max_steps": 9, "warmup_steps": 2}
     whole: list[Any] = []
     train(recipe, on_step=whole.append)
-    expected = [1e-3 * warmup_cosine(step, 9, 2, 0.1) for step in range(9)]
+    expected = [1e-3 * Schedule(9, 2, 9, 0.1).lr_scale(step) for step in range(9)]
     assert [record["learning_rate"] for record in whole] == expected
     recipe["run"]["dir"] += "-again"
     parts: list[Any] = []

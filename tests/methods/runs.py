@@ -16,7 +16,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
-from firstlight.optim.schedule import warmup_cosine
+from firstlight.optim.schedule import Schedule
 from firstlight.recipe import Recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
@@ -144,7 +144,7 @@ def _steps(program: TrainingProgram, seed: int) -> tuple[list[float], int]:
             count = recipe.batch.accumulation(recipe.data.seq_len)
             batches = [loader.next_batch() for _ in range(count)]
             on_device = (batch.to(device) for batch in batches)
-            result = program.step(on_device, warmup_cosine(step, STEPS, 4, 0.1))
+            result = program.step(on_device, Schedule(STEPS, 4, STEPS, 0.1).lr_scale(step))
             losses.append(result.loss)
             skipped += result.skipped
     return losses, skipped

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import math
+import typing
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -9,7 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.optim.schedule import Schedule, ScheduleConfig, resolve_schedule, warmup_cosine
+from firstlight.optim.schedule import Schedule, ScheduleConfig, ScheduleKind, resolve_schedule
+
+KINDS = typing.get_args(ScheduleKind)
+
+
+def warmup_cosine(step: int, decay_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    return Schedule(decay_steps, warmup_steps, decay_steps, min_lr_ratio).lr_scale(step)
 
 
 def test_every_value_of_a_short_schedule() -> None:
@@ -101,6 +110,124 @@ def test_nothing_given_is_one_epoch_with_a_twentieth_of_warm_up_down_to_a_tenth(
     assert resolved(max_steps=61) == Schedule(61, 3, 61, 0.1)
 
 
+def scales(schedule: Schedule) -> list[float]:
+    return [schedule.lr_scale(step) for step in range(schedule.max_steps)]
+
+
+def fractions(text: str) -> list[float]:
+    return [float(Fraction(one)) for one in text.split()]
+
+
+def test_a_line_comes_down_to_any_minimum_in_equal_steps() -> None:
+    found = scales(resolved(kind="linear", max_steps=8, warmup_steps=4, min_lr_ratio=0))
+    assert found == fractions("1/4 1/2 3/4 1 3/4 1/2 1/4 0")
+    found = scales(resolved(kind="linear", max_steps=8, warmup_steps=4, min_lr_ratio=0.5))
+    assert found == fractions("1/4 1/2 3/4 1 7/8 3/4 5/8 1/2")
+    assert resolved(kind="linear").min_lr_ratio == 0.1
+
+
+def test_wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part() -> None:
+    values: dict[str, Any] = {"kind": "wsd", "max_steps": 10, "warmup_steps": 2}
+    found = resolved(**values, decay_fraction=0.4)
+    assert scales(found) == fractions("1/2 1 1 1 1 1 3/4 1/2 1/4 0")
+    assert found.decay_begin == 6
+    assert found == resolved(**values, cooldown_steps=4)
+    assert scales(resolved(**values))[-3:] == [1, 0.5, 0]  # a fifth
+    kept = resolved(**values, cooldown_steps=4, decay_steps=8, min_lr_ratio=0.5)
+    assert scales(kept) == fractions("1/2 1 1 1 7/8 3/4 5/8 1/2 1/2 1/2")
+
+
+def test_one_minus_the_square_root_falls_faster_at_first() -> None:
+    found = scales(
+        resolved(kind="wsd", max_steps=18, warmup_steps=2, cooldown_steps=16, decay_shape="1-sqrt")
+    )
+    assert [found[1 + i] for i in (0, 1, 4, 9, 16)] == fractions("1 3/4 1/2 1/4 0")
+    assert found[2 + 7] == 1 - math.sqrt(8 / 16)
+
+
+def test_a_constant_rate_stays_at_the_peak() -> None:
+    found = resolved(kind="constant", max_steps=6, warmup_steps=2)
+    assert scales(found) == [0.5, 1, 1, 1, 1, 1]
+    assert (found.min_lr_ratio, found.decay_begin) == (1.0, 6)
+
+
+def test_the_inverse_square_root_of_the_step() -> None:
+    found = resolved(kind="inverse_sqrt", max_steps=64, warmup_steps=4)
+    assert [found.lr_scale(n - 1) for n in (1, 2, 4, 16, 64)] == fractions("1/4 1/2 1 1/2 1/4")
+    assert found.lr_scale(5) == math.sqrt(4 / 6)
+    # It does not depend on the run's length.
+    assert scales(found) == scales(resolved(kind="inverse_sqrt", max_steps=99, warmup_steps=4))[:64]
+    least = resolved(kind="inverse_sqrt", max_steps=64, warmup_steps=4, min_lr_ratio=0.5)
+    assert [least.lr_scale(n - 1) for n in (9, 16, 64)] == [math.sqrt(4 / 9), 0.5, 0.5]
+    assert scales(resolved(kind="inverse_sqrt", max_steps=4, warmup_steps=0))[::3] == [1, 0.5]
+
+
+@given(data=st.data(), kind=st.sampled_from(KINDS), ratio=st.floats(0, 1))
+def test_every_kind_rises_and_falls_without_a_leap(
+    data: st.DataObject, kind: str, ratio: float
+) -> None:
+    steps = data.draw(st.integers(2, 300))
+    warmup = data.draw(st.integers(0, steps - 1))
+    values: dict[str, Any] = {"kind": kind, "max_steps": steps, "warmup_steps": warmup}
+    if kind == "wsd":
+        values["cooldown_steps"] = data.draw(st.integers(1, steps - warmup))
+        values["decay_shape"] = data.draw(st.sampled_from(["linear", "1-sqrt", None]))
+    if kind != "constant":
+        values["min_lr_ratio"] = ratio
+    schedule = resolved(**values)
+    found = scales(schedule)
+    assert all(0 <= value <= 1 for value in found)
+    assert found[:warmup] == [(step + 1) / warmup for step in range(warmup)]
+    assert set(found[warmup : schedule.decay_begin]) <= {1.0}
+    falling = found[max(warmup - 1, 0) :]
+    assert falling == sorted(falling, reverse=True)
+    if kind in ("cosine", "linear", "wsd"):
+        assert found[-1] == pytest.approx(ratio, abs=1e-12)
+        decay = steps - schedule.decay_begin
+        # Of the curves that there are, the square root falls most in one step, its first; the
+        # cosine's greatest slope is pi/2.
+        steepest = math.sqrt(1 / decay) if schedule.decay_shape == "1-sqrt" else 1.6 / decay
+        leaps = [one - next_one for one, next_one in itertools.pairwise(found[warmup:])]
+        assert max(leaps, default=0) <= (1 - ratio) * steepest + 1e-12
+    if kind == "constant":
+        assert set(falling) <= {1.0}
+
+
+@given(steps=st.integers(1, 2000), share=st.integers(1, 99))
+def test_the_share_of_the_decay_is_computed_as_it_is_written(steps: int, share: int) -> None:
+    values: dict[str, Any] = {
+        "kind": "wsd",
+        "max_steps": steps,
+        "decay_fraction": share / 100,
+        "warmup_steps": 0,
+    }
+    assert resolved(**values).cooldown_steps == -(-steps * share // 100)
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"kind": "linear", "decay_fraction": 0.2}, "decay_fraction is for kind wsd, not linear"),
+        ({"decay_shape": "1-sqrt"}, "decay_shape is for kind wsd, not cosine"),
+        ({"cooldown_steps": 5}, "cooldown_steps is for kind wsd, not cosine"),
+        ({"kind": "constant", "decay_steps": 5}, "decay_steps is for kind cosine or linear or wsd"),
+        ({"kind": "inverse_sqrt", "decay_steps": 5}, "decay_steps is for kind"),
+        ({"kind": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio is for kind .*, not constant"),
+        ({"kind": "constant", "min_learning_rate": 0.1}, "min_learning_rate is for kind"),
+        ({"kind": "wsd", "decay_fraction": 0.2, "cooldown_steps": 5}, "how long the decay is"),
+    ],
+)
+def test_keys_of_other_kinds_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ScheduleConfig.model_validate(values)
+
+
+def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a warm-up of 90 steps and a decay of 20 are more than"):
+        resolved(kind="wsd", max_steps=100, warmup_steps=90)
+    assert resolved(kind="wsd", max_steps=100, warmup_steps=80).decay_begin == 80
+
+
 @pytest.mark.parametrize(
     "epochs, rows, steps",
     # 1.1 x 100 is more than 110 as a float.
@@ -159,7 +286,9 @@ def test_the_minimum_is_a_share_or_a_value() -> None:
 
 
 def test_a_resolved_section_is_read_as_it_was() -> None:
-    for values in ({}, {"min_learning_rate": 1e-4, "epochs": 2}, {"min_lr_ratio": None}):
+    several: list[dict[str, Any]] = [{"kind": kind} for kind in KINDS]
+    several += [{"min_learning_rate": 1e-4, "epochs": 2}, {"min_lr_ratio": None}]
+    for values in several:
         config = ScheduleConfig.model_validate(values)
         assert ScheduleConfig.model_validate(config.model_dump()) == config
     assert ScheduleConfig().min_lr_ratio == 0.1

@@ -30,7 +30,7 @@ from firstlight.errors import (
 )
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
-from firstlight.optim.schedule import warmup_cosine
+from firstlight.optim.schedule import Schedule
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
@@ -145,7 +145,9 @@ def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) ->
         evaluated = record["step"] in (6, 12)
         assert set(record) == _KEYS | (_EVALUATION_KEYS if evaluated else set())
         assert all(isinstance(value, int | float) for value in record.values())
-        assert record["learning_rate"] == 1e-3 * warmup_cosine(record["step"] - 1, 12, 2, 0.1)
+        assert record["learning_rate"] == 1e-3 * Schedule(12, 2, 12, 0.1).lr_scale(
+            record["step"] - 1
+        )
         assert record["seconds"] >= record["data_wait_seconds"] >= 0
         assert record["tokens_per_second"] * record["seconds"] == pytest.approx(4 * 32)
         assert record["samples_per_second"] * record["seconds"] == pytest.approx(4)
@@ -339,7 +341,7 @@ def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
     rows = TokenDataset(data, "train").num_rows(32)
     rates = [record["learning_rate"] for record in metrics(values)]
     assert len(rates) == math.ceil(1.5 * rows / 32)
-    assert rates == [8e-4 * warmup_cosine(step, 9, 3, 0.25) for step in range(len(rates))]
+    assert rates == [8e-4 * Schedule(9, 3, 9, 0.25).lr_scale(step) for step in range(len(rates))]
     assert rates[2] == 8e-4
     assert set(rates[8:]) == {2e-4}
 
@@ -690,7 +692,7 @@ def test_a_changed_setting_is_said(
     said = "changed since the checkpoint: optimizer.learning_rate, evaluation.every_steps\n"
     assert f"warning: {said}" in capsys.readouterr().err
     # The new rate counts, on the old schedule.
-    assert metrics(recipe)[5]["learning_rate"] == 2e-3 * warmup_cosine(5, 12, 2, 0.1)
+    assert metrics(recipe)[5]["learning_rate"] == 2e-3 * Schedule(12, 2, 12, 0.1).lr_scale(5)
 
 
 def test_nothing_is_said_of_an_unchanged_recipe(

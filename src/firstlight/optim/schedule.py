@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from firstlight.errors import ConfigError
 from firstlight.section import Section
 
+#: Curves of the learning rate after its warm-up.
+ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
+
+#: Curves of wsd's decay.
+DecayShape = Literal["linear", "1-sqrt"]
+
 #: Keys of which at most one is given, and the question that they answer.
 _ALTERNATIVES = (
     (("max_steps", "epochs"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
+    (("decay_fraction", "cooldown_steps"), "how long the decay is"),
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
+
+#: Keys that have a meaning for some kinds only.
+_KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
+    "decay_steps": ("cosine", "linear", "wsd"),
+    "decay_fraction": ("wsd",),
+    "cooldown_steps": ("wsd",),
+    "decay_shape": ("wsd",),
+    "min_lr_ratio": ("cosine", "linear", "wsd", "inverse_sqrt"),
+    "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
+}
+
+#: `min_lr_ratio` where no minimum is given.
+_DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
+
+#: `decay_fraction` where the length of wsd's decay is not given.
+_DECAY_FRACTION = 0.2
 
 
 class ScheduleConfig(Section):
     """The `schedule` section of a recipe."""
 
+    kind: ScheduleKind = "cosine"
+    """curve of the learning rate after its warm-up: "cosine" and "linear" come down to the minimum;
+    "wsd" (warm-up, stable, decay) stays at the peak and comes down in a last part of the run;
+    "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step), whatever the run's
+    length."""
     max_steps: int | None = Field(None, gt=0)
     """optimizer steps of the run; null is one epoch of the training split."""
     epochs: float | None = Field(None, gt=0)
@@ -37,9 +65,16 @@ class ScheduleConfig(Section):
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate has come down to its minimum, where it stays, counted from
     the run's first one; null is the last step of the run."""
+    decay_fraction: float | None = Field(None, gt=0, le=1)
+    """share of the run's steps that wsd's decay takes; null is 0.2."""
+    cooldown_steps: int | None = Field(None, gt=0)
+    """steps that wsd's decay takes, instead of decay_fraction."""
+    decay_shape: DecayShape | None = None
+    """curve of wsd's decay: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
+    first); null is linear."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
-    """minimum of the learning rate as a share of the peak; 0.1 where neither it nor
-    min_learning_rate is given."""
+    """minimum of the learning rate as a share of the peak; where neither it nor min_learning_rate
+    is given, 0.1, and 0 with kind wsd or inverse_sqrt."""
     min_learning_rate: float | None = Field(None, ge=0)
     """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; another peak (Muon's)
     comes down by the same factor."""
@@ -56,7 +91,11 @@ class ScheduleConfig(Section):
         if values.get("min_learning_rate") is not None:
             return {"min_lr_ratio": None, **values}
         if values.get("min_lr_ratio") is None:
-            return {key: value for key, value in values.items() if key != "min_lr_ratio"}
+            given = {key: value for key, value in values.items() if key != "min_lr_ratio"}
+            kind = values.get("kind")
+            if isinstance(kind, str) and kind in _DEFAULT_MINIMUM:
+                given["min_lr_ratio"] = _DEFAULT_MINIMUM[kind]
+            return given
         return values
 
     @model_validator(mode="after")
@@ -68,14 +107,19 @@ class ScheduleConfig(Section):
                     f"{' and '.join(given)} both say {question}: keep one, and set the other to "
                     "null"
                 )
+        for key, kinds in _KINDS_OF_KEYS.items():
+            if getattr(self, key) is not None and self.kind not in kinds:
+                raise ValueError(
+                    f"{key} is for kind {' or '.join(kinds)}, not {self.kind}: set it to null, or "
+                    "take another kind"
+                )
         return self
 
     def minimum_scale(self, learning_rate: float) -> float:
         """The minimum of the learning rate as a share of the peak `learning_rate`."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate / learning_rate
-        assert self.min_lr_ratio is not None
-        return self.min_lr_ratio
+        return 1.0 if self.min_lr_ratio is None else self.min_lr_ratio
 
 
 @dataclass(frozen=True)
@@ -86,17 +130,50 @@ class Schedule:
         max_steps: optimizer steps of the run.
         warmup_steps: steps over which the learning rate rises.
         decay_steps: step, counted from the first one, at which it is at its minimum.
-        min_lr_ratio: minimum of the learning rate as a share of the peak.
+        min_lr_ratio: minimum of the learning rate as a share of the peak; 1 for a constant rate.
+        kind: curve after the warm-up.
+        cooldown_steps: steps that wsd's decay takes.
+        decay_shape: curve of wsd's decay.
     """
 
     max_steps: int
     warmup_steps: int
     decay_steps: int
     min_lr_ratio: float
+    kind: ScheduleKind = "cosine"
+    cooldown_steps: int = 0
+    decay_shape: DecayShape = "linear"
+
+    @property
+    def decay_begin(self) -> int:
+        """The number of steps before the learning rate begins to fall; `max_steps` if it never
+        does."""
+        if self.kind == "constant":
+            return self.max_steps
+        return self.decay_steps - self.cooldown_steps if self.kind == "wsd" else self.warmup_steps
 
     def lr_scale(self, step: int) -> float:
-        """The share of the peak learning rate at `step` (0 is the first update)."""
-        return warmup_cosine(step, self.decay_steps, self.warmup_steps, self.min_lr_ratio)
+        """The share of the peak learning rate at `step` (0 is the first update).
+
+        Linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. Then a curve down to
+        min_lr_ratio at step decay_steps - 1, and min_lr_ratio from there on: half a cosine
+        (Loshchilov and Hutter 2017, without restarts), a line, or the peak followed by a decay of
+        cooldown_steps (Hu et al. 2024; for 1-sqrt Haegele et al. 2024). Or the peak for ever; or
+        the inverse square root of the step (Vaswani et al. 2017), never below min_lr_ratio.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "inverse_sqrt":
+            return max(math.sqrt(max(self.warmup_steps, 1) / (step + 1)), self.min_lr_ratio)
+        begin = self.decay_begin
+        if self.kind == "constant" or step < begin:
+            return 1.0
+        progress = min((step + 1 - begin) / max(self.decay_steps - begin, 1), 1.0)
+        if self.kind == "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+        else:
+            left = 1 - (math.sqrt(progress) if self.decay_shape == "1-sqrt" else progress)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
 def resolve_schedule(
@@ -116,7 +193,8 @@ def resolve_schedule(
         seq_len: tokens of a row.
 
     Raises:
-        ConfigError: the learning rate would have come down before it has risen.
+        ConfigError: the learning rate would have come down before it has risen, or warm-up and
+            decay don't fit into the run.
     """
     # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
     epochs = Fraction(str(config.epochs or 1))
@@ -135,17 +213,22 @@ def resolve_schedule(
             f"schedule.decay_steps {decay_steps} is not after the warm-up of {warmup_steps} steps: "
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
-    return Schedule(max_steps, warmup_steps, decay_steps, config.minimum_scale(learning_rate))
-
-
-def warmup_cosine(step: int, decay_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """The share of the peak learning rate at `step` (0 is the first update).
-
-    Linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1, then half a cosine
-    down to min_lr_ratio at step decay_steps - 1, and min_lr_ratio from there on (Loshchilov and
-    Hutter 2017, without restarts).
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min((step + 1 - warmup_steps) / max(decay_steps - warmup_steps, 1), 1.0)
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    cooldown_steps = 0
+    if config.kind == "wsd":
+        share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
+        cooldown_steps = config.cooldown_steps or math.ceil(share * max_steps)
+        if warmup_steps + cooldown_steps > decay_steps:
+            raise ConfigError(
+                f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
+                f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
+                "cooldown_steps, warmup_steps)"
+            )
+    return Schedule(
+        max_steps,
+        warmup_steps,
+        decay_steps,
+        config.minimum_scale(learning_rate),
+        config.kind,
+        cooldown_steps,
+        config.decay_shape or "linear",
+    )

@@ -31,6 +31,7 @@ from firstlight.files.atomic import write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.optim.schedule import Schedule
 from firstlight.optim.table import decay_counts
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
@@ -354,14 +355,10 @@ def describe_start(run: Run) -> Iterator[str]:
     schedule, optimizer, rows = run.schedule, run.recipe.optimizer, run.global_batch_size
     epochs = schedule.max_steps * rows / run.dataset.num_rows(run.seq_len)
     peak = optimizer.learning_rate
-    then = (
-        "so long that the learning rate never falls: set schedule.warmup_steps lower"
-        if schedule.warmup_steps >= schedule.max_steps
-        else f"then down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
-    )
     yield (
         f"schedule: {schedule.max_steps:,} steps of {rows} x {run.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, {then}"
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
+        f"{_after_warm_up(schedule, peak)}"
     )
     counts = decay_counts(_trained(run))
     yield (
@@ -369,6 +366,21 @@ def describe_start(run: Run) -> Iterator[str]:
         f"{counts['decayed_tensors']} matrices; none for {counts['undecayed_parameters']:,} in "
         f"{counts['undecayed_tensors']} norms and biases"
     )
+
+
+def _after_warm_up(schedule: Schedule, peak: float) -> str:
+    """The course of the learning rate after its warm-up, in words."""
+    if schedule.warmup_steps >= schedule.max_steps:
+        return "so long that the learning rate never falls: set schedule.warmup_steps lower"
+    if schedule.kind == "constant":
+        return "then constant"
+    if schedule.kind == "inverse_sqrt":
+        last = f"{peak * schedule.lr_scale(schedule.max_steps - 1):.4g}"
+        return f"then by the inverse square root of the step to {last} at the end"
+    lowest = f"down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
+    if schedule.kind == "wsd":
+        return f"stable to step {schedule.decay_begin:,}, then {lowest} ({schedule.decay_shape})"
+    return f"then {'linearly ' if schedule.kind == 'linear' else ''}{lowest}"
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:

@@ -321,10 +321,12 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
             "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
             "schedule": {
                 **recipe.schedule.model_dump(
-                    exclude={"epochs", "decay_steps", "min_learning_rate"}
+                    exclude={"epochs", "decay_steps", "cooldown_steps", "min_learning_rate"}
                 ),
                 "max_steps": found.max_steps,
-                "min_lr_ratio": recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
+                "min_lr_ratio": None
+                if recipe.schedule.kind == "constant"
+                else recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
             },
             "optimizer.learning_rate": found.learning_rate,
         },
