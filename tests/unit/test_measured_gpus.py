@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from firstlight.cli.plan import plan_command
 from firstlight.hardware.gpus import find_gpu
-from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
+from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.plan.machine import find_machine
 from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import InputError
-from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
+from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.speed.calibration import (
     Calibration,
     Entry,

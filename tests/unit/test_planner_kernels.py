@@ -16,11 +16,15 @@ from torch import Tensor
 
 from firstlight.bench.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
-from firstlight.planner.memory.allocator import CachingAllocator, reserved_bytes, rounded
 from firstlight.planner.memory.emulation import CudaKernels
-from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu, workspace_bytes
-from firstlight.planner.memory.operators import Operator
-from firstlight.planner.memory.prediction import predict
+from firstlight.planner.memory.kernels import (
+    Operator,
+    Target,
+    cuda_target,
+    this_cpu,
+    workspace_bytes,
+)
+from firstlight.planner.memory.prediction import CachingAllocator, predict, reserved_bytes, rounded
 from firstlight.planner.memory.program import fake_tensors
 from firstlight.planner.memory.trace import Trace, Tracer
 

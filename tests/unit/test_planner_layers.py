@@ -16,20 +16,24 @@ from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner.memory import recipe as recipes
-from firstlight.planner.memory.kernels import Target, cuda_target
+from firstlight.planner.memory.kernels import Operator, Target, cuda_target
 from firstlight.planner.memory.layers import in_fewer_layers
 from firstlight.planner.memory.module import predict_generation
-from firstlight.planner.memory.operators import Operator
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
     MemoryPrediction,
     PhasePeak,
-    cut,
     predict,
 )
 from firstlight.planner.memory.program import Equivalent
-from firstlight.planner.memory.recipe import TraceJob, predict_evaluation, run_jobs, trace_memory
+from firstlight.planner.memory.recipe import (
+    TraceJob,
+    cut,
+    predict_evaluation,
+    run_jobs,
+    trace_memory,
+)
 from firstlight.planner.memory.trace import ALIVE, Storage, Trace
 from firstlight.planner.speed.operators import streamed_bytes
 from firstlight.recipe import ResolvedRecipe

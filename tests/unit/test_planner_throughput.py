@@ -20,15 +20,15 @@ from firstlight.bench.planner_speed import (
 )
 from firstlight.bench.runner import RowOutcome
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
-from firstlight.planner.memory.kernels import cuda_target
-from firstlight.planner.memory.operators import (
+from firstlight.planner.memory.kernels import (
     Layout,
     Operator,
     OperatorCount,
-    at_depth,
     bytes_of,
+    cuda_target,
     flops_of,
 )
+from firstlight.planner.memory.layers import at_depth
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.calibration import Calibration, Reference
 from firstlight.planner.speed.gpu import (

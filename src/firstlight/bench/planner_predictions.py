@@ -23,9 +23,15 @@ import torch
 from firstlight.bench.gpu_machine import BenchMachine
 from firstlight.bench.models import PlannerCase
 from firstlight.errors import FirstlightError
-from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
+from firstlight.planner.memory.kernels import (
+    Layout,
+    Operator,
+    OperatorCount,
+    Target,
+    cuda_target,
+    this_cpu,
+)
 from firstlight.planner.memory.module import predict_generation
-from firstlight.planner.memory.operators import Layout, Operator, OperatorCount
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import predict_evaluation, trace_memory

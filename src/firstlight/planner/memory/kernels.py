@@ -1,24 +1,124 @@
-"""How a target's kernels differ from what a trace on fake CPU tensors shows.
+"""The operators that a trace counts, and what a target's kernels take for them.
 
-Each difference is a function of its own with a test of its own. Two kinds:
-
-- what a kernel allocates inside (`workspace_bytes`), by the operator's name;
-- which kernels a GPU takes where a CPU takes others (`cuda_kernels`), so that autograd keeps other
-  things for the backward pass.
+A trace on fake CPU tensors sees shapes, not what a kernel allocates inside (`workspace_bytes`):
+each such difference is a function of its own with a test of its own. Which kernels a GPU takes
+where a CPU takes others, so that autograd keeps other things for the backward pass: `emulation.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from firstlight.models.blockwise import QUERIES, at_a_time, blocks_of
 from firstlight.models.moe import ROWS_OF_BLOCKS
-from firstlight.planner.memory.operators import Operator, bytes_of
+
+_aten: Any = torch.ops.aten
+_firstlight: Any = torch.ops.firstlight
+
+#: What (shape, dtype) of a tensor is in an operator's key.
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+#: Lists, one after the other, of operators on these; each is as long as the others.
+LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kind of operator call: equal calls are one.
+
+    Attributes:
+        name: torch's, such as "aten.mm.default".
+        phase: phase of the step.
+        inputs, outputs: shape and dtype of each tensor.
+        flops: FLOPs of its matrix products; 0 if it has none.
+        moved_bytes: read and written, each tensor once; 0 for views.
+        options: further properties of the call that its kernel's memory depends on.
+    """
+
+    name: str
+    phase: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    flops: int
+    moved_bytes: int
+    options: str = ""
+
+    @property
+    def base_name(self) -> str:
+        """The name without library and overload: "mm" of "aten.mm.default"."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True)
+class OperatorCount:
+    """Equal calls of an operator: what a model of speed works with.
+
+    Attributes:
+        operator: the operator with its shapes and phase.
+        count: calls in one optimizer step, evaluation batch or decoding step.
+    """
+
+    operator: Operator
+    count: int
+
+
+def bytes_of(layout: Layout) -> int:
+    """Of a tensor, packed."""
+    return layout[1].itemsize * math.prod(layout[0])
+
+
+def total_bytes(layouts: Iterable[Layout]) -> int:
+    """The packed bytes of several tensors together."""
+    return sum(map(bytes_of, layouts))
+
+
+_sdpa_flops: Any = sdpa_flop_count
+_sdpa_backward_flops: Any = sdpa_backward_flop_count
+
+
+def _blockwise_flops(query: Tensor, key: Tensor) -> int:
+    """Of one product: the keys of a block end with it."""
+    batch, heads, new, size = query.shape
+    scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
+    return 2 * batch * heads * size * scores
+
+
+#: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _sdpa_flops(
+        q.shape, k.shape, v.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
+        _sdpa_backward_flops(g.shape, q.shape, k.shape, v.shape)
+    ),
+    # Each row by the weight of its own expert, [experts, out, in].
+    _firstlight.grouped_linear: lambda x, w, *_: 2 * len(x) * w.shape[1] * w.shape[2],
+    _firstlight.grouped_linear_backward: lambda g, _, w, *__: 4 * len(g) * w.shape[1] * w.shape[2],
+    _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise_flops(q, k),
+    # The scores once more, and the gradients of all that two products had.
+    _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise_flops(q, k),
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Of one call of an operator's matrix products and attention; 0 for others."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _MORE_FLOPS:
+        return _MORE_FLOPS[packet](*args)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0
+
+
+# Targets
 
 
 @dataclass(frozen=True)
@@ -77,8 +177,8 @@ def cuda_target(
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
     """What an operator's kernel allocates inside, through torch's allocator, at its peak."""
-    name = operator.name.split(".")[1] if "." in operator.name else operator.name
-    if name in _BLOCKWISE:
+    name = operator.base_name
+    if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
     # CUDA's kernels are taken to allocate nothing inside but cuBLAS' workspace, see
     # `library_bytes`.
@@ -280,8 +380,6 @@ def promoted_operand_bytes(operator: Operator) -> int:
 
 
 _ELEMENTWISE = ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "addcmul", "lerp")
-
-_BLOCKWISE = ("blockwise_attention", "blockwise_attention_backward")
 
 _CPU_KERNELS: dict[str, Callable[[Operator, Target], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention_bytes,

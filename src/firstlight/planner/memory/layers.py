@@ -12,11 +12,12 @@ line begins at a model that is compiled to the end, and has the slope of its gra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from firstlight.models import ModelConfig
-from firstlight.planner.memory.operators import at_depth
+from firstlight.planner.memory.kernels import LISTS, Layout, OperatorCount, total_bytes
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -222,3 +223,49 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 def _with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
     model = recipe.model.model_copy(update={"num_hidden_layers": count})
     return recipe.model_copy(update={"model": model})
+
+
+def at_depth(
+    few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
+) -> list[OperatorCount]:
+    """The operators of a deep model from those of two shallow ones.
+
+    Args:
+        few: counts of the model with fewer layers.
+        more: counts of the model with one layer more.
+        steps: layers that the deep model has beyond `more`.
+    """
+    before = {entry.operator: entry.count for entry in few}
+    found = []
+    for entry in more:
+        each = entry.count - before.get(entry.operator, 0)
+        # Of lists of all parameters there is one operator, with longer lists.
+        is_list = not entry.operator.outputs and entry.operator not in before
+        count = entry.count if is_list else entry.count + max(each, 0) * steps
+        found.append(OperatorCount(entry.operator, count))
+        if is_list:
+            found += _longer_lists(entry, few, steps)
+    return found
+
+
+def _longer_lists(
+    entry: OperatorCount, few: Sequence[OperatorCount], steps: int
+) -> list[OperatorCount]:
+    """What a layer more brings to a list, once for each further layer."""
+    one = entry.operator
+    like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
+    lists = LISTS.get(one.base_name, 1)
+    for other in like:
+        pairs = zip(_equal_parts(one.inputs, lists), _equal_parts(other.inputs, lists), strict=True)
+        # In each list, in the same order: what belongs together has to stay together.
+        added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
+        inputs = tuple(layout for part in added for layout in part)
+        if inputs and len(inputs) == len(one.inputs) - len(other.inputs):
+            layer = replace(one, inputs=inputs, moved_bytes=total_bytes(inputs))
+            return [OperatorCount(layer, entry.count * steps)]
+    return []
+
+
+def _equal_parts(layouts: Sequence[Layout], lists: int) -> list[Sequence[Layout]]:
+    size = len(layouts) // lists
+    return [layouts[i * size : (i + 1) * size] for i in range(lists)]

@@ -1,19 +1,19 @@
-"""From a trace to what was in memory when: the peak, by part and by phase."""
+"""From a trace to what was in memory when: the peak, by part and by phase, and what CUDA's caching
+allocator reserves for it."""
 
 from __future__ import annotations
 
+import bisect
 import collections
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.planner.memory.allocator import reserved_bytes, rounded
-from firstlight.planner.memory.kernels import Target, workspace_bytes
-from firstlight.planner.memory.operators import OperatorCount
-from firstlight.planner.memory.trace import ALIVE, Storage, Trace
+from firstlight.planner.memory.kernels import OperatorCount, Target, workspace_bytes
+from firstlight.planner.memory.trace import ALIVE, Trace
 
 #: What memory is divided into, in the order in which tables show it.
 PARTS = (
@@ -157,36 +157,6 @@ def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
     return tuple(OperatorCount(trace.operators[i], count) for i, count in counts.items())
 
 
-def cut(trace: Trace, first: int, last: int) -> Trace:
-    """Part of a trace, as one of its own.
-
-    Args:
-        trace: complete.
-        first, last: ticks; what was alive at the first was so from the beginning.
-    """
-    storages = [
-        replace(
-            storage,
-            birth=max(storage.birth - first, 0),
-            death=storage.death - first if storage.death <= last else ALIVE,
-        )
-        for storage in trace.storages
-        if storage.birth <= last and storage.death >= first
-    ]
-
-    def inside(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(a - first, b - first) for a, b in stretches if first <= a and b <= last]
-
-    return replace(
-        trace,
-        storages=storages,
-        calls=trace.calls[first : last + 1],
-        phases=trace.phases[first : last + 1],
-        segments=inside(trace.segments),
-        recomputations=inside(trace.recomputations),
-    )
-
-
 class Timeline:
     """Bytes in memory at each tick of a trace, by part.
 
@@ -291,35 +261,130 @@ def settle_parts(trace: Trace) -> None:
     What a forward pass makes and leaves alive is kept for the backward pass: activations, but for
     what the head and the loss make. So is what a forward pass that is computed again leaves.
     """
-    kept = _SegmentEnds(trace.segments)
-    again = _SegmentEnds(trace.recomputations)
+    kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
         if storage.part:
             continue
         if storage.phase in ("loss", "backward of loss"):
             storage.part = "logits_and_loss"
-        elif _outlives(storage, again if storage.recomputed else kept):
+        elif storage.death > (again if storage.recomputed else kept)[storage.birth]:
             storage.part = "activations"
         else:
             storage.part = "temporaries"
 
 
-class _SegmentEnds:
-    """The last tick of the segment that a tick is in."""
-
-    def __init__(self, segments: Sequence[tuple[int, int]]) -> None:
-        ordered = sorted(segments)
-        self._firsts = np.array([first for first, _ in ordered], np.int64)
-        self._lasts = [last for _, last in ordered]
-
-    def of(self, tick: int) -> int | None:
-        """None outside of all segments."""
-        place = int(np.searchsorted(self._firsts, tick, "right")) - 1
-        if place < 0 or tick > self._lasts[place]:
-            return None
-        return self._lasts[place]
+def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
+    """The last tick of the span around each tick; outside of spans, what no storage outlives."""
+    ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
+    for first, last in spans:
+        ends[first : last + 1] = last
+    return ends
 
 
-def _outlives(storage: Storage, ends: _SegmentEnds) -> bool:
-    last = ends.of(storage.birth)
-    return last is not None and storage.death > last
+# CUDA's caching allocator (c10's CUDACachingAllocator.cpp)
+
+_MIB = 2**20
+_ROUND = 512
+_SMALL = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_MIDDLE = 10 * _MIB
+_MIDDLE_SEGMENT = 20 * _MIB
+_LARGE_ROUND = 2 * _MIB
+
+
+def rounded(size: int) -> int:
+    """Bytes that the allocator counts for a storage."""
+    return max(-(-size // _ROUND) * _ROUND, _ROUND) if size else 0
+
+
+@dataclass(eq=False)
+class _Block:
+    """Part of a segment, in a chain of neighbours."""
+
+    size: int
+    address: int
+    is_small: bool
+    is_free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """The allocator's books, without memory.
+
+    Attributes:
+        reserved: bytes of all segments, which are never given back.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+
+    def allocate(self, size: int) -> _Block:
+        """Take a block for so many bytes."""
+        size = rounded(size) or _ROUND
+        is_small = size <= _SMALL
+        # The smallest that is large enough, as the allocator takes it.
+        free = self._free[is_small]
+        place = bisect.bisect_left(free, (size, -1))
+        block = free.pop(place)[2] if place < len(free) else self._segment(size, is_small)
+        left = block.size - size
+        if left >= _ROUND if is_small else left > _SMALL:
+            rest = _Block(left, block.address + size, is_small, before=block, after=block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._insert(rest)
+        block.is_free = False
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Give a block back."""
+        block.is_free = True
+        # Free neighbours are joined, or their halves would be too small for the next large storage.
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                free = self._free[other.is_small]
+                free.pop(bisect.bisect_left(free, (other.size, other.address)))
+                block, second = (other, block) if other is block.before else (block, other)
+                block.size += second.size
+                block.after = second.after
+                if second.after is not None:
+                    second.after.before = block
+        self._insert(block)
+
+    def _segment(self, size: int, is_small: bool) -> _Block:
+        if is_small:
+            length = _SMALL_SEGMENT
+        elif size < _MIDDLE:
+            length = _MIDDLE_SEGMENT
+        else:
+            length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        # Segments are no neighbours, whatever their addresses: no chain leads from one to the next.
+        block = _Block(length, self.reserved, is_small)
+        self.reserved += length
+        return block
+
+    def _insert(self, block: _Block) -> None:
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
+
+
+def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
+    """The most that the allocator reserves.
+
+    Args:
+        lifetimes: (size, first tick, last tick) of each storage, in the order of their making.
+    """
+    allocator = CachingAllocator()
+    events: list[tuple[int, int, int, int]] = []
+    for number, (size, birth, death) in enumerate(lifetimes):
+        if size:
+            events += [(birth, 1, number, size), (death + 1, 0, number, size)]
+    # What dies at a tick is freed (0) before what is made at the next one is allocated (1).
+    blocks: dict[int, _Block] = {}
+    for _, makes, number, size in sorted(events):
+        if makes:
+            blocks[number] = allocator.allocate(size)
+        else:
+            allocator.free(blocks.pop(number))
+    return allocator.reserved

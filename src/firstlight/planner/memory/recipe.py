@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from firstlight.planner.memory.layers import (
     in_fewer_layers,
     merged,
 )
-from firstlight.planner.memory.prediction import MemoryPrediction, cut, predict
+from firstlight.planner.memory.prediction import MemoryPrediction, predict
 from firstlight.planner.memory.program import (
     PLANNED,
     Equivalent,
@@ -44,7 +44,7 @@ from firstlight.planner.memory.program import (
     uncompiled,
     watch_program,
 )
-from firstlight.planner.memory.trace import Trace, Tracer
+from firstlight.planner.memory.trace import ALIVE, Trace, Tracer
 from firstlight.planner.plan.processes import Workers
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training import preference
@@ -240,6 +240,36 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
         trace = _finished(tracer, planned)
     parts = cut(trace, 0, last), cut(trace, last + 1, len(trace.calls) - 1)
     return predict(parts[0], target, stretches=3), predict(parts[1], target, stretches=3)
+
+
+def cut(trace: Trace, first: int, last: int) -> Trace:
+    """Part of a trace, as one of its own.
+
+    Args:
+        trace: complete.
+        first, last: ticks; what was alive at the first was so from the beginning.
+    """
+    storages = [
+        replace(
+            storage,
+            birth=max(storage.birth - first, 0),
+            death=storage.death - first if storage.death <= last else ALIVE,
+        )
+        for storage in trace.storages
+        if storage.birth <= last and storage.death >= first
+    ]
+
+    def inside(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(a - first, b - first) for a, b in stretches if first <= a and b <= last]
+
+    return replace(
+        trace,
+        storages=storages,
+        calls=trace.calls[first : last + 1],
+        phases=trace.phases[first : last + 1],
+        segments=inside(trace.segments),
+        recomputations=inside(trace.recomputations),
+    )
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from firstlight.planner.memory.operators import Layout, Operator, bytes_of, flops_of
+from firstlight.planner.memory.kernels import Layout, Operator, bytes_of, flops_of
 
 _aten: Any = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default

@@ -26,7 +26,7 @@ import torch
 
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.device import find_hardware
-from firstlight.planner.memory.operators import Layout, Operator
+from firstlight.planner.memory.kernels import Layout, Operator
 from firstlight.planner.speed.gpu import attention_flops
 from firstlight.planner.speed.operators import (
     is_attention,

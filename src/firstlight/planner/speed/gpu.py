@@ -39,7 +39,7 @@ from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.gpus import GPU
 from firstlight.models.blockwise import blocks_of
-from firstlight.planner.memory.operators import Operator
+from firstlight.planner.memory.kernels import Operator
 from firstlight.planner.speed.operators import (
     MatrixProduct,
     is_attention,

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from firstlight.planner.memory.operators import (
+from firstlight.planner.memory.kernels import (
     LISTS,
     Layout,
     Operator,

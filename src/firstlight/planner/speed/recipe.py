@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.memory.kernels import Target
-from firstlight.planner.memory.operators import OperatorCount
+from firstlight.planner.memory.kernels import OperatorCount, Target
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.ranks import copies_of, engine_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
-from firstlight.planner.memory.operators import Layout, Operator, bytes_of
+from firstlight.planner.memory.kernels import Layout, Operator, bytes_of
 from firstlight.planner.speed.operators import is_attention
 
 _aten = torch.ops.aten

@@ -17,7 +17,7 @@ from firstlight.efficiency.memory import keep_memory
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.device import find_hardware
-from firstlight.planner.memory.operators import Layout, Operator, OperatorCount, bytes_of
+from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.speed.calibration import (
     FORMAT,
     Calibration,

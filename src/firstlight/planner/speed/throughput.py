@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from firstlight.hardware.gpus import GPU
-from firstlight.planner.memory.operators import OperatorCount, total_bytes
+from firstlight.planner.memory.kernels import OperatorCount, total_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.calibration import Calibration, Source
 from firstlight.planner.speed.gpu import (
