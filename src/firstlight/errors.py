@@ -24,6 +24,8 @@ from collections.abc import Iterable
 
 #: Exit code of `firstlight train` for a run that diverged; 75 asks to run the command again.
 DIVERGED_EXIT_CODE = 76
+#: Remedy that the messages about a diverged run name.
+DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
 #: Longer messages are cut: a name in a damaged file can be of any length.
 _MAX_CHARS = 2000

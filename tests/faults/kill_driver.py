@@ -29,8 +29,8 @@ import firstlight.training.loop
 import firstlight.training.run
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 
 
 def survives(recipe: dict[str, Any], seconds: float) -> bool:

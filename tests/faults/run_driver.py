@@ -47,11 +47,11 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.plan.processes import RunForecaster
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
+from firstlight.training.processes import SAVE_NOW_NAME
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.stopping import SAVE_NOW_NAME
 from firstlight.training.validation import evaluate
 
 _AT_ONCE = 2

@@ -19,8 +19,8 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.shards import BLOCK_BYTES
 from firstlight.errors import CheckpointError, DataError
 from firstlight.files.atomic import remove_folder
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 
 
 def zero(path: Path) -> None:

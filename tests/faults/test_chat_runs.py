@@ -14,8 +14,8 @@ import yaml
 from driven import MEASURED, Chain, differences, drive, newest, run_of, write_recipe
 
 from firstlight.data.chat import prepare_chat
+from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.metrics import read_json_lines
 
 _TEMPLATE = (
     "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content ~ eos_token -}}{%- endfor -%}"

@@ -10,7 +10,7 @@ from typing import Any
 from driven import Chain, differences, drive, run_of, write_recipe
 from scale import cases
 
-from firstlight.training.metrics import read_json_lines
+from firstlight.report.records import read_json_lines
 
 _STEPS = 40
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")

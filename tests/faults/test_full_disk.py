@@ -16,9 +16,9 @@ import yaml
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 
 _COMMAND = [sys.executable, "-m", "firstlight"]
 

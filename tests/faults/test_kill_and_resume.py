@@ -17,7 +17,7 @@ from scale import cases
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
-from firstlight.training.metrics import read_json_lines
+from firstlight.report.records import read_json_lines
 
 _DRIVER = Path(__file__).with_name("crash_driver.py")
 _SEED = 1

@@ -18,8 +18,8 @@ from torch import Tensor
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 from firstlight.weights.stored import WEIGHTS_NAME
 
 _STEPS = 8

@@ -14,7 +14,7 @@ from driven import MEASURED, newest, write_recipe
 from scale import cases
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.training.metrics import read_json_lines
+from firstlight.report.records import read_json_lines
 
 _DRIVER = Path(__file__).with_name("kill_driver.py")
 _SEED = 20

@@ -23,7 +23,7 @@ from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.sharding import FSDPEngine
 from firstlight.recipe import parse_recipe
-from firstlight.training.metrics import read_json_lines
+from firstlight.report.records import read_json_lines
 from firstlight.training.program import TrainingProgram
 
 _DISTRIBUTED = Path(__file__).parents[1] / "distributed"

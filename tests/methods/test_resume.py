@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from runs import one_thread
 
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import TrainResult, train
-from firstlight.training.metrics import read_json_lines
 from firstlight.weights.stored import WEIGHTS_NAME
 
 _CASES: dict[str, dict[str, dict[str, Any]]] = {

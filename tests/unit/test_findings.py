@@ -21,10 +21,10 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.evaluation.perplexity import load_for_evaluation
 from firstlight.report.compare import compare, comparison_page, warnings_of
+from firstlight.report.findings import findings_of
 from firstlight.report.html import run_page
 from firstlight.report.records import read_run
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.findings import findings_of
 from firstlight.training.loop import train
 from firstlight.training.run import Run
 from firstlight.training.step import StepResult

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.training.metrics import JsonLines, keep_until, read_json_lines
+from firstlight.report.records import read_json_lines
+from firstlight.training.metrics import JsonLines, keep_until
 
 
 def write(path: Path, *records: dict[str, Any]) -> None:

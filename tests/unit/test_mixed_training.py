@@ -20,9 +20,9 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation, evaluate
 from firstlight.recipe import parse_recipe
+from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 from firstlight.training.validation import mixed_evaluation
 
 

@@ -24,9 +24,9 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.recipe import PreferenceConfig, parse_recipe
+from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
 from firstlight.weights.huggingface import load_model

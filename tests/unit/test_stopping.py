@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from firstlight.training.stopping import Stopping, StopRequestedError
+from firstlight.training.processes import Stopping, StopRequestedError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -131,7 +131,7 @@ def test_time_counts_from_the_start_but_only_once_a_step_is_done(
 
 _DEFAULTS = """
 import os, signal, sys
-from firstlight.training.stopping import Stopping
+from firstlight.training.processes import Stopping
 with Stopping(None, shown=True) as stopping:
     stopping.watch()
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))

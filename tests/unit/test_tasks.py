@@ -46,9 +46,9 @@ from firstlight.models import (
     MoEConfig,
     empty_model,
 )
+from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
-from firstlight.training.metrics import read_json_lines
 from firstlight.weights.huggingface import LoadedModel, model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME

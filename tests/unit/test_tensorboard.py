@@ -20,8 +20,9 @@ from firstlight.cli.main import main
 from firstlight.errors import MissingDependencyError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import RunLogs, read_json_lines
+from firstlight.training.metrics import RunLogs
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
 pytest.importorskip("tensorboard")

@@ -32,10 +32,10 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import load_recipe, parse_recipe
+from firstlight.report.records import last_start, read_json_lines
 from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
-from firstlight.training.metrics import last_start, read_json_lines
 from firstlight.training.run import Run
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name

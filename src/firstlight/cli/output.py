@@ -14,7 +14,7 @@ import click
 from firstlight.console import say
 
 if TYPE_CHECKING:
-    from firstlight.training.findings import Finding
+    from firstlight.report.findings import Finding
 
 P = ParamSpec("P")
 

@@ -201,7 +201,7 @@ def _show(result: TrainResult) -> None:
 
 def _as_json(result: TrainResult) -> dict[str, Any]:
     """A run's result as JSON values."""
-    from firstlight.training.metrics import last_start
+    from firstlight.report.records import last_start
 
     best_folder = result.best_checkpoint
     return {
@@ -248,7 +248,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.parallel import find_world
     from firstlight.planner.plan.automatic import planned_elsewhere
     from firstlight.recipe import load_recipe
-    from firstlight.training.run import RECIPE_NAME
+    from firstlight.report.records import RECIPE_NAME
 
     if find_world().size > 1:
         raise ConfigError("--plan auto is for one process: leave it out, or leave out --nproc")
@@ -323,7 +323,7 @@ def _require_recipe(path: str, verb: str) -> None:
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES
-    from firstlight.training.run import RECIPE_NAME
+    from firstlight.report.records import RECIPE_NAME
     from firstlight.weights.huggingface import CONFIG_NAME
 
     place, quoted = Path(path).expanduser(), shlex.quote(path)

@@ -16,9 +16,9 @@ from markupsafe import Markup
 from firstlight.console import loss_text, own_version, plain, rounded
 from firstlight.errors import ConfigError
 from firstlight.report.charts import Chart, Line
+from firstlight.report.findings import Finding, findings_of
 from firstlight.report.page import chosen_samples, duration, legend, memory_unit, page, plots
 from firstlight.report.records import Axis, Metrics, RunRecord, Series, smoothed
-from firstlight.training.findings import Finding, findings_of
 
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
 _BUCKETS = 350

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from firstlight.console import loss_text, own_version, plain, rounded
 from firstlight.report.charts import COLOURS, Chart, Line, Mark
 from firstlight.report.compare import accuracies, final_numbers
+from firstlight.report.findings import Finding, findings_of
 from firstlight.report.page import (
     chosen_samples,
     duration,
@@ -24,9 +25,7 @@ from firstlight.report.page import (
     plots,
     shortened,
 )
-from firstlight.report.records import Metrics, RunRecord, Series, smoothed
-from firstlight.training.findings import Finding, findings_of
-from firstlight.training.metrics import MOSTLY_LEARNED
+from firstlight.report.records import MOSTLY_LEARNED, Metrics, RunRecord, Series, smoothed
 
 #: Of thinned curves; a wide chart has so many pixels.
 _BUCKETS = 700

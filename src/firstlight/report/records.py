@@ -19,13 +19,16 @@ from pydantic_core import from_json
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file
 from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
-from firstlight.training.metrics import (
-    EVENTS_NAME,
-    METRICS_NAME,
-    SAMPLES_NAME,
-    STARTS_NAME,
-    read_json_lines,
-)
+
+#: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
+#: learned, but for the padding of an epoch's last row.
+MOSTLY_LEARNED = 0.9
+
+METRICS_NAME = "metrics.jsonl"
+SAMPLES_NAME = "samples.jsonl"
+EVENTS_NAME = "events.jsonl"
+STARTS_NAME = "starts.jsonl"
+RECIPE_NAME = "recipe.yaml"
 
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours"]
@@ -203,21 +206,16 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def smooth(values: Sequence[float] | Floats, half_life: float) -> list[float]:
-    """Exponential moving average that starts unbiased (Kingma and Ba 2015, section 3)."""
-    decay = 0.5 ** (1 / half_life)
+def smoothed(series: Series) -> Series:
+    """A curve's exponential moving average that starts unbiased (Kingma and Ba 2015, section 3),
+    with a half-life of a fiftieth of its points."""
+    decay = 0.5 ** (1 / max(len(series) / 50, 1))
     average, weight, result = 0.0, 0.0, []
-    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+    for value in series.y.tolist():
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)
         result.append(average / weight)
-    return result
-
-
-def smoothed(series: Series) -> Series:
-    """A curve's moving average, whose half-life is a fiftieth of its points."""
-    half_life = max(len(series) / 50, 1)
-    return Series(series.x, np.array(smooth(series.y, half_life), dtype=np.float64))
+    return Series(series.x, np.array(result, dtype=np.float64))
 
 
 def thin(series: Series, buckets: int = 800) -> Series:
@@ -238,10 +236,8 @@ def thin(series: Series, buckets: int = 800) -> Series:
     return Series(series.x[chosen], series.y[chosen])
 
 
-_RECIPE_NAME = "recipe.yaml"
 #: A resolved recipe is longer than the one that it was made of.
 _RESOLVED = 8
-_MAX_STEP = 2**53
 
 
 @dataclass(frozen=True)
@@ -302,7 +298,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         CheckpointError: a file of it is damaged.
     """
-    recipe, text = _read_recipe(folder / _RECIPE_NAME)
+    recipe, text = _read_recipe(folder / RECIPE_NAME)
     return RunRecord(
         folder,
         read_metrics(folder / METRICS_NAME),
@@ -314,6 +310,36 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All objects of the file; a last line that a kill cut short is left out.
+
+    Raises:
+        CheckpointError: a line in the middle is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        lines = read_file(path, _MAX_BYTES).splitlines(keepends=True)
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record(line))
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise CheckpointError(f"{path}:{number} is damaged: {error}") from error
+    return records
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError("it is no object with a step")
+    return record
+
+
 def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
     lines = read_json_lines(path)
     for line in lines:
@@ -322,6 +348,16 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
         if abs(line["step"]) > _MAX_STEP:
             raise CheckpointError(f"{path} is damaged: a step is above {_MAX_STEP:,}")
     return lines
+
+
+def last_start(run_folder: Path) -> dict[str, Any]:
+    """What was recorded when the run was last started or resumed; {} if nothing was.
+
+    Raises:
+        CheckpointError: a line in the middle of the file is damaged.
+    """
+    lines = read_json_lines(run_folder / STARTS_NAME)
+    return lines[-1] if lines else {}
 
 
 def require_run(folder: Path) -> None:
@@ -335,7 +371,7 @@ def require_run(folder: Path) -> None:
         raise InputError(f"run folder {folder} does not exist{nearest(folder.name, siblings)}")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file: name the run folder that it is in")
-    if any((folder / name).exists() for name in (METRICS_NAME, _RECIPE_NAME)):
+    if any((folder / name).exists() for name in (METRICS_NAME, RECIPE_NAME)):
         return
     run = folder.resolve().parent.parent
     if (run / METRICS_NAME).exists():

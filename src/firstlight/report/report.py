@@ -26,6 +26,7 @@ from firstlight.report.compare import (
     comparison_page,
     warnings_of,
 )
+from firstlight.report.findings import findings_of
 from firstlight.report.html import run_page
 from firstlight.report.page import is_page, loss_unit
 from firstlight.report.records import (
@@ -37,7 +38,6 @@ from firstlight.report.records import (
     smoothed,
     thin,
 )
-from firstlight.training.findings import findings_of
 
 REPORT_NAME = "report.png"
 HTML_NAME = "report.html"

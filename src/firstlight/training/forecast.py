@@ -17,7 +17,7 @@ import torch
 from firstlight.files.atomic import write_json
 from firstlight.hardware.device import Hardware, peak_memory_bytes
 from firstlight.recipe import ResolvedRecipe
-from firstlight.training.metrics import MOSTLY_LEARNED
+from firstlight.report.records import MOSTLY_LEARNED
 
 #: In the run's folder.
 FORECAST_NAME = "forecast.json"

@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from firstlight.errors import DIVERGED_EXIT_CODE, CheckpointError, TrainingError
+from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
-
-DIVERGED = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
 #: The least standard deviation, as a share of the mean: where all values are nearly the same,
 #: none is a spike.
@@ -76,7 +74,7 @@ class Guard:
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             count = self.skipped_in_a_row
             steps = "this step was" if count == 1 else f"{count} steps in a row were"
-            raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED}")
+            raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
         """The losses and norms so far, as JSON values."""

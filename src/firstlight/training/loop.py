@@ -19,17 +19,23 @@ from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
+from firstlight.report.findings import Finding, best_checkpoint, findings_of
 from firstlight.report.records import read_run
 from firstlight.report.report import draw_report
-from firstlight.training.findings import Finding, best_checkpoint, findings_of
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
-from firstlight.training.processes import first_reason, on_main, run_processes, wait_for_main
+from firstlight.training.processes import (
+    Stopping,
+    StopRequestedError,
+    first_reason,
+    on_main,
+    run_processes,
+    wait_for_main,
+)
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
 from firstlight.training.setup import record_start, set_up
 from firstlight.training.step import train_step
-from firstlight.training.stopping import Stopping, StopRequestedError
 from firstlight.training.validation import evaluate
 
 T = TypeVar("T")

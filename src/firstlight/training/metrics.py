@@ -1,27 +1,28 @@
-"""The lines that a run writes as it goes: metrics.jsonl, samples.jsonl and events.jsonl, and the
-same for TensorBoard. One line a step, exact floats, never a step twice."""
+"""Each step's figures: the lines of metrics.jsonl, samples.jsonl and events.jsonl, the same for
+TensorBoard, and the progress on stderr. One line a step, exact floats, never a step twice."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from firstlight.errors import CheckpointError, InputError
-from firstlight.files.atomic import read_file, remove_file, storage_errors, write_file
+from rich.progress import TextColumn
+
+from firstlight.console import progress_bar, rounded, say
+from firstlight.files.atomic import remove_file, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
+from firstlight.report.records import (
+    EVENTS_NAME,
+    METRICS_NAME,
+    MOSTLY_LEARNED,
+    SAMPLES_NAME,
+    read_json_lines,
+)
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
-
-#: Ten million steps.
-_MAX_BYTES = 1 << 32
-
-#: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
-#: learned, but for the padding of an epoch's last row.
-MOSTLY_LEARNED = 0.9
-
-METRICS_NAME = "metrics.jsonl"
-SAMPLES_NAME = "samples.jsonl"
 
 
 class JsonLines:
@@ -56,36 +57,6 @@ class JsonLines:
         self._file.close()
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of the file; a last line that a kill cut short is left out.
-
-    Raises:
-        CheckpointError: a line in the middle is damaged.
-    """
-    if not path.exists():
-        return []
-    try:
-        lines = read_file(path, _MAX_BYTES).splitlines(keepends=True)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_record(line))
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(f"{path}:{number} is damaged: {error}") from error
-    return records
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise ValueError("it is no object with a step")
-    return record
-
-
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines after `step`: the run is about to do those steps again. A link is replaced
     by a file."""
@@ -95,20 +66,6 @@ def keep_until(path: Path, step: int) -> None:
         kept = [record for record in read_json_lines(path) if record["step"] <= step]
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
         write_file(path, "".join(lines))
-
-
-def last_start(run_folder: Path) -> dict[str, Any]:
-    """What was recorded when the run was last started or resumed; {} if nothing was.
-
-    Raises:
-        CheckpointError: a line in the middle of the file is damaged.
-    """
-    lines = read_json_lines(run_folder / STARTS_NAME)
-    return lines[-1] if lines else {}
-
-
-EVENTS_NAME = "events.jsonl"
-STARTS_NAME = "starts.jsonl"
 
 
 class RunLogs:
@@ -217,3 +174,74 @@ class SilentLogs:
 
     def sync(self) -> None:
         """Nothing."""
+
+
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+class TrainingProgress:
+    """Shows steps, loss, tokens/s, memory and the time left: a live bar on a terminal, a
+    line now and then in a log.
+
+    Args:
+        max_steps: steps of the whole run.
+        start_step: the step that the bar begins at.
+        shown: False shows nothing at all.
+    """
+
+    def __init__(self, max_steps: int, start_step: int, *, shown: bool) -> None:
+        self._shown, self._max_steps, self._done = shown, max_steps, 0
+        self._bar = progress_bar(TextColumn("{task.fields[figures]}"), shown=shown)
+        self._task = self._bar.add_task(
+            "training", total=max_steps, completed=start_step, figures=""
+        )
+        self._last_line = self._begun = time.monotonic()
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show a step's figures."""
+        self._done += 1
+        loss = record["train/loss"]
+        figures = (
+            f"step {record['step']}/{self._max_steps}  "
+            f"loss {'overflow' if loss is None else format(loss, '.3f')}  "
+            f"{'(skipped)  ' if record.get('skipped') else ''}"
+            f"{_rates(record)}  "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB"
+        )
+        self._bar.update(self._task, completed=record["step"], figures=figures)
+        now = time.monotonic()
+        is_last = record["step"] == self._max_steps
+        due = now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last
+        if self._shown and self._bar.disable and due:
+            self._last_line = now
+            left = (now - self._begun) / self._done * (self._max_steps - record["step"])
+            say(f"{figures}  {left:.0f} s left")
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._shown:
+            return
+        if self._bar.disable:
+            say(text)
+        else:
+            self._bar.console.print(text, markup=False)
+
+
+def _rates(record: Mapping[str, Any]) -> str:
+    """Tokens and sequences a second; with conversations also the tokens of them that are learned.
+    The metrics of an older release have less."""
+    tokens = record["tokens_per_second"]
+    learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
+    text = f"{tokens:,.0f} tokens/s"
+    if learned is not None and learned < MOSTLY_LEARNED * tokens:
+        text += f" ({learned:,.0f} learned)"
+    return text if samples is None else f"{text}  {rounded(samples)} samples/s"

@@ -21,8 +21,9 @@ from firstlight.checkpoint.selection import (
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
+from firstlight.report.records import RECIPE_NAME
 from firstlight.training.processes import on_main
-from firstlight.training.run import RECIPE_NAME, Run
+from firstlight.training.run import Run
 from firstlight.training.starting_model import changed_keys
 from firstlight.training.state import TrainState, restore
 

@@ -28,14 +28,14 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
+from firstlight.report.records import RECIPE_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.fit import fewer_rows
 from firstlight.training.guard import DivergedError, Guard
-from firstlight.training.metrics import RunLogs, SilentLogs
+from firstlight.training.metrics import RunLogs, SilentLogs, TrainingProgress
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
-from firstlight.training.progress import TrainingProgress
 from firstlight.training.starting_model import AdapterBase
 from firstlight.training.state import (
     TrainState,
@@ -45,8 +45,6 @@ from firstlight.training.state import (
     torch_random_states,
 )
 from firstlight.training.step import MicroBatchTooLargeError, StepResult
-
-RECIPE_NAME = "recipe.yaml"
 
 
 @dataclass

@@ -17,10 +17,9 @@ from firstlight.errors import CheckpointError, ConfigError, FirstlightError
 from firstlight.files.atomic import remove_file, storage_errors
 from firstlight.parallel import barrier
 from firstlight.training.guard import DivergedError
-from firstlight.training.processes import on_main, wait_for_main
+from firstlight.training.processes import SAVE_NOW_NAME, on_main, wait_for_main
 from firstlight.training.run import Run
 from firstlight.training.state import capture
-from firstlight.training.stopping import SAVE_NOW_NAME
 
 
 class RunCheckpoints:

@@ -43,10 +43,10 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, resolve, sequence_length
+from firstlight.report.records import STARTS_NAME, read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
-from firstlight.training.metrics import STARTS_NAME, read_json_lines
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram

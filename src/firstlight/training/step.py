@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import LossFunction
-from firstlight.errors import TrainingError
+from firstlight.errors import DIVERGED_REMEDY, TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, one_process
-from firstlight.training.guard import DIVERGED, DivergedError, LossScaler
+from firstlight.training.guard import DivergedError, LossScaler
 
 
 class MicroBatchTooLargeError(MemoryError):
@@ -120,7 +120,7 @@ def _update(
         if optimizer.in_backward or (scaler is None and accepts is None):
             raise DivergedError(
                 f"loss {result.loss}, gradient norm {result.grad_norm}: "
-                f"{'out of the ordinary' if finite else 'not finite'}; {DIVERGED}"
+                f"{'out of the ordinary' if finite else 'not finite'}; {DIVERGED_REMEDY}"
             )
     if scaler is not None:
         scaler.update(finite)

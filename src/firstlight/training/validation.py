@@ -12,7 +12,7 @@ from typing import Any
 from firstlight.data.corpus import Corpus, TokenDataset
 from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
-from firstlight.errors import ModelError
+from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, TaskResult
 from firstlight.evaluation.tasks import ready_tasks
@@ -22,7 +22,7 @@ from firstlight.generation.engine import GenerationStream
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.guard import DIVERGED, DivergedError
+from firstlight.training.guard import DivergedError
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
 from firstlight.weights.huggingface import LoadedModel
@@ -243,7 +243,7 @@ def split_loss(
         processes=program.engine.size,
     )
     if not math.isfinite(found.loss):
-        raise DivergedError(f"{key} is {found.loss}; {DIVERGED}")
+        raise DivergedError(f"{key} is {found.loss}; {DIVERGED_REMEDY}")
     return found
 
 
@@ -281,7 +281,7 @@ def sample_texts(
                     text += piece
                     check()
         except ModelError as error:
-            raise DivergedError(f"{error}; {DIVERGED}") from None
+            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
         yield prompt, text
 
 
@@ -328,7 +328,7 @@ def task_results(
             with autocast(program.hardware.device, program.dtype), _masked_attention(program):
                 found = task.evaluate(loaded, batch_size=texts, on_texts=lambda *_: check())
         except ModelError as error:
-            raise DivergedError(f"{error}; {DIVERGED}") from None
+            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
         yield from found
 
 

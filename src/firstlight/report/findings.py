@@ -17,9 +17,8 @@ import numpy as np
 from firstlight.checkpoint.history import best_saved
 from firstlight.checkpoint.manifest import Saved
 from firstlight.console import loss_text
-from firstlight.errors import CheckpointError
+from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.report.records import Floats, RunRecord, Series
-from firstlight.training.guard import DIVERGED
 
 #: The validation loss has risen where it is above its lowest by more than this share of it, and by
 #: more than so many nats. The rows of every evaluation are the same, so that noise is smaller.
@@ -145,12 +144,12 @@ def _ended_by_guard(run: RunRecord) -> Finding | None:
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
         return None
-    reason = str(event.get("reason")).replace(f"; {DIVERGED}", "")
+    reason = str(event.get("reason")).replace(f"; {DIVERGED_REMEDY}", "")
     text = f"the run diverged at step {event['step']:,}: {reason}"
     return Finding("diverged", int(event["step"]), text, _ADVICE, {})
 
 
-_ADVICE = f"{DIVERGED}, and begin anew"
+_ADVICE = f"{DIVERGED_REMEDY}, and begin anew"
 
 
 def _divergence(run: RunRecord) -> Finding | None:
