@@ -58,15 +58,15 @@ __all__ = [
 
 
 class LossFunction(Protocol):
-    """(input_ids [B, T], labels [B, T], document_ids [B, T] or None) -> summed loss. That of
-    preference pairs takes their `Batch.references` [B, D] too."""
+    """(input_ids int64 [B, T], labels int64 [B, T], document_ids int [B, T] or None) -> summed loss
+    [], fp32. That of preference pairs takes their `Batch.references` [B, D] too."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
     ) -> Tensor: ...
 
 
-#: From what computes logits of (input_ids, labels None, document_ids) to a loss function.
+#: From a function of (input_ids, labels None, document_ids) to logits [B, T, V] to a loss function.
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
@@ -83,6 +83,7 @@ def apply_methods(
         ConfigError: a method can't work with this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
+    # The rows' length is not known here; it is at most the context limit.
     longest = model.config.max_position_embeddings
     backend = resolve_attention(
         config,
@@ -110,8 +111,8 @@ def loss_function(
     forward: Callable[..., Tensor] | None = None,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The function that training calls: the model's forward pass in the config's precision,
-    compiled, its activations offloaded, as the config says.
+    """The function that training calls for the summed loss []: the model's forward pass in the
+    config's precision, compiled, its activations offloaded, as the config says.
 
     Args:
         forward: function that computes the forward pass where the model itself does not: see

@@ -19,6 +19,7 @@ from firstlight.models.ops import (
     SelfAttention,
     attention,
     dense_mask,
+    for_each_query_head,
     plain_attention,
 )
 
@@ -56,6 +57,7 @@ def resolve_attention(
     """
     if config.attention != "auto":
         return config.attention
+    # A family that drops attention weights out does so in all layers alike.
     dropout = model.attention_spec(0).dropout
     if documents and device == "cuda":
         return "flex" if not dropout and compiles else "sdpa"
@@ -107,10 +109,8 @@ def _by_kernel(
     mask: Any,
     scale: float | None = None,
 ) -> Tensor:
-    # Keys and values of grouped queries are repeated: not every kernel groups them itself.
-    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-    if groups > 1:
-        k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
+    # Not every kernel groups queries itself.
+    k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
         return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
 
@@ -120,10 +120,19 @@ def flex_mask(
 ) -> Any:
     """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
     is seen in are skipped, and no T x S mask is kept. Where causality is all, or beside a cache,
-    it is `dense_mask`'s."""
+    it is `dense_mask`'s.
+
+    Args:
+        positions: positions of the queries in their row, int64 [T] or [B, T].
+        total: tokens there are to look at, from position 0.
+        window: a query sees itself and the `window` - 1 tokens before it; None is all.
+        document_ids_BT: a query sees its own document only.
+    """
+    # torch's fused kernels know causality, and a cache has no documents: no block mask is needed.
     plain = document_ids_BT is None and window is None
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
+    # Imported here since it loads torch's compiler, which other backends do not need.
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -134,6 +143,7 @@ def flex_mask(
             seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
         return seen
 
+    # Without documents all rows have one mask, and at any rate all heads have.
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
         visible, rows, None, len(positions), total, device=str(positions.device)
@@ -149,8 +159,9 @@ def flex_attention(
     mask: Any,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over a block mask by torch's compiled FlexAttention (Dong et al. 2024); over
-    another mask, or none, by torch's fused kernels."""
+    """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
+    2024); over another mask, or none, by torch's fused kernels. Arguments: `AttentionFunction`'s.
+    """
     if mask is None or isinstance(mask, Tensor):
         return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
     assert dropout == 0.0, "flex attention has no dropout"

@@ -42,6 +42,7 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
+        # Planning for a GPU that is elsewhere asks too; its capability is not known here.
         is_here = torch.cuda.is_available()
         return not is_here or torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
     return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -50,14 +51,16 @@ def can_compile(device: torch.device) -> bool:
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """The model's forward pass through torch.compile; its parameters stay where they are.
+    """The model's forward pass through torch.compile, of the same inputs and outputs; parameters
+    stay where they are.
 
     Args:
-        forward: function that computes it: the model, or an engine around it.
+        forward: function that computes the pass: the model, or an engine around it.
 
     With `compile_regional` the layers share one compiled function (they are alike), and what is
     before and after them runs as it is.
     """
+    # A run's micro-batches have one shape: code for it alone is faster than code for any.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -110,6 +113,7 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
     if config.activation_checkpointing != "budget":
         yield
         return
+    # Imported here since it loads torch's compiler: a second.
     import torch._functorch.config as functorch
 
     with functorch.patch(activation_memory_budget=config.activation_memory_budget):
@@ -151,6 +155,7 @@ def require_same_bits(hardware: Hardware) -> None:
             f"run.deterministic needs {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, and it is "
             f"'{size}': unset it"
         )
+    # A first product under deterministic mode: torch refuses it where cuBLAS is set up otherwise.
     one = torch.ones(8, 8, device=hardware.device)
     with _deterministic():
         try:

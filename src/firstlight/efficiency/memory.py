@@ -61,8 +61,10 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
 def _recomputed(
     layer: nn.Module, forward: Callable[..., Any], selective: bool, *arguments: Any
 ) -> Any:
+    # Evaluation and generation keep no activations that could be freed.
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*arguments)
+    # Reentrant checkpoints give no gradients where no input needs one, as beside frozen weights.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
@@ -75,6 +77,7 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
     The copies are in the order of the GPU's work, so nothing is read before it is written.
     """
+    # Known by their storage: autograd also saves views of them, such as a transposed weight.
     weights = (*model.parameters(), *model.buffers())
     parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
@@ -179,7 +182,7 @@ def _chunked_head_loss(
 ) -> Tensor:
     assert isinstance(head, nn.Linear)
     x_NC, labels_N = x_BTC.flatten(0, 1), labels_BT.flatten()
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # the operator would form gradients in vain
         loss = torch.zeros((), device=x_NC.device)
         for start in range(0, len(x_NC), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -204,15 +207,17 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss (fp32), and its gradients for `x_NC` and, if it `learns`, `weight_VC` (else an
     empty one); products in `dtype`."""
-    weight = weight_VC.to(dtype)
+    weight = weight_VC.to(dtype)  # rounded once for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
+    # Summed in fp32: a chunk's gradient would be lost in bf16's rounding of the sum.
     grad_weight_VC = weight_VC.new_zeros(weight_VC.shape if learns else 0, dtype=wide)
     loss = torch.zeros((), dtype=wide, device=x_NC.device)
     for start in range(0, len(x_NC), chunk_tokens):
         part = slice(start, start + chunk_tokens)
         x_nC, labels_n = x_NC[part].to(dtype), labels_N[part]
         logits_nV = x_nC @ weight.T
+        # Rows that pad the vocabulary get probability 0, and with it no gradient.
         logits_nV[:, vocab_size:] = float("-inf")
         grad_nV = torch.log_softmax(logits_nV, -1, dtype=loss.dtype)
         valid_n = labels_n != IGNORE_INDEX

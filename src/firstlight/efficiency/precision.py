@@ -29,6 +29,7 @@ def dtype_of(precision: str) -> torch.dtype:
     """The dtype of matrix products in a precision of `EfficiencyConfig`, "auto" excepted."""
     return {
         "fp32": torch.float32,
+        # tf32 is how fp32 is multiplied, no dtype of tensors.
         "tf32": torch.float32,
         "fp16": torch.float16,
     }.get(precision, torch.bfloat16)
@@ -91,6 +92,7 @@ def convert_to_fp8(model: nn.Module) -> None:
 
 
 def _fp8_layers(model: nn.Module) -> set[str]:
+    # fp8 matrix units take sizes that are multiples of 16 only; an adapted head is in `base_layer`.
     return {
         name
         for name, module in model.named_modules()

@@ -314,7 +314,7 @@ class RecordedSteps:
         self._pool: Any = None
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """See `CompiledStep`."""
+        """The logits [B, V] after one more token: arguments as in `CompiledStep`."""
         shape = len(lengths_B), reach
         if shape not in self._by_shape:
             self._by_shape[shape] = None

@@ -91,8 +91,8 @@ class Continuation:
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
-        """The receiver of the prompt's logits for `BatchDecoder.add`; None where the config asks
-        for no log-probabilities of the prompt."""
+        """The receiver of the prompt's logits [T, V] for `BatchDecoder.add`; None where the config
+        asks for no log-probabilities of the prompt."""
         return None if self.prompt_logprobs is None else self._score_prompt
 
     def _score_prompt(self, logits_TV: Tensor) -> None:
@@ -109,6 +109,9 @@ class Continuation:
         certain, often none.
 
         While `finish_reason` is None, the model is to be given the last of `token_ids`.
+
+        Args:
+            logits_V: logits [V] of the next token, on the CPU or a GPU.
 
         Raises:
             ModelError: the logits are not finite numbers.

@@ -37,7 +37,8 @@ _Product = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear` that takes the kernel for few rows when nothing is differentiated."""
+    """`nn.Linear`, [..., in] to [..., out], that takes the kernel for few rows when nothing is
+    differentiated."""
 
     def forward(self, x: Tensor) -> Tensor:
         if takes_few_rows(x, self.weight):
@@ -46,7 +47,8 @@ class FewRowsLinear(nn.Linear):
 
 
 class FewRowsConv1D(Conv1D):
-    """GPT-2's `Conv1D` that takes the kernel for few rows when nothing is differentiated.
+    """GPT-2's `Conv1D`, [..., in] to [..., out], that takes the kernel for few rows when nothing is
+    differentiated.
 
     Only where its weight [in, out] lies in memory as [out, in]; see `lay_out`.
     """
@@ -261,7 +263,7 @@ class Int8Linear(nn.Module):
 
     Attributes:
         weight_int8: [out, in], `in` filled up to a multiple of 32.
-        scale: [out], what 1 stands for.
+        scale: value of the integer 1, by output, [out].
     """
 
     weight_int8: Tensor

@@ -70,7 +70,7 @@ def _part_of(name: str) -> str:
         return "head"
     if parts[-2] in _EMBEDDINGS:
         return "embedding"
-    if "norm" in parts[-2]:
+    if "norm" in parts[-2]:  # before attention, which has Qwen3's norms inside it
         return "norm"
     if "self_attn" in parts or "attn" in parts:
         return "attention"
@@ -101,8 +101,9 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     """
     config = model.config
     matrix_weights = 0.0
+    # With duplicates: a tied head is multiplied with, though its embedding is only looked up.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() == 3:
+        if parameter.dim() == 3:  # stacked experts
             matrix_weights += parameter.numel() * _visited_share(config)
         elif _is_multiplied(name, parameter):
             matrix_weights += parameter.numel()
@@ -110,6 +111,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for layer in range(config.num_hidden_layers):
         window = config.attention_spec(layer).window
         width = min(window or seq_len, seq_len)
+        # The first `width` tokens see half of it on average, all after them the whole.
         seen += width - width * width / (2 * max(seq_len, 1))
     return (
         4.0 if frozen else 6.0

@@ -33,17 +33,16 @@ def blockwise_attention(
     mask: Any = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention, a block of queries at a time.
+    """Causal attention [B, H, T, D], a block of queries at a time; its dtype is autocast's or the
+    values'.
 
-    With dropout, what stays of the weights is drawn first, and kept for the backward pass: a byte
-    a weight.
-
-    Args:
-        mask, scale: see `ops.attention`.
+    With dropout, the weights that stay are drawn first, and kept for the backward pass: a byte a
+    weight. Arguments as in `ops.attention`.
     """
     if scale is not None:
         # The operator divides by sqrt(D).
         q_BHTD = q_BHTD * (scale * math.sqrt(q_BHTD.shape[-1]))
+    # Autocast does not know this operator, so the inputs are rounded before it.
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
     kept_BHTS = None
@@ -66,6 +65,7 @@ def _attention(
     growth: float,
 ) -> Tensor:
     out_BHTD = _like_projected(q_BHTD)
+    # Scores are products of fp32, which autocast would round.
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
@@ -75,6 +75,7 @@ def _attention(
     return out_BHTD
 
 
+# Strides as those of the real result: compiled code relies on them.
 @_attention.register_fake
 def _(q_BHTD: Tensor, *_: Any) -> Tensor:
     return _like_projected(q_BHTD)
@@ -160,6 +161,7 @@ class _Part:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = math.sqrt(size)
+        # Divided once here, instead of the scores, of which there are more.
         self._queries = self._grouped(at_least_fp32(q_BHTD) / self._scale)
         # In order, as they are read once for each block.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
@@ -183,6 +185,7 @@ class _Part:
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
         self._lost.hide_(self._by_heads(scores), start, end, seen)
         weights = F.softmax(scores, -1)
+        # Freed before the rounded copy is made: at its height there are two blocks of scores.
         del scores
         return weights.to(self._keys.dtype)
 
@@ -220,10 +223,12 @@ class _Part:
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         del grad_weights
+        # After the gradient of the softmax, which needs the weights before dropout.
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).div_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
+        # Divided by the scale already, so that the gradient of the keys needs no division.
         queries = self._queries[:, :, start:end].flatten(1, 2).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
 
@@ -267,6 +272,7 @@ def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
 def _lost(
     mask: Tensor | None, kept_BHTS: Tensor | None, growth: float, part: tuple[slice, slice]
 ) -> _Lost:
+    # A mask of one row, or without rows, is all rows'.
     if mask is not None and mask.dim() == 4 and len(mask) > 1:
         mask = mask[part[0]]
     return _Lost(mask, None if kept_BHTS is None else kept_BHTS[part], growth)

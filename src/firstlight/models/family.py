@@ -166,39 +166,43 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
+# Sizes that several of Hugging Face's config classes have in common.
+_SIZES_OF_LLAMA = {
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+}
+_SIZES_OF_MISTRAL = {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_SIZES_OF_QWEN = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
 DENSE: dict[str, FamilySpec] = {
     "llama": FamilySpec(
         "LlamaForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults={
-            "vocab_size": 32000,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-        },
+        hf_defaults=_SIZES_OF_LLAMA,
     ),
     "mistral": FamilySpec(
         "MistralForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
-        hf_defaults={
-            "vocab_size": 32000,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
+        hf_defaults={**_SIZES_OF_MISTRAL, "sliding_window": 4096},
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
         GGUFSpec("qwen2"),
         own_keys=("sliding_window", "max_window_layers"),
-        hf_defaults={
-            "vocab_size": 151936,
-            "intermediate_size": 22016,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-        },
+        hf_defaults=_SIZES_OF_QWEN,
         qkv_bias=True,
         has_window_switch=True,
         tokenizer_split="qwen2",
@@ -207,13 +211,7 @@ DENSE: dict[str, FamilySpec] = {
         "Qwen3ForCausalLM",
         GGUFSpec("qwen3", fixed=(_NO_BIAS,)),
         own_keys=("attention_bias", "sliding_window", "max_window_layers"),
-        hf_defaults={
-            "vocab_size": 151936,
-            "intermediate_size": 22016,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-        },
+        hf_defaults={**_SIZES_OF_QWEN, "head_dim": 128},
         qk_norm=True,
         has_window_switch=True,
     ),
@@ -230,12 +228,7 @@ DENSE: dict[str, FamilySpec] = {
             },
         ),
         own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
-        hf_defaults={
-            "vocab_size": 32000,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "attention_multiplier": 1.0,
-        },
+        hf_defaults={**_SIZES_OF_LLAMA, "attention_multiplier": 1.0},
     ),
 }
 
@@ -245,10 +238,7 @@ ROUTED: dict[str, FamilySpec] = {
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
         hf_defaults={
-            "vocab_size": 32000,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
+            **_SIZES_OF_MISTRAL,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "num_experts": 8,

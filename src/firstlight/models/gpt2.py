@@ -91,6 +91,7 @@ class GPT2Config(FamilyConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
+        # A size that is no number is refused by its own field.
         if isinstance(values, dict) and isinstance(values.get("hidden_size", 768), int):
             inner = values.get("intermediate_size") or 4 * values.get("hidden_size", 768)
             return {**values, "intermediate_size": inner}
@@ -129,6 +130,7 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
+        # Those of transformers' config class, which leaves defaults out of the file.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
         known["qkv_bias"] = config.get("qkv_bias", True)
@@ -166,7 +168,8 @@ class GPT2Config(FamilyConfig):
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is stored [in, out], as in OpenAI's release."""
+    """A linear layer, [..., in] to [..., out], whose weight is stored [in, out], as in OpenAI's
+    release."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -176,6 +179,7 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return x @ self.weight
+        # One operator for product and bias, which takes matrices only.
         flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
         return flat.view(*x.shape[:-1], -1)
 
@@ -194,6 +198,7 @@ class GPT2Attention(SelfAttention):
         self.attend = attention
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
+        """[B, T, C] to [B, T, C]; `mask` as the model's `make_mask` gives it."""
         B, T, C = x_BTC.shape
         # Queries, keys and values lie side by side in one projection, as in OpenAI's weights.
         qkv_BT3HD = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
@@ -208,7 +213,7 @@ class GPT2Attention(SelfAttention):
 
 
 class GPT2MLP(nn.Module):
-    """Two layers with GELU between (Hendrycks and Gimpel 2016)."""
+    """Two layers with GELU between (Hendrycks and Gimpel 2016), [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -224,7 +229,8 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One layer, [B, T, C] to [B, T, C]: attention and MLP, each behind a norm and added to the
+    residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -270,7 +276,7 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `LanguageModel.decode`; there are no routers."""
+        """The last layer's output [B, T, C], and no routers' logits: see `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
@@ -280,5 +286,5 @@ class GPT2(LanguageModel):
         return x_BTC, []
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """See `LanguageModel.finish`."""
+        """The head's input [B, T, C]: see `LanguageModel.finish`."""
         return self.transformer.ln_f(x_BTC)  # type: ignore[no-any-return]

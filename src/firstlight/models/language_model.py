@@ -243,6 +243,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (batch_size, num_key_value_heads, max_tokens, head_dim)
+        # Zeros: the mask gives unused positions weight 0, and 0 times a NaN in empty memory is NaN.
         self.keys, self.values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
             for _ in range(2)
@@ -317,10 +318,12 @@ class RaggedCache:
         rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
         cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
+        # Indices around the heads' dimension put B and T in front of it.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]
 
     def advance(self, new: int) -> None:
         """Count `new` tokens that every layer has stored."""
+        # Not in place: the caller may go on with its own lengths.
         self.lengths = self.lengths + new

@@ -35,7 +35,8 @@ AnyLlamaConfig = LlamaConfig | MoEConfig
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean of squares taken in fp32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight over the last dimension, [..., size] to [..., size], the mean of squares
+    taken in fp32 (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        # Rounded before the weight is multiplied in, as in transformers: the logits are the same.
         return (
             F.rms_norm(at_least_fp32(x), self.weight.shape, None, self.eps).to(x.dtype)
             * self.weight
@@ -69,6 +71,7 @@ class LlamaAttention(SelfAttention):
     def forward(
         self, x_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Cache | None
     ) -> Tensor:
+        """[B, T, C] to [B, T, C]; `cos`, `sin`: rotary tables; `mask` as `make_mask` gives it."""
         B, T, _ = x_BTC.shape
         q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
         k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
@@ -77,17 +80,19 @@ class LlamaAttention(SelfAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         q_BHTD, k_BKSD = q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2)
+        # The tables are fp32, and would make bf16 queries and keys fp32 as well.
         cos, sin = cos.to(q_BHTD.dtype), sin.to(q_BHTD.dtype)
         q_BHTD, k_BKSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BKSD, cos, sin)
         # Cached keys are rotated already: a token's position never changes.
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
+        # No family of this architecture drops attention weights out.
         y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, dropout=0.0, mask=mask, scale=self.scale)
         return self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU (Shazeer 2020), [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: AnyLlamaConfig) -> None:
         super().__init__()
@@ -207,7 +212,8 @@ class Llama(LanguageModel):
         return _multiplied(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """See `LanguageModel.finish`."""
+        """The head's input [B, T, C]: see `LanguageModel.finish`."""
+        # Granite divides its logits; the hidden states are fewer numbers than those.
         return _multiplied(self.model.norm(x_BTC), 1 / self.config.logits_scaling)
 
     def finish_loading(self) -> None:
@@ -216,6 +222,7 @@ class Llama(LanguageModel):
         self._make_rope_table()
 
     def _make_rope_table(self) -> None:
+        # Computed on the CPU also for a model on "meta" or a GPU: the same bits everywhere.
         with torch.device("cpu"):
             frequencies = rope_frequencies(
                 self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
@@ -231,10 +238,12 @@ class Llama(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `LanguageModel.decode`."""
+        """The last layer's output [B, T, C], and the logits [N, E] of each layer with a router: see
+        `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         # Computed once for all layers, in fp32: bf16 can not tell position 257 from 258.
         cos, sin = rope_tables(self.rope_frequencies, positions, torch.float32)
+        # The masks too: at most two, whatever the number of layers.
         window = self.config.sliding_window
         mask = self.make_mask(cache_positions, total, None, document_ids)
         masks = (mask, mask)

@@ -18,7 +18,8 @@ from firstlight.models.ops import product_dtype
 
 
 class Experts(nn.Module):
-    """All experts' weights of a layer, stacked: [E, 2F, C] (gate, then up) and [E, C, F]."""
+    """All experts' weights of a layer, stacked: [E, 2F, C] (gate, then up) and [E, C, F]; each
+    expert is a SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -29,12 +30,18 @@ class Experts(nn.Module):
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Each token's weighted sum over the experts it visits, [N, C].
 
+        Args:
+            x_NC: input of the layer.
+            experts_NK: numbers of each token's experts, int64.
+            weights_NK: their weights in the sum.
+
         Visits are sorted by expert, so that each expert's are one block of a grouped matrix
         product. Everything is a permutation or a sum in fixed order: the same bits every time,
         also on a GPU.
         """
         N, K = experts_NK.shape
         experts_M = experts_NK.flatten()
+        # Stable, as devices break ties in different ways otherwise.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
@@ -57,6 +64,7 @@ class SparseMLP(nn.Module):
         """The layer's output, [B, T, C], and the router's logits, [N, E]."""
         x_NC = x_BTC.flatten(0, 1)
         logits_NE = self.gate(x_NC)
+        # In fp32, as in transformers: in bf16 experts of close logits would change places.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
@@ -67,14 +75,15 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     """Row block e of `x` times the transpose of `weight[e]`, [M, F].
 
     Args:
-        x_MC: rows, those of expert 0 first.
-        weight_EFC: matrices, one an expert.
+        x_MC: rows [M, C], those of expert 0 first.
+        weight_EFC: matrices [E, F, C], one an expert.
         ends_E: end of each expert's rows, int [E].
 
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
     be used, one product an expert over its own rows; and over blocks where those are faster.
     """
     dtype = product_dtype(weight_EFC)
+    # torch's kernel takes ends as int32 only.
     product: Tensor = _grouped_linear(x_MC.to(dtype), weight_EFC.to(dtype), ends_E.int())
     return product
 
@@ -107,6 +116,7 @@ def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # Autograd may give an expanded or transposed view, and the kernel needs rows in order.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), torch.empty_like(weight_EFC)
@@ -199,7 +209,8 @@ class RouterStatistics:
         self.visits_LE: Tensor | None = None
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
-        """Count a forward pass."""
+        """Count a forward pass: its loss [] times the valid labels, and visits int64 [L, E]."""
+        # Kept on the device: reading them would wait for the GPU in each micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
@@ -227,14 +238,19 @@ class RouterStatistics:
 def load_balancing_loss(
     logits_LNE: list[Tensor], num_experts_per_tok: int
 ) -> tuple[Tensor, Tensor]:
-    """The router's auxiliary loss over all layers, and each expert's visits by layer, [L, E].
+    """The router's auxiliary loss [] over all layers, and each expert's visits by layer, [L, E].
 
     E times the sum over experts of (visits a token) x (mean probability): K when all experts
     are visited alike, higher otherwise (Fedus et al. 2021, eq. 4, as transformers computes it:
     means over the tokens of all layers together).
+
+    Args:
+        logits_LNE: the router's logits [N, E] of each layer.
+        num_experts_per_tok: K.
     """
     probabilities_LNE = torch.stack([logits.float().softmax(-1) for logits in logits_LNE])
     experts = probabilities_LNE.shape[-1]
+    # A choice has no gradient: it reaches the router through the probabilities alone.
     chosen_LNK = probabilities_LNE.detach().topk(num_experts_per_tok).indices
     visits_LE = torch.stack([_visits(chosen_NK, experts) for chosen_NK in chosen_LNK])
     tokens = probabilities_LNE.shape[0] * probabilities_LNE.shape[1]
@@ -244,5 +260,6 @@ def load_balancing_loss(
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
     """How many tokens visit each expert, int64 [E]."""
+    # Not `bincount`, which on a GPU adds in no fixed order and waits for its size.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

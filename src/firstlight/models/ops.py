@@ -51,7 +51,13 @@ def rope_frequencies(
     """Angle by which each pair of dimensions turns from one position to the next, fp32 [D/2].
 
     Source: Su et al. 2021 (RoFormer), with `scaling` as in its class.
+
+    Args:
+        head_dim: D, even.
+        rope_theta: base of the frequencies.
+        scaling: rescaling of the frequencies for longer texts; None is none.
     """
+    # The steps of transformers, one by one: in another order the last bits would differ.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope_theta**exponents)
     if scaling is None:
@@ -62,6 +68,7 @@ def rope_frequencies(
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = frequencies / scaling.factor
+    # 0 at the longest wavelength of those between, 1 at the shortest.
     kept_share = (
         scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
     ) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -74,22 +81,28 @@ def rope_tables(
     frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [T, D] or [B, 1, T, D], of the angles at `position_ids` ([T] or [B, T])."""
+    # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
-            angles = angles[:, None]
+            angles = angles[:, None]  # for all heads
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) by position: the layout of Hugging Face weights."""
+    """Rotate pairs (i, i + D/2) of [B, H, T, D] by position: the layout of Hugging Face weights.
+
+    Args:
+        x_BHTD: queries or keys.
+        cos, sin: tables of `rope_tables`, of the dtype of `x_BHTD`, or the result is wider.
+    """
     first, second = x_BHTD.chunk(2, dim=-1)
     return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product takes `x` in: the dtype of autocast on its device, else its own.
+    """The dtype in which a matrix product takes `x` [...]: autocast's on its device, else its own.
 
     Autocast does not know operators of our own, so they have to ask.
     """
@@ -98,16 +111,20 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """In fp32, for sums that would lose too much in less; fp64 stays."""
+    """`x` [...] in fp32, for sums that would lose too much in less; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class AttentionFunction(Protocol):
-    """How a layer attends: causal attention [B, H, T, D], token t of the new ones seeing the first
-    S - T + t + 1.
+    """Causal attention [B, H, T, D] of T new tokens, of which token t sees the first S - T + t + 1
+    of all S.
 
-    Keyword arguments: `dropout` of the weights; `mask`, what the model's `make_mask` gave, which
-    replaces the causal mask; None is causal; `scale` of the scores, None is 1 / sqrt(D).
+    Args:
+        q_BHTD: queries of the new tokens.
+        k_BKSD, v_BKSD: keys and values of all tokens; H / K query heads share each head.
+        dropout: probability with which a weight is dropped.
+        mask: result of the model's `make_mask`, which replaces the causal mask; None is causal.
+        scale: factor of the scores; None is 1 / sqrt(D).
     """
 
     def __call__(
@@ -141,13 +158,15 @@ def attention(
     mask: Any = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention by torch's fused kernels, which choose among themselves.
+    """Causal attention [B, H, T, D] by torch's fused kernels, which choose among themselves.
 
     Args:
         mask: bool [T, S] or [B, 1, T, S], true where a query may look; replaces the causal mask.
-        scale: factor of the scores; None is 1 / sqrt(D).
+
+    The other arguments are those of `AttentionFunction`.
     """
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
+    # torch's `is_causal` lets the first query see the first key alone: right only if T is S.
     if mask is None and 1 < new < total:
         mask = causal_mask(new, total, q_BHTD.device)
     return F.scaled_dot_product_attention(
@@ -171,15 +190,12 @@ def plain_attention(
     mask: Any = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention as it is written down (Vaswani et al. 2017): two matrix products with a
-    softmax between them in fp32. All T x S scores are in memory at once.
+    """Causal attention [B, H, T, D] as it is written down (Vaswani et al. 2017): two matrix
+    products with a softmax between them in fp32. All T x S scores are in memory at once.
 
-    Args:
-        mask, scale: see `attention`.
+    Arguments as in `attention`.
     """
-    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-    if groups > 1:
-        k_BKSD, v_BKSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
+    k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
@@ -187,6 +203,12 @@ def plain_attention(
     scores = scores.masked_fill(~mask, float("-inf"))
     weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)
     return weights @ v_BKSD
+
+
+def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
+    """Keys or values of grouped queries (Ainslie et al. 2023) repeated to [B, H, S, D]."""
+    groups = heads // x_BKSD.shape[1]
+    return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
@@ -199,11 +221,12 @@ def document_positions(document_ids_BT: Tensor) -> Tensor:
     positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    # The newest beginning up to each token is the largest, as positions grow.
     return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
 class MaskFunction(Protocol):
-    """What makes the mask that a model gives to its `AttentionFunction`."""
+    """Function that makes the mask of a model's `AttentionFunction`: see `dense_mask`."""
 
     def __call__(
         self,
@@ -232,14 +255,14 @@ def dense_mask(
         seen_BTS = distance_BTS >= 0
         if window is not None:
             seen_BTS &= distance_BTS < window
-        return seen_BTS[:, None]
+        return seen_BTS[:, None]  # for all heads
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)
-    return (same_BTS & mask)[:, None]
+    return (same_BTS & mask)[:, None]  # [B, 1, T, S]: one for all heads
 
 
 class Embedding(nn.Embedding):
@@ -287,7 +310,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class HeadLoss(Protocol):
-    """The summed loss from the last hidden states: how head and cross-entropy are computed."""
+    """Function that computes head and cross-entropy, summed to a loss []: see `head_loss`."""
 
     def __call__(
         self, x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
@@ -297,7 +320,8 @@ class HeadLoss(Protocol):
 def head_loss(
     x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
 ) -> Tensor:
-    """All logits at once, then their cross-entropy, summed over the labels that are not -100.
+    """All logits at once, then their cross-entropy, summed in fp32 over the labels that are not
+    -100, [].
 
     Args:
         x_BTC: the last layer's output, normalised.
