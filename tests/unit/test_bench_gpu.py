@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import gpu
-from firstlight.bench.calls import Call, Results, Row, order, run_rows
-from firstlight.bench.corpus import ShardRows, open_rows
 from firstlight.bench.gpu import bench_gpu, report
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.models import find_model
 from firstlight.bench.options import GPUBench
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.pictures import markdown_table
+from firstlight.bench.runner import Call, Results, Row, RowOutcome, order, run_rows
+from firstlight.bench.training_once import ShardRows, open_rows
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import find_hardware
@@ -233,7 +232,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[BenchMachine], None]:
 
     def use(machine: BenchMachine) -> None:
         def ask(module: str, *_: object) -> dict[str, Any]:
-            assert module == "firstlight.bench.gpu_machine"
+            assert module == "firstlight.bench.gpu_parts"
             return machine.to_json()
 
         monkeypatch.setattr(gpu, "ask", ask)

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import loading
-from firstlight.bench.load_once import load_once
 from firstlight.bench.loading import (
     DEFAULT_WAY,
     LARGEST,
@@ -31,6 +30,7 @@ from firstlight.bench.loading import (
     model_config,
     parse_count,
 )
+from firstlight.bench.memory import load_once
 from firstlight.bench.options import LoadingBench
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError

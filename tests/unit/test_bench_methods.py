@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import methods
-from firstlight.bench.corpus import Tokens, write_tokens
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.bench.methods import (
     TIME_IS_UP,
@@ -53,8 +52,8 @@ from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
 from firstlight.bench.options import MethodsBench
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
-from firstlight.bench.runner import StepsPlan, plan_steps
-from firstlight.bench.training_once import training_once
+from firstlight.bench.training import StepsPlan, plan_steps
+from firstlight.bench.training_once import Tokens, training_once, write_tokens
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import Hardware

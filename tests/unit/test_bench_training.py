@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from torch import nn
 
 from firstlight.bench import training
-from firstlight.bench.corpus import write_tokens
 from firstlight.bench.options import TrainingBench
 from firstlight.bench.process import (
     answer,
@@ -31,17 +30,18 @@ from firstlight.bench.reference_programs import (
     autocast_loop,
     pure_bf16_loop,
 )
-from firstlight.bench.runner import RowOutcome, plan_steps
+from firstlight.bench.runner import RowOutcome
 from firstlight.bench.training import (
     PROGRAMS,
     TrainingRow,
     bench_training,
     choose_programs,
     draw,
+    plan_steps,
     summarize,
     training_rows,
 )
-from firstlight.bench.training_once import training_once
+from firstlight.bench.training_once import training_once, write_tokens
 from firstlight.cli import main as cli_main
 from firstlight.cli.bench import training_command
 from firstlight.data.loader import Batch
@@ -646,7 +646,7 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that no machine has: the second measurement of bf16 is its best."""
     rates = {"torch.float32": [3e9, 2e9], "torch.bfloat16": [4e9, 6e9]}
     monkeypatch.setattr(training, "ceiling", lambda device, dtype: rates[str(dtype)].pop(0))
-    monkeypatch.setattr("firstlight.bench.runner.find_hardware", lambda device: _CPU)
+    monkeypatch.setattr("firstlight.bench.training.find_hardware", lambda device: _CPU)
 
 
 @pytest.mark.usefixtures("quick_ceiling")

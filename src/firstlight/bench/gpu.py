@@ -1,36 +1,45 @@
 """`firstlight bench gpu`: every figure of firstlight on one GPU, in calls of some minutes.
 
-`PARTS` is what is measured; `calls` measures, `gpu_pages` writes the pages.
+`PARTS` is what is measured, and written as pages.
 """
 
 from __future__ import annotations
 
 import datetime
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.calls import Call, Measure, Results, Row, Turn, run_rows, waiting_seconds
 from firstlight.bench.gpu_ceilings import CEILINGS
 from firstlight.bench.gpu_generation import GENERATION
 from firstlight.bench.gpu_guide import GUIDE_PART
 from firstlight.bench.gpu_ladder import LADDER
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Part, write_pages
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_planner import PLANNER
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.options import GPUBench, require_known
 from firstlight.bench.process import ask, plain_environment, training_environment
+from firstlight.bench.runner import (
+    Call,
+    Measure,
+    Results,
+    Row,
+    RowOutcome,
+    Turn,
+    run_rows,
+)
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
+from firstlight.files.atomic import write_file
 
 #: The parts in the order of the page.
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
-_MACHINE_MODULE = "firstlight.bench.gpu_machine"
+_MACHINE_MODULE = "firstlight.bench.gpu_parts"
 #: After which looking at the machine is ended: a driver that hangs would take the whole call.
 _MACHINE_SECONDS = 120.0
 
@@ -121,7 +130,7 @@ def _say_end(bench: GPUBench, results: Results, left: Sequence[Turn]) -> None:
         if expected + 10 > 60 * bench.minutes:
             say(f"{turn.title} needs --minutes {expected / 60 + 1:.0f}")
     if left:
-        minutes = waiting_seconds(left, results) / 60
+        minutes = _waiting_seconds(left, results) / 60
         say(f"left for the next call: {len(left)} turns, about {minutes:.0f} minutes")
     else:
         say("all is measured")
@@ -143,7 +152,7 @@ def _summary(
         "failed": {name: outcome.problem for name, _, outcome in outcomes if outcome.problem},
         "skipped": {name: row.skip for name, row, _ in outcomes if row.skip},
         "left": [turn.title for turn in left],
-        "left_seconds": waiting_seconds(left, results),
+        "left_seconds": _waiting_seconds(left, results),
     }
 
 
@@ -175,3 +184,142 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
             )
         pages = checkout / "docs"
     return write_pages(PARTS, results, pages)
+
+
+def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[Path]:
+    """Write gpu.md, a page for each part that has results, and the pictures.
+
+    Returns:
+        The files written.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    found = None
+    if results.machine:
+        machine = BenchMachine.from_json(results.machine)
+        rows = {part.name: part.rows(machine) for part in parts}
+        found = Findings(machine, results.outcomes, rows, results.folder)
+    files: dict[str, bytes | str] = {}
+    sections = []
+    for part in parts:
+        page = None
+        if found is not None and found.measured(part.name):
+            page = part.page(found)
+            files[f"benchmarks/gpu-{part.name}.md"] = _part_page(part, page, found, results)
+            files |= {f"images/{name}": picture for name, picture in page.pictures.items()}
+        sections.append(_section(part, page))
+    files["gpu.md"] = _overview(sections, found, results)
+    for name, content in files.items():
+        write_file(folder / name, content)
+    return [folder / name for name in files]
+
+
+_COMMANDS = """\
+    make test-gpu                                # correctness
+    firstlight bench gpu --out DIR --minutes 9   # figures: what matters most comes first
+    firstlight bench gpu --out DIR --minutes 9   # goes on where the last call stopped
+    firstlight bench gpu --report DIR            # writes this page and those of the parts
+    firstlight bench gpu --out DIR --dry         # every part on tiny models on the CPU
+"""
+
+
+def _overview(sections: Sequence[str], found: Findings | None, results: Results) -> str:
+    """gpu.md."""
+    if found is None:
+        state = "**Not measured yet: no GPU has run these commands.**"
+    else:
+        state = f"Measured on {_facts(found.machine, results)}"
+    head = f"""\
+# firstlight on a GPU
+
+{_wrapped(state)}
+
+All figures of firstlight on GPUs stand on this page and those of its parts; other pages are
+measured on CPUs.
+
+{_COMMANDS}
+A call measures for at most `--minutes` and leaves what would not end in time for the next one.
+DIR holds `results.json`, and `run-*` of the real run: a few MB, and all that a next call and
+`--report` need. To go on on another machine with the same kind of GPU, copy DIR there. A row that
+fails (out of memory, a missing package, its time limit) is recorded with the reason and ends no
+other; `--retry` measures such rows again.
+"""
+    return head + "".join(f"\n{section}" for section in sections)
+
+
+def _section(part: Part, page: Page | None) -> str:
+    """A part's section of gpu.md."""
+    head = f"## {part.title}\n\n{_wrapped(part.about)}\n\n"
+    if page is None:
+        return head + "Not measured yet.\n"
+    link = f"[benchmarks/gpu-{part.name}.md](benchmarks/gpu-{part.name}.md)"
+    return head + f"{page.summary.strip()}\n\nMore: {link}.\n"
+
+
+def _part_page(part: Part, page: Page, found: Findings, results: Results) -> str:
+    """A part's own page."""
+    missing = [
+        (row.name, reason)
+        for row in found.rows[part.name]
+        if (reason := _reason(row, found.outcome(part.name, row.name)))
+    ]
+    rest = ""
+    if missing:
+        lines = "".join(f"- {name}: {reason}\n" for name, reason in missing)
+        rest = f"\n## Rows without a figure\n\n{lines}"
+    return f"""\
+# {part.title}
+
+    firstlight bench gpu --out DIR --parts {part.name}
+
+{_wrapped(part.about)}
+
+{_wrapped("Machine: " + _facts(found.machine, results))}
+
+{page.text.strip()}
+{rest}"""
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph in lines of the length that the other pages have."""
+    return textwrap.fill(text, 105, break_long_words=False, break_on_hyphens=False)
+
+
+def _reason(row: Row, outcome: RowOutcome) -> str:
+    """The reason why a row, or one of its turns, has no result; "" where all have."""
+    if row.skip:
+        return f"skipped: {row.skip}"
+    if outcome.problem:
+        return f"failed: {outcome.problem}"
+    if not outcome.runs:
+        return "not measured yet"
+    return ""
+
+
+def _facts(machine: BenchMachine, results: Results) -> str:
+    """The machine in a sentence."""
+    dates = sorted({call["date"] for call in results.calls})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "an unknown day"
+    software = [f"torch {machine.torch}", f"Python {machine.python}"]
+    if machine.device == "cuda":
+        software = [
+            f"driver {machine.driver or 'unknown'}",
+            f"CUDA {machine.cuda}",
+            *software,
+            *(f"{name} {version}" for name, version in sorted(machine.packages.items())),
+        ]
+    dry = "a dry run on the CPU, whose figures mean nothing: " if machine.dry else ""
+    cores = f"{machine.cpus} cores of {machine.cpu}" if machine.device == "cuda" else ""
+    hardware = f"{machine.name}, {machine.memory_bytes / 2**30:.0f} GiB"
+    return (
+        f"{dry}{', '.join(part for part in (hardware, cores) if part)}; {', '.join(software)}; "
+        f"{when}."
+    )
+
+
+def _waiting_seconds(turns: Sequence[Turn], results: Results) -> float:
+    """Expected duration of turns that are left."""
+    return sum(
+        results.outcome(one.part, one.row).expected_seconds(one.row.seconds) for one in turns
+    )

@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.bench.calls import Row
 from firstlight.bench.gemm import (
     DTYPES,
     FP8,
@@ -35,12 +34,12 @@ from firstlight.bench.gemm import (
 )
 from firstlight.bench.gemm_products import GemmProduct, Layout, layer_products
 from firstlight.bench.generation_once import copy_seconds
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase
-from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.planner_steps import random_batch
+from firstlight.bench.pictures import markdown_table, new_figure, png_of
+from firstlight.bench.planner_memory import random_batch
 from firstlight.bench.process import answer
+from firstlight.bench.runner import Row
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
 from firstlight.models import empty_model

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.calls import Row
 from firstlight.bench.generation import bytes_per_token
 from firstlight.bench.generation_once import (
     Continue,
@@ -21,10 +20,11 @@ from firstlight.bench.generation_once import (
     continue_with_sampling,
     copy_rate,
 )
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import model_values, random_model
+from firstlight.bench.pictures import draw_bars, markdown_table
 from firstlight.bench.process import answer
+from firstlight.bench.runner import Row
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token

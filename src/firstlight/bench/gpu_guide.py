@@ -18,7 +18,7 @@ REQUEST is a JSON object:
     fp16           autocast to fp16 with loss scaling (on a CPU to bf16)
     optimizer      the Trainer's `optim`, such as "adamw_torch", "adafactor", "adamw_bnb_8bit"
     loop           "trainer", or "accelerate": the guide's own loop
-    target         see `planner_predictions.target_request`
+    target         see `planner_steps.target_request`
 
 The model is transformers' BertForSequenceClassification with random weights, attention as it was
 when the guide's figures were published (two products and a softmax), and dropout; the data are
@@ -27,7 +27,7 @@ random token ids and labels.
 The one line on stdout is a JSON object: "samples_per_second" over the timed steps, "peak_bytes" and
 "reserved_bytes" of torch's allocator, "driver_bytes" that the GPU holds more than before this
 process began to use it (NVML, as the guide reads it), "context_bytes" of these before the model was
-made; and what the planner predicts: see `planner_predictions.memory_entry`, with "operators".
+made; and what the planner predicts: see `planner_steps.memory_entry`, with "operators".
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from firstlight.bench.calls import Row
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, cell, draw_bars, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.memory import driver_used_bytes
-from firstlight.bench.planner_predictions import (
+from firstlight.bench.pictures import cell, draw_bars, markdown_table
+from firstlight.bench.planner_steps import (
     memory_entry,
     packed,
     predicting,
@@ -56,6 +55,7 @@ from firstlight.bench.planner_predictions import (
 )
 from firstlight.bench.process import answer
 from firstlight.bench.reference_programs import StepClock, run_trainer
+from firstlight.bench.runner import Row
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed
@@ -83,7 +83,7 @@ class GuideRow:
         samples, megabytes: published samples/s and MB of the driver on the V100; None where the
             guide has no figure.
         needs: packages that must be installed.
-        value: see `calls.Row`.
+        value: see `runner.Row`.
     """
 
     name: str

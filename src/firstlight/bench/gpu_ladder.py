@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.bench.calls import Row
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase
-from firstlight.bench.planner_predictions import STEPS_MODULE, steps_request
+from firstlight.bench.pictures import draw_bars, markdown_table
+from firstlight.bench.planner_steps import STEPS_MODULE, steps_request
+from firstlight.bench.runner import Row
 
 NAME = "ladder"
 
@@ -34,7 +34,7 @@ class Rung:
         changes: keys of the recipe (`section.key`) that it sets, beside those of the rungs before.
         needs: packages that must be installed; without them the next rungs stand without it.
         slow: True if it compiles.
-        value: see `calls.Row`.
+        value: see `runner.Row`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Ladder:
 
     Attributes:
         title: heading of its table.
-        model: see `planner_cases.PlannerCase`.
+        model: see `models.PlannerCase`.
         rows, tokens: size of a micro-batch, and its row length.
         rungs: each with those before it.
         seconds: duration of a rung's process, if it doesn't compile.

@@ -1,6 +1,6 @@
 """Part "planner" of `firstlight bench gpu`: the planner's figures beside measured ones.
 
-Memory is that of every configuration of `planner_cases`. Speed is that of those which train: the
+Memory is that of every configuration of `models.gpu_grid`. Speed is that of those which train: the
 constants of the data sheet's speed model are fitted on some of them (`planner/speed/fit.py`), and
 the error is that of the others.
 """
@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firstlight.bench.calls import Row
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase, dry_grid, gpu_grid
-from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
+from firstlight.bench.pictures import draw_peaks, draw_shares, markdown_table, new_figure, png_of
 from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
-from firstlight.bench.planner_predictions import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.planner_speed import GOAL, percentile
+from firstlight.bench.planner_steps import STEPS_MODULE, steps_request, unpacked
+from firstlight.bench.runner import Row
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model

@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.calls import Row
-from firstlight.bench.corpus import library_corpus
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_training import DRY_VOCAB_SIZE, VOCAB_SIZE
-from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.pictures import markdown_table, new_figure, png_of
 from firstlight.bench.process import answer, last_words
+from firstlight.bench.runner import Row
+from firstlight.bench.training_once import library_corpus
 from firstlight.errors import DIVERGED_EXIT_CODE, TrainingError
 from firstlight.files.atomic import write_json
 

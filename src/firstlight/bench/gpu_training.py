@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.calls import Row
-from firstlight.bench.corpus import library_corpus
 from firstlight.bench.gpu_ceilings import measured_ceiling
-from firstlight.bench.gpu_machine import BenchMachine
-from firstlight.bench.gpu_pages import Findings, Page, Part, draw_bars, markdown_table
+from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import find_model
+from firstlight.bench.pictures import draw_bars, markdown_table
 from firstlight.bench.process import answer
+from firstlight.bench.runner import Row
 from firstlight.bench.training import FIRSTLIGHT, REFERENCE, turn_ratios
-from firstlight.bench.training_once import training_once
+from firstlight.bench.training_once import library_corpus, training_once
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"

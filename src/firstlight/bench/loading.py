@@ -2,7 +2,7 @@
 
 A checkpoint with random weights is made, of the shape of Qwen2.5-0.5B (or wider or narrower), and
 loaded each way in a process of its own, beside transformers' `from_pretrained`. What is measured
-and how is said at the head of `load_once.py`. The file lies in the page cache, the number of
+and how is said at the head of `memory.py`. The file lies in the page cache, the number of
 threads is the same for all, the ways take turns (A B C, A B C), and each number is the median over
 the turns.
 """
@@ -191,7 +191,7 @@ def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
     }
     pages = os.environ.get(HUGE_PAGES, "0") if row.huge_pages is None else str(int(row.huge_pages))
     environment = os.environ | {HUGE_PAGES: pages, "HF_HUB_OFFLINE": "1"}
-    found = ask("firstlight.bench.load_once", request, environment)
+    found = ask("firstlight.bench.memory", request, environment)
     if "error" in found:
         raise ModelError(f"loading by way of '{row.name}' failed: {found['error']['message']}")
     return found

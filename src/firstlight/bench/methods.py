@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.corpus import write_tokens
 from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
@@ -46,7 +45,9 @@ from firstlight.bench.methods_rows import (
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import MethodsBench, require_known
 from firstlight.bench.process import ForkServer, ask, error_of, training_environment
-from firstlight.bench.runner import Found, StepsPlan, plan_steps, take_turns
+from firstlight.bench.runner import Found, take_turns
+from firstlight.bench.training import StepsPlan, plan_steps
+from firstlight.bench.training_once import write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.recipe import parse_resolved_recipe

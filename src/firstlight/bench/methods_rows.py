@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.runner import RowOutcome, steps_title
+from firstlight.bench.runner import RowOutcome
+from firstlight.bench.training import steps_title
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 

@@ -120,3 +120,36 @@ def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
     axes.plot(ends, ends, color="tab:gray", linewidth=0.8)
     axes.scatter(measured, predicted, s=14, color="tab:blue")
     axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|---|" + "---:|" * (len(header) - 1))
+    for row in rows:
+        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(template: str, value: float | None) -> str:
+    """A number as text; "" for None."""
+    return "" if value is None else template.format(value)
+
+
+def draw_bars(
+    title: str,
+    xlabel: str,
+    bars: Sequence[tuple[str, float]],
+    line: tuple[str, float] | None = None,
+) -> bytes:
+    """A PNG of horizontal bars.
+
+    Args:
+        title: heading of the picture.
+        xlabel: quantity and unit.
+        bars: name and value of each bar, from the top.
+        line: name and value of a vertical line, such as a goal or a ceiling.
+    """
+    names, values = [name for name, _ in bars], [value for _, value in bars]
+    return draw_panels(title, [[Panel(xlabel, names, values, line=line)]])

@@ -9,14 +9,31 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from firstlight.bench.memory import MeasuredMemory, measured_memory
 from firstlight.bench.models import PlannerCase
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.planner_speed import percentile
 from firstlight.bench.process import ForkServer
 from firstlight.bench.runner import RowOutcome, run_bench
+from firstlight.data.loader import Batch
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.engine import DTYPES
+from firstlight.generation.few_rows import quantize_int8, use_few_rows
+from firstlight.hardware.device import find_hardware
+from firstlight.models import Model, empty_model
+from firstlight.planner.memory.kernels import Target
+from firstlight.planner.memory.module import predict_generation
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: Goals of predictions: the error of 95 of 100, and the greatest shortage.
 ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
@@ -155,7 +172,7 @@ def bench_memory(
         return {"rows": rows, "summary": summary(rows)}
 
     # A process for each: what one leaves in memory would be another's.
-    with ForkServer(environment, "firstlight.bench.planner_steps", "memory_once") as server:
+    with ForkServer(environment, "firstlight.bench.planner_memory", "memory_once") as server:
         return run_bench(
             "memory",
             list(by_name),
@@ -204,3 +221,148 @@ def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
     right.set(xlabel="error, % of the measured peak", ylabel="share of configurations")
     figure.suptitle(f"memory: {len(good)} configurations; green is what is allowed")
     return png_of(figure)
+
+
+#: Answers in a sequence of preference pairs.
+_ANSWERS = 6
+
+
+def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict and measure the memory of one configuration on this machine's CPU.
+
+    Returns:
+        "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
+    """
+    recipe, kind = parse_resolved_recipe(request["recipe"]), request["kind"]
+    start = time.perf_counter()
+    predicted = predict_memory(recipe, kind, request["generation"])
+    seconds = time.perf_counter() - start
+    torch._dynamo.reset()
+    found = measure_on_cpu(recipe, kind, request["generation"])
+    return {
+        "predicted_bytes": predicted.peak_bytes,
+        "phase": predicted.phase,
+        "parts": predicted.parts,
+        "seconds": seconds,
+        "peak_bytes": found.peak_bytes,
+        "resident_bytes": found.resident_bytes,
+    }
+
+
+def measure_on_cpu(
+    recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
+) -> MeasuredMemory:
+    """The memory of a recipe's steps on this machine's CPU."""
+    if kind == "generation":
+        assert generation is not None
+        return _generation(recipe, generation)
+    return _training(recipe, evaluates=kind == "evaluation")
+
+
+def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
+    """Three steps from nothing on; or one, and then an evaluation, which alone is measured."""
+    hardware = find_hardware("cpu")
+    compiles = recipe.efficiency.compile is True
+    with measured_memory() as whole:
+        model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+        model.init_weights(torch.Generator().manual_seed(0))
+        if recipe.lora is not None:
+            attach(model, recipe, hardware)
+        program = TrainingProgram(recipe, model, hardware)
+        batch = random_batch(recipe)
+        batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
+        for _ in range(1 if evaluates or compiles else 3):
+            program.step(batches, lr_scale=1.0)
+        held = sum(t.nbytes for t in _held(program))
+    if not evaluates and not compiles:
+        return whole
+    program.optimizer.zero_grad()
+    # What compiling itself takes is not the step's.
+    with measured_memory() as later:
+        if evaluates:
+            program.model.eval()
+            with torch.inference_mode():
+                program.evaluation_loss(*batch.inputs)
+        else:
+            for _ in range(2):
+                program.step(batches, lr_scale=1.0)
+    inputs = batch.input_ids.nbytes + batch.labels.nbytes
+    level = held + inputs
+    return MeasuredMemory(later.peak_bytes + level, later.resident_bytes + level)
+
+
+def _held(program: TrainingProgram) -> list[torch.Tensor]:
+    """Weights and the optimizer's state; no gradients."""
+    found: dict[int, torch.Tensor] = {}
+    tensors = [*program.model.parameters(), *program.model.buffers()]
+    for optimizer in program.optimizer._torch_optimizers:
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+    return list(found.values())
+
+
+def random_batch(recipe: ResolvedRecipe) -> Batch:
+    """One micro-batch of random tokens [rows, seq_len] on the CPU; with document masking of several
+    documents a row, and of preference pairs with references."""
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+    if not recipe.data.document_masking:
+        return Batch(ids, ids.clone(), ids.numel())
+    length = 100 if recipe.preference is None else -(-shape[1] // _ANSWERS)
+    documents = (torch.arange(shape[1]) // length).to(torch.int32).expand(shape).contiguous()
+    references = None
+    if recipe.preference is not None:
+        references = torch.zeros((shape[0], _ANSWERS), dtype=torch.float64)
+    return Batch(ids, ids.clone(), ids.numel(), documents, references)
+
+
+def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredMemory:
+    model = empty_model(recipe.model)
+    model.init_weights(torch.Generator().manual_seed(0))
+    dtype = DTYPES[options["dtype"]]
+    assert dtype is not None
+    model = model.to(dtype).eval()
+    if options["dtype"] == "int8":
+        quantize_int8(model)
+    use_few_rows(model)
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    with measured_memory() as found, torch.inference_mode():
+        decode(model, options)
+    return MeasuredMemory(found.peak_bytes + held, found.resident_bytes + held)
+
+
+def decode(model: Model, options: Mapping[str, Any]) -> None:
+    """Continue prompts of zeros."""
+    prompt, new, count = (options[key] for key in ("prompt_tokens", "max_new_tokens", "sequences"))
+    decoder = BatchDecoder(model, count, prompt + new)
+    for _ in range(count):
+        decoder.add([0] * prompt)
+    for _ in range(new - 1):
+        decoder.step([0] * count)
+
+
+def predict_memory(
+    recipe: ResolvedRecipe,
+    kind: str,
+    generation: Mapping[str, Any] | None,
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """The predicted memory of a recipe.
+
+    Args:
+        recipe: recipe with its model.
+        kind: "training", "evaluation" or "generation".
+        generation: see `PlannerCase`.
+        target: device that is predicted for; None is this CPU.
+    """
+    if kind == "generation":
+        assert generation is not None
+        return predict_generation(recipe.model, **generation, target=target)
+    if kind == "evaluation":
+        return predict_evaluation(recipe, target)
+    return trace_memory(recipe, target)

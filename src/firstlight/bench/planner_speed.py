@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.corpus import Tokens, write_tokens
 from firstlight.bench.models import PlannerCase, config_of
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.process import answer, ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
+from firstlight.bench.training_once import Tokens, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import find_hardware
@@ -256,7 +256,7 @@ def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
     """Predict the speed of one recipe's step and train it for some, in turns.
 
     Args:
-        request: "recipe", "data" (a file of `corpus.write_tokens`), "calibration" (a folder for
+        request: "recipe", "data" (of `training_once.write_tokens`), "calibration" (a folder for
             what was measured of operators), "warmup_steps", "steps" (timed ones of each turn),
             "turns", "threads", "seconds" of measuring operators before the first prediction (half
             of it before the others); or, to fill the calibration, "calibrate" (seconds),

@@ -8,7 +8,7 @@ REQUEST is a JSON object:
     device   "cuda", or "cpu" of a dry run
     steps    steps that are timed, at most
     seconds  of timing a recipe, after which no step begins
-    target   the device that is predicted for, see `planner_predictions.target_request`; absent
+    target   the device that is predicted for, see `target_request`; absent
              predicts nothing
 
 Random weights are made on the device, and the tokens are random. On a GPU, what is measured of a
@@ -29,156 +29,53 @@ torch's allocator (`measure_on_cpu`), and nothing is known of a driver.
 
 The one line on stdout is a JSON object with "cases", a list of such figures with the recipe's
 "name" and the "reason" why it could not be measured ("" where it was); and "line", them as text.
+
+The planner's predictions are made beside the measurement: on a GPU's machine, the processes that
+predict run while the GPU measures. They see no GPU: tensors without memory on a CPU are all that
+the planner needs. Of a step they keep the operators, packed into a text of some kB, so that its
+speed can be predicted later with other constants.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
+import gzip
+import json
+import multiprocessing
+import multiprocessing.pool
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from firstlight.bench.memory import MeasuredMemory, driver_used_bytes, measured_memory
-from firstlight.bench.models import random_model
-from firstlight.bench.planner_predictions import predict_case, predict_memory, predicting
+from firstlight.bench.gpu_parts import BenchMachine
+from firstlight.bench.memory import driver_used_bytes
+from firstlight.bench.models import PlannerCase, random_model
+from firstlight.bench.planner_memory import decode, measure_on_cpu, predict_memory, random_batch
 from firstlight.bench.process import answer
-from firstlight.data.loader import Batch
 from firstlight.errors import FirstlightError
-from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
-from firstlight.generation.few_rows import quantize_int8, use_few_rows
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
-from firstlight.models import Model, empty_model
+from firstlight.planner.memory.kernels import (
+    Layout,
+    Operator,
+    OperatorCount,
+    Target,
+    cuda_target,
+    this_cpu,
+)
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.program import uncompiled
+from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
-
-#: Answers in a sequence of preference pairs.
-_ANSWERS = 6
-
-
-def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Predict and measure the memory of one configuration on this machine's CPU.
-
-    Returns:
-        "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
-    """
-    recipe, kind = parse_resolved_recipe(request["recipe"]), request["kind"]
-    start = time.perf_counter()
-    predicted = predict_memory(recipe, kind, request["generation"])
-    seconds = time.perf_counter() - start
-    torch._dynamo.reset()
-    found = measure_on_cpu(recipe, kind, request["generation"])
-    return {
-        "predicted_bytes": predicted.peak_bytes,
-        "phase": predicted.phase,
-        "parts": predicted.parts,
-        "seconds": seconds,
-        "peak_bytes": found.peak_bytes,
-        "resident_bytes": found.resident_bytes,
-    }
-
-
-def measure_on_cpu(
-    recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
-) -> MeasuredMemory:
-    """The memory of a recipe's steps on this machine's CPU."""
-    if kind == "generation":
-        assert generation is not None
-        return _generation(recipe, generation)
-    return _training(recipe, evaluates=kind == "evaluation")
-
-
-def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
-    """Three steps from nothing on; or one, and then an evaluation, which alone is measured."""
-    hardware = find_hardware("cpu")
-    compiles = recipe.efficiency.compile is True
-    with measured_memory() as whole:
-        model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
-        model.init_weights(torch.Generator().manual_seed(0))
-        if recipe.lora is not None:
-            attach(model, recipe, hardware)
-        program = TrainingProgram(recipe, model, hardware)
-        batch = random_batch(recipe)
-        batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
-        for _ in range(1 if evaluates or compiles else 3):
-            program.step(batches, lr_scale=1.0)
-        held = sum(t.nbytes for t in _held(program))
-    if not evaluates and not compiles:
-        return whole
-    program.optimizer.zero_grad()
-    # What compiling itself takes is not the step's.
-    with measured_memory() as later:
-        if evaluates:
-            program.model.eval()
-            with torch.inference_mode():
-                program.evaluation_loss(*batch.inputs)
-        else:
-            for _ in range(2):
-                program.step(batches, lr_scale=1.0)
-    inputs = batch.input_ids.nbytes + batch.labels.nbytes
-    level = held + inputs
-    return MeasuredMemory(later.peak_bytes + level, later.resident_bytes + level)
-
-
-def _held(program: TrainingProgram) -> list[torch.Tensor]:
-    """Weights and the optimizer's state; no gradients."""
-    found: dict[int, torch.Tensor] = {}
-    tensors = [*program.model.parameters(), *program.model.buffers()]
-    for optimizer in program.optimizer._torch_optimizers:
-        for group in optimizer.param_groups:
-            tensors += group["params"]
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
-        found[tensor.untyped_storage().data_ptr()] = tensor
-    return list(found.values())
-
-
-def random_batch(recipe: ResolvedRecipe) -> Batch:
-    """One micro-batch of random tokens [rows, seq_len] on the CPU; with document masking of several
-    documents a row, and of preference pairs with references."""
-    shape = (recipe.batch.rows, recipe.data.seq_len)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
-    if not recipe.data.document_masking:
-        return Batch(ids, ids.clone(), ids.numel())
-    length = 100 if recipe.preference is None else -(-shape[1] // _ANSWERS)
-    documents = (torch.arange(shape[1]) // length).to(torch.int32).expand(shape).contiguous()
-    references = None
-    if recipe.preference is not None:
-        references = torch.zeros((shape[0], _ANSWERS), dtype=torch.float64)
-    return Batch(ids, ids.clone(), ids.numel(), documents, references)
-
-
-def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredMemory:
-    model = empty_model(recipe.model)
-    model.init_weights(torch.Generator().manual_seed(0))
-    dtype = DTYPES[options["dtype"]]
-    assert dtype is not None
-    model = model.to(dtype).eval()
-    if options["dtype"] == "int8":
-        quantize_int8(model)
-    use_few_rows(model)
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    with measured_memory() as found, torch.inference_mode():
-        _decode(model, options)
-    return MeasuredMemory(found.peak_bytes + held, found.resident_bytes + held)
-
-
-def _decode(model: Model, options: Mapping[str, Any]) -> None:
-    """Continue prompts of zeros."""
-    prompt, new, count = (options[key] for key in ("prompt_tokens", "max_new_tokens", "sequences"))
-    decoder = BatchDecoder(model, count, prompt + new)
-    for _ in range(count):
-        decoder.add([0] * prompt)
-    for _ in range(new - 1):
-        decoder.step([0] * count)
-
 
 #: Bytes that may be left of the recipe before: cuBLAS's handles, tables of libraries.
 _MOST_LEFT = 16 * 2**20
@@ -336,7 +233,169 @@ def _generate(recipe: ResolvedRecipe, options: Mapping[str, Any], peaks: _Peaks)
     assert dtype is not None
     model = model.to(dtype).eval()
     with peaks.measured(), torch.inference_mode():
-        _decode(model, options)
+        decode(model, options)
+
+
+STEPS_MODULE = "firstlight.bench.planner_steps"
+
+#: Cores from which on predictions have processes of their own.
+_MANY_CORES = 4
+
+#: Seconds that all predictions together may take once the measurement is done: less than
+#: a row may take longer than expected (`runner.Row.limit`), which would cost the measurement.
+_SECONDS = 60.0
+
+#: A function of a module with its arguments.
+Predict = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
+
+
+def target_request(machine: BenchMachine) -> dict[str, Any] | None:
+    """The device of a machine for requests; None is the CPU that predicts."""
+    if machine.device == "cpu":
+        return None
+    name = machine.name if machine.gpu is None else machine.gpu.name
+    return {"name": name, "capability": list(machine.capability)}
+
+
+def steps_request(
+    machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
+) -> dict[str, Any]:
+    """A request of `planner_steps`."""
+    return {
+        "cases": [case.request(machine.device) for case in cases],
+        "device": machine.device,
+        "steps": 2 if machine.dry else 12,
+        "seconds": seconds,
+        "target": target_request(machine),
+    }
+
+
+def target_of(request: Mapping[str, Any] | None) -> Target:
+    """The planner's target for a device of `target_request`."""
+    if request is None:
+        return this_cpu()
+    major, minor = request["capability"]
+    return cuda_target(request["name"], (major, minor))
+
+
+def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The predicted memory of one configuration, and the operators of its step.
+
+    Returns:
+        "predicted_bytes" of tensors, "predicted_reserved_bytes" of the allocator,
+        "predicted_phase" of the peak, "host_bytes" that are offloaded, "prediction_seconds", and
+        for training "operators", see `packed`.
+    """
+    start = time.perf_counter()
+    recipe, device = parse_resolved_recipe(case["recipe"]), target_of(target)
+    found = predict_memory(recipe, case["kind"], case["generation"], device)
+    seconds = time.perf_counter() - start
+    entry = memory_entry(found) | {"prediction_seconds": round(seconds, 2)}
+    if case["kind"] != "training":
+        return entry
+    if recipe.efficiency.compile is True:
+        found = trace_memory(uncompiled(recipe), device)
+    counted = all_micro_batches(found, recipe.batch.accumulation(recipe.data.seq_len))
+    return entry | {"operators": packed(counted.operators)}
+
+
+def memory_entry(found: MemoryPrediction) -> dict[str, Any]:
+    """The keys of a prediction's memory, see `predict_case`."""
+    return {
+        "predicted_bytes": found.peak_bytes,
+        "predicted_reserved_bytes": found.reserved_bytes,
+        "predicted_phase": found.phase,
+        "host_bytes": found.host_bytes,
+    }
+
+
+def packed(counts: Sequence[OperatorCount]) -> str:
+    """Counted operators as text."""
+    values = [
+        (
+            *(one.name, one.phase, entry.count, _names(one.inputs), _names(one.outputs)),
+            *(one.flops, one.moved_bytes, one.options),
+        )
+        for entry in counts
+        for one in (entry.operator,)
+    ]
+    content = json.dumps(values, separators=(",", ":")).encode()
+    return base64.b85encode(gzip.compress(content, 9, mtime=0)).decode()
+
+
+def unpacked(text: str) -> MemoryPrediction:
+    """The inverse of `packed`, as a prediction with these operators and no memory."""
+    operators = []
+    for name, phase, count, inputs, outputs, flops, moved, options in json.loads(
+        gzip.decompress(base64.b85decode(text))
+    ):
+        one = Operator(name, phase, _layouts(inputs), _layouts(outputs), flops, moved, options)
+        operators.append(OperatorCount(one, count))
+    return MemoryPrediction(0, "", {}, {}, 0, 0, 0, tuple(operators))
+
+
+def _layouts(values: Sequence[Any]) -> tuple[Layout, ...]:
+    return tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in values)
+
+
+def _names(layouts: Sequence[Layout]) -> list[tuple[list[int], str]]:
+    return [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in layouts]
+
+
+@contextlib.contextmanager
+def predicting(
+    calls: Sequence[Predict], *, beside: bool
+) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Predict while the block runs; yields what waits for the predictions, in the calls' order.
+
+    Args:
+        calls: function and arguments of each prediction. An error is its result:
+            "prediction_problem".
+        beside: True takes processes of their own, where there are cores for them; else predictions
+            are made when they are waited for.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if not calls or not beside or cores < _MANY_CORES:
+        yield lambda: [_answer(*call) for call in calls]
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["firstlight.planner.plan.preloaded"])
+    pool = context.Pool(min(len(calls), cores // 2), _without_gpu, maxtasksperchild=1)
+    try:
+        asked = [pool.apply_async(_answer, call) for call in calls]
+        yield lambda: _answers(asked)
+    finally:
+        pool.terminate()
+        pool.join()
+
+
+def _answer(function: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> dict[str, Any]:
+    try:
+        return function(*arguments)
+    except FirstlightError as error:
+        return {"prediction_problem": str(error)}
+    except Exception as error:  # noqa: BLE001  (it must not cost the measurement)
+        text = " ".join(str(error).split())[:300]
+        return {"prediction_problem": f"{type(error).__name__}: {text}"}
+
+
+def _answers(
+    asked: Sequence[multiprocessing.pool.AsyncResult[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    end, found = time.monotonic() + _SECONDS, []
+    for one in asked:
+        try:
+            found.append(one.get(max(end - time.monotonic(), 0.0)))
+        except multiprocessing.TimeoutError:
+            # Of a process that was killed nothing comes, either.
+            found.append({"prediction_problem": f"no answer in {_SECONDS:.0f} s"})
+    return found
+
+
+def _without_gpu() -> None:
+    """Hide the GPU from a process that predicts."""
+    # CUDA reads it when it is first used.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 if __name__ == "__main__":

@@ -4,26 +4,36 @@ A benchmark declares rows and a measurement: a module that takes a row's request
 object. Whatever becomes of a row's process (out of memory, a crash, its time limit) is the row's
 result, and ends no other. Rows take turns (A B A B), so that what else the machine does falls on
 all of them; what has failed once is not tried again.
+
+`bench gpu` runs its rows in calls of some minutes (`run_rows`):
+
+- The rows of all parts are measured in the order of their `value`; those of one value take turns:
+  all first turns come before the second ones.
+- A row that would not end in time is left for the next call; those after it that do fit are
+  measured.
+- results.json is replaced after every measurement: the next call goes on from there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import StepsBench, require_positive
-from firstlight.console import progress_bar
-from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, find_hardware
-from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.bench.process import error_of
+from firstlight.console import progress_bar, say
+from firstlight.errors import InputError
+from firstlight.files.atomic import read_json, write_json
+from firstlight.hardware.device import Hardware
 
 #: Errors that say that a row can't be measured here, rather than that it went wrong.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
@@ -54,18 +64,16 @@ class RowOutcome:
 
     def add(self, found: Found, seconds: float = 0.0) -> None:
         """Note the result of a turn, or the reason why it has none."""
-        if "error" not in found:
+        if "error" in found:
+            self.problem = " ".join(str(found["error"]["message"]).split())
+            self.refused = found["error"]["type"] in _REFUSALS
+        else:
             self.runs.append(dict(found))
             self.seconds.append(seconds)
-            return
-        self.problem = " ".join(str(found["error"]["message"]).split())
-        self.refused = found["error"]["type"] in _REFUSALS
 
     def expected_seconds(self, declared: float) -> float:
         """Expected duration of the next turn, if `declared` is that of the first."""
-        if self.seconds:
-            return 1.2 * self.seconds[-1]
-        return max(declared, 1.5 * self.cut_after)
+        return 1.2 * self.seconds[-1] if self.seconds else max(declared, 1.5 * self.cut_after)
 
     @property
     def is_done(self) -> bool:
@@ -76,11 +84,8 @@ class RowOutcome:
         """The numbers under a key of all turns; numbers in lists are put together."""
         found: list[float] = []
         for run in self.runs:
-            value = run.get(key)
-            if isinstance(value, list):
-                found += value
-            elif value is not None:
-                found.append(value)
+            if (value := run.get(key)) is not None:
+                found += value if isinstance(value, list) else [value]
         return found
 
     def median(self, key: str) -> float | None:
@@ -102,13 +107,13 @@ def take_turns(
 
     Args:
         title: the benchmark's name.
-        names: the rows' names, in their order.
+        names: names of the rows in their order.
         turns: measurements of each row.
-        outcome_of: function from a name to the outcome that the row's turns are added to; rows
-            that share one are measured once.
+        outcome_of: function from a name to the row's outcome; rows that share one are measured
+            once.
         measure: function from a name to the result of one measurement.
-        on_turn: called after every measurement.
-        before_turn: called before each turn of all rows.
+        on_turn: function that is called after every measurement.
+        before_turn: function that is called before each turn of all rows.
     """
     with progress_bar() as progress:
         task = progress.add_task(title, total=turns * len(names))
@@ -136,10 +141,9 @@ def run_bench(
     """Measure all rows of a benchmark; see `take_turns`.
 
     Args:
-        title, names, turns, measure, before_turn: arguments of `take_turns`.
+        title, names, turns, measure, before_turn: see `take_turns`.
         summarize: function from the outcomes so far to the result.
-        on_run: called with the result so far after every measurement, so that an interruption
-            leaves it.
+        on_run: function that is called with the result so far after every measurement.
 
     Returns:
         The result, with "complete".
@@ -149,15 +153,10 @@ def run_bench(
     def result(complete: bool) -> dict[str, Any]:
         return {**summarize(outcomes), "complete": complete}
 
-    take_turns(
-        title,
-        names,
-        turns,
-        outcomes.__getitem__,
-        measure,
-        lambda: on_run(result(False)),
-        before_turn,
-    )
+    def keep() -> None:
+        on_run(result(False))
+
+    take_turns(title, names, turns, outcomes.__getitem__, measure, keep, before_turn)
     done = result(True)
     on_run(done)
     return done
@@ -181,63 +180,221 @@ def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+RESULTS_NAME = "results.json"
+
+#: Seconds at the end of a call in which nothing is measured any more.
+_MARGIN = 5.0
+
+#: The version of results.json.
+_FORMAT = 1
+
+#: Part -> row -> its outcome.
+Outcomes = dict[str, dict[str, RowOutcome]]
+
+
 @dataclass(frozen=True)
-class StepsPlan:
-    """A `StepsBench` in which nothing is open; see there."""
+class Row:
+    """One measurement.
+
+    Attributes:
+        name: name in tables, unique within its part.
+        module: module that measures, run as `python -m MODULE REQUEST`; see `process.answer`.
+        request: JSON values for the measurement. "work" and "keep" are added to them: a folder for
+            files that further rows of the call may use, and the folder of the results, where
+            small files may be kept.
+        seconds: expected duration of the first turn, the start of the process included; rather
+            too much than too little.
+        value: place in the order; lower numbers are measured first, whatever their part.
+        turns: measurements of the row.
+        limit: seconds after which a turn is ended; None is three times `seconds` and a minute.
+        plain: True leaves the environment of `firstlight train` out.
+        skip: reason why this machine can't measure the row; "" if it can.
+    """
 
     name: str
-    model: ModelConfig
-    hardware: Hardware
-    seq_len: int
-    micro_batch_size: int
-    steps: int
-    repeats: int
+    module: str
+    request: Mapping[str, Any]
+    seconds: float
+    value: int = 5
+    turns: int = 1
+    limit: float | None = None
+    plain: bool = False
+    skip: str = ""
 
-    def head(self, warmup_steps: int) -> dict[str, Any]:
-        """The part of a result that is known before anything is measured."""
-        model = meta_model(self.model)
-        return {
-            "model": self.name,
-            "parameters": count_parameters(model).total,
-            "seq_len": self.seq_len,
-            "micro_batch_size": self.micro_batch_size,
-            "steps": self.steps,
-            "warmup_steps": warmup_steps,
-            "repeats": self.repeats,
-            "flops_per_token": train_flops_per_token(model, self.seq_len),
-            "machine": machine_facts(self.hardware),
-        }
+    @property
+    def digest(self) -> str:
+        """Hash of the declaration: results of another declaration are measured again."""
+        content = json.dumps([self.module, self.request], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
-    """Decide what is open.
+@dataclass
+class Results:
+    """The file of results.
+
+    Attributes:
+        folder: the folder with the file.
+        machine: facts of the machine that measured; {} before the first call.
+        calls: "date", "seconds" and "turns" of each call.
+        outcomes: outcomes of all rows that were tried.
+    """
+
+    folder: Path
+    machine: dict[str, Any] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: Outcomes = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """The results in a folder; empty ones where it has no such file.
+
+        Raises:
+            InputError: the file is not one of these.
+        """
+        path = folder / RESULTS_NAME
+        if not path.exists():
+            return cls(folder)
+        content = read_json(path)
+        try:
+            if content["format"] != _FORMAT:
+                raise ValueError
+            outcomes = {
+                part: {name: RowOutcome(**entry) for name, entry in rows.items()}
+                for part, rows in content["outcomes"].items()
+            }
+            return cls(folder, dict(content["machine"]), list(content["calls"]), outcomes)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise InputError(
+                f"{path} is not a file of results of this version: choose another folder"
+            ) from None
+
+    def write(self) -> None:
+        """Replace the file.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        content = asdict(self)
+        write_json(content.pop("folder") / RESULTS_NAME, {"format": _FORMAT, **content})
+
+    def outcome(self, part: str, row: Row, *, retry: bool = False) -> RowOutcome:
+        """The row's outcome so far; a new one if its declaration changed, or a turn failed and
+        `retry` is true."""
+        rows = self.outcomes.setdefault(part, {})
+        found = rows.get(row.name)
+        if found is None or found.digest != row.digest or (retry and found.problem):
+            found = rows[row.name] = RowOutcome(row.digest)
+        return found
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a row of a part; numbers begin at 0."""
+
+    part: str
+    row: Row
+    number: int
+
+    @property
+    def title(self) -> str:
+        """Name of the turn in messages."""
+        turns = f", turn {self.number + 1} of {self.row.turns}" if self.row.turns > 1 else ""
+        return f"{self.part}: {self.row.name}{turns}"
+
+
+def order(parts: Mapping[str, Sequence[Row]]) -> list[Turn]:
+    """All turns of all rows in the order in which they are measured."""
+    turns = [
+        Turn(part, row, number)
+        for part, rows in parts.items()
+        for row in rows
+        if not row.skip
+        for number in range(row.turns)
+    ]
+    return sorted(turns, key=lambda turn: (turn.row.value, turn.number))
+
+
+#: (row, its request, its limit in seconds) -> the measurement's result; see `process.ask`.
+Measure = Callable[[Row, dict[str, Any], float], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `bench gpu`.
+
+    Attributes:
+        minutes: duration of the call.
+        work: folder of files that rows of the call share.
+        measure: function that runs a measurement.
+        begun: time of the call's begin, by `clock`; None is now.
+        clock: function that returns seconds, which never go back.
+    """
+
+    minutes: float
+    work: Path
+    measure: Measure
+    begun: float | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Turn]:
+    """Measure what has no result yet, as far as the call's time allows.
+
+    Returns:
+        The turns that were left for the next call.
 
     Raises:
-        ConfigError: a value is out of range, or the model or the device unknown.
+        StorageError: the disk refused.
     """
-    hardware = find_hardware(bench.device)
-    if hardware.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{command} runs on cpu and cuda, not on {hardware.device.type}")
-    name = bench.model or (SMALL if bench.quick else "gpt2-124m")
-    model = find_model(name)
-    on_gpu = hardware.device.type == "cuda"
-    limit = model.max_position_embeddings
-    usual = {
-        "seq_len": min(256 if bench.quick else 1024, limit),
-        "micro_batch_size": 16 if on_gpu else 4,
-        "steps": 20 if on_gpu else 4,
-        "repeats": 1 if bench.quick else 3,
-    }
-    given = {key: getattr(bench, key) for key in usual}
-    chosen = {key: usual[key] if value is None else value for key, value in given.items()}
-    require_positive(**chosen)
-    if chosen["seq_len"] > limit:
-        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
-    return StepsPlan(name, model, hardware, **chosen)
+    begun = call.clock() if call.begun is None else call.begun
+    end = begun + 60 * call.minutes - _MARGIN
+    entry = results.calls[-1] if results.calls else {}
+    left_over = []
+    waiting = [turn for turn in order(parts) if _is_waiting(turn, results)]
+    for number, turn in enumerate(waiting, start=1):
+        outcome = results.outcome(turn.part, turn.row)
+        # An earlier turn of it may have failed, or been left over, in this call.
+        if not _is_waiting(turn, results):
+            continue
+        expected, left = outcome.expected_seconds(turn.row.seconds), end - call.clock()
+        if expected > left or len(outcome.runs) < turn.number:
+            left_over.append(turn)
+            continue
+        clock = f"{max(0, int(left)) // 60}:{max(0, int(left)) % 60:02d} left"
+        say(f"[{number}/{len(waiting)}] {turn.title}: about {expected:.0f} s; {clock}")
+        cut = _take_turn(turn, outcome, results, call, left)
+        if cut:
+            left_over.append(turn)
+        entry["seconds"] = round(call.clock() - begun, 1)
+        entry["turns"] = entry.get("turns", 0) + (not cut)
+        results.write()
+    return left_over
 
 
-def steps_title(result: Mapping[str, Any]) -> str:
-    """Heading of a picture of a result."""
-    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
-    end = "" if result["complete"] else " (not complete)"
-    return f"{result['model']}, {size}; {result['machine']['name']}{end}"
+def _is_waiting(turn: Turn, results: Results) -> bool:
+    outcome = results.outcome(turn.part, turn.row)
+    return not outcome.problem and len(outcome.runs) <= turn.number
+
+
+def _take_turn(turn: Turn, outcome: RowOutcome, results: Results, call: Call, left: float) -> bool:
+    """Measure one turn; True if the call's end cut it off."""
+    row = turn.row
+    limit = 3 * row.seconds + 60 if row.limit is None else row.limit
+    request = {**row.request, "work": str(call.work), "keep": str(results.folder)}
+    start = call.clock()
+    found = call.measure(row, request, min(limit, left))
+    seconds = round(call.clock() - start, 2)
+    if found.get("error", {}).get("type") == "TimeoutError" and limit > left:
+        outcome.cut_after = seconds
+        say("    not done at the end of this call: it is tried again in the next")
+        return True
+    try:
+        json.dumps(found, allow_nan=False)  # as the file of results is written
+    except ValueError:
+        found = error_of("Failed", "a figure of its result is not a finite number")
+    outcome.add(found, seconds)
+    if outcome.problem:
+        say(f"    failed after {seconds:.0f} s: {outcome.problem}")
+    else:
+        say(f"    {seconds:.0f} s" + (f": {found['line']}" if found.get("line") else ""))
+    return False

@@ -24,26 +24,24 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.corpus import write_tokens
 from firstlight.bench.gemm import ceiling
-from firstlight.bench.models import find_model
-from firstlight.bench.options import TrainingBench, require_known
+from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.options import StepsBench, TrainingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
 from firstlight.bench.runner import (
     Found,
     RowOutcome,
-    StepsPlan,
-    plan_steps,
+    machine_facts,
     run_bench,
-    steps_title,
 )
-from firstlight.bench.training_once import EPOCH_TOKENS
+from firstlight.bench.training_once import EPOCH_TOKENS, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
-from firstlight.hardware.device import Hardware, bf16_is_faster
-from firstlight.models import GPT2Config
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
+from firstlight.models import GPT2Config, ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import facts_here, resolve
@@ -326,3 +324,65 @@ def draw(result: Mapping[str, Any]) -> bytes:
     peaks = [row["total_peak_bytes"] / 2**30 for row in rows]
     memory = Panel("peak memory (GiB)", names, peaks, colors=colors)
     return draw_panels(steps_title(result), [[speed, memory]])
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """A `StepsBench` in which nothing is open; see there."""
+
+    name: str
+    model: ModelConfig
+    hardware: Hardware
+    seq_len: int
+    micro_batch_size: int
+    steps: int
+    repeats: int
+
+    def head(self, warmup_steps: int) -> dict[str, Any]:
+        """The part of a result that is known before anything is measured."""
+        model = meta_model(self.model)
+        return {
+            "model": self.name,
+            "parameters": count_parameters(model).total,
+            "seq_len": self.seq_len,
+            "micro_batch_size": self.micro_batch_size,
+            "steps": self.steps,
+            "warmup_steps": warmup_steps,
+            "repeats": self.repeats,
+            "flops_per_token": train_flops_per_token(model, self.seq_len),
+            "machine": machine_facts(self.hardware),
+        }
+
+
+def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
+    """Decide what is open.
+
+    Raises:
+        ConfigError: a value is out of range, or the model or the device unknown.
+    """
+    hardware = find_hardware(bench.device)
+    if hardware.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{command} runs on cpu and cuda, not on {hardware.device.type}")
+    name = bench.model or (SMALL if bench.quick else "gpt2-124m")
+    model = find_model(name)
+    on_gpu = hardware.device.type == "cuda"
+    limit = model.max_position_embeddings
+    usual = {
+        "seq_len": min(256 if bench.quick else 1024, limit),
+        "micro_batch_size": 16 if on_gpu else 4,
+        "steps": 20 if on_gpu else 4,
+        "repeats": 1 if bench.quick else 3,
+    }
+    given = {key: getattr(bench, key) for key in usual}
+    chosen = {key: usual[key] if value is None else value for key, value in given.items()}
+    require_positive(**chosen)
+    if chosen["seq_len"] > limit:
+        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
+    return StepsPlan(name, model, hardware, **chosen)
+
+
+def steps_title(result: Mapping[str, Any]) -> str:
+    """Heading of a picture of a result."""
+    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
+    end = "" if result["complete"] else " (not complete)"
+    return f"{result['model']}, {size}; {result['machine']['name']}{end}"

@@ -1,9 +1,45 @@
-"""The machine that `firstlight bench gpu` measures: facts that decide the rows and stand on pages.
+"""Parts of `firstlight bench gpu`, and the pages that are made of their results.
 
-    python -m firstlight.bench.gpu_machine REQUEST
+How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in `bench/gpu.py`.
 
-REQUEST is {"dry": whether the CPU is to be described}. A process of its own looks at the GPU: one
-that has done so holds some of its memory until it ends.
+    _MODULE = "firstlight.bench.gpu_NAME"          # or a module that measures already
+
+    def _rows(machine: BenchMachine) -> list[Row]:
+        if machine.dry:
+            return [Row("tiny", _MODULE, {"device": "cpu", ...}, seconds=8)]
+        return [Row("bert-large, batch 4", _MODULE, {"device": "cuda", ...}, seconds=40, value=2)]
+
+    def _measure(request: dict[str, Any]) -> dict[str, Any]:
+        ...
+        return {"tokens_per_second": 1e5, "line": "100,000 tokens/s"}
+
+    def _page(found: Findings) -> Page:
+        names = [row.name for row in found.measured("NAME")]
+        rows = [(name, f"{found.median('NAME', name, 'x'):.0f}") for name in names]
+        table = markdown_table(("row", "x"), rows)
+        return Page(summary="- x is ...", text=table, pictures={"gpu-NAME.png": draw_bars(...)})
+
+    PART = Part("NAME", "Title of the page", "Subject of the figures.", _rows, _page)
+
+    if __name__ == "__main__":
+        answer(_measure, sys.argv[1])
+
+Rows (`runner.Row`): `seconds` counts the start of the process (about 10 s with torch and CUDA).
+`value` is their place in the order across all parts: 1 the few figures without which the page says
+nothing (all rows of 1 together in at most 4 minutes), 2 the main figures, 3 to 5 the rest of them,
+6 and more what could be missing. Rows that compare with each other have the same value and turns:
+then they take turns. What a machine can't run gets `skip=reason` (`BenchMachine.lacks`,
+`.capability`); a refusal (FirstlightError) or a crash of a measurement is recorded as the row's.
+`_rows` depends on the machine's facts alone: it is called again to make the pages, on another
+machine. A dry row takes at most 10 s on two cores, and goes through the same code.
+
+Measurements: the last key "line" of a result is said while the benchmark runs. Results are kept
+in one JSON file of a few MB for all rows: no long lists. request["work"] is a folder for what
+further rows of the same call can use (a corpus, a model): a row makes what is missing itself.
+
+`_page` is only called when at least one row of the part has a result, and must live with any
+subset of its rows. The frame adds the title, the machine, the command, and the rows that have no
+figure with their reasons. Pictures are referred to as `../images/gpu-NAME.png`.
 """
 
 from __future__ import annotations
@@ -16,17 +52,86 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from firstlight.bench.process import answer
+from firstlight.bench.runner import Outcomes, Row, RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.hardware.gpus import GPU, find_gpu
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of a part's results.
+
+    Attributes:
+        summary: Markdown for the part's section in docs/gpu.md: the main figures beside their
+            goals, in a few lines.
+        text: Markdown of the part's own page, below its head.
+        pictures: PNG files by name.
+    """
+
+    summary: str
+    text: str
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Results of all parts.
+
+    Attributes:
+        machine: the machine that measured.
+        outcomes: outcomes of each part's rows, by name; rows that were never tried have none.
+        rows: each part's rows, in the order of their declaration.
+        folder: the folder of the results; None writes nothing there.
+    """
+
+    machine: BenchMachine
+    outcomes: Outcomes
+    rows: Mapping[str, Sequence[Row]]
+    folder: Path | None = None
+
+    def outcome(self, part: str, row: str) -> RowOutcome:
+        """The outcome of a row; an empty one where there is none."""
+        return self.outcomes.get(part, {}).get(row, RowOutcome())
+
+    def measured(self, part: str) -> list[Row]:
+        """The part's rows with at least one result."""
+        return [row for row in self.rows.get(part, ()) if self.outcome(part, row.name).runs]
+
+    def median(self, part: str, row: str, key: str) -> float | None:
+        """The median of a number over a row's turns; None where it has no result."""
+        return self.outcome(part, row).median(key)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the benchmark; see the module's head.
+
+    Attributes:
+        name: name for `--parts`, and in the page's file name.
+        title: heading of the page.
+        about: subject of the figures, in Markdown: a sentence or two.
+        rows: the rows for a machine.
+        page: the page of results.
+    """
+
+    name: str
+    title: str
+    about: str
+    rows: Callable[[BenchMachine], Sequence[Row]]
+    page: Callable[[Findings], Page]
+
 
 #: Packages whose versions matter for figures.
 _PACKAGES = (
