@@ -107,9 +107,9 @@ MUTANTS = [
     ),
     Mutant(
         "weight decay on norms and biases",
-        "firstlight/optim/spec.py",
-        '{"params": vectors, "weight_decay": 0.0}',
-        '{"params": vectors, "weight_decay": weight_decay}',
+        "firstlight/optim/table.py",
+        "vector_weight_decay: float = Field(0.0, ge=0)",
+        "vector_weight_decay: float = Field(0.1, ge=0)",
         (_STEPS + "weight_decay_on_norms_and_biases",),
     ),
     Mutant(

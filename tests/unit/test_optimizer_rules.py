@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
-from firstlight.optim.muon import StackedMuon, orthogonalised
+from firstlight.optim.groups import decay_counts, parameter_kinds
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.optim.table import OPTIMIZERS, decay_counts
+from firstlight.optim.table import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
@@ -126,7 +126,9 @@ def test_weight_decay_is_for_matrices_only(name: str) -> None:
 
 def test_gpt2s_decayed_and_undecayed_parameters_are_counted() -> None:
     """Of GPT-2 small: embeddings and 48 matrices, 98 norms and biases, as in nanoGPT."""
-    assert decay_counts(meta_model(GPT2Config(vocab_size=50257)).parameters()) == {
+    model = meta_model(GPT2Config(vocab_size=50257))
+    counts = decay_counts(dict(model.named_parameters()), parameter_kinds(model), make("adamw"))
+    assert counts == {
         "decayed_parameters": 124_318_464,
         "decayed_tensors": 50,
         "undecayed_parameters": 121_344,
@@ -232,36 +234,6 @@ def test_sgd_is_torchs_with_these_settings(momentum: float) -> None:
     expected = after_torchs_steps(model, reference)
     config = make("sgd", sgd_momentum=momentum, max_grad_norm=0.0, weight_decay=0.3)
     assert same(after_steps(config), expected)
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8)])
-def test_stacked_muon_is_torchs_muon_expert_by_expert(shape: tuple[int, ...]) -> None:
-    """To bf16's rounding. One expert's gradients are a thousand times the others'."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(shape, generator=generator)
-    stack = nn.Parameter(start.clone())
-    single = [nn.Parameter(matrix.clone()) for matrix in start]
-    own = StackedMuon([stack], 0.1, 0.9, 0.2)
-    theirs = torch.optim.Muon(
-        single, lr=0.1, momentum=0.9, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
-    )
-    for _ in range(3):
-        stack.grad = torch.randn(shape, generator=generator)
-        stack.grad[1] *= 1000
-        for parameter, gradient in zip(single, stack.grad, strict=True):
-            parameter.grad = gradient.clone()
-        own.step()
-        theirs.step()  # type: ignore[no-untyped-call]
-    for matrix, parameter, before in zip(stack, single, start, strict=True):
-        off = (matrix - parameter).norm() / (parameter - before).norm()
-        assert off < 0.01
-
-
-def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    found = orthogonalised(torch.randn(2, 30, 12, generator=torch.Generator().manual_seed(0)))
-    values = torch.linalg.svdvals(found.float())
-    assert float(values.min()) > 0.6
-    assert float(values.max()) < 1.3
 
 
 def test_muon_takes_the_stacked_experts() -> None:

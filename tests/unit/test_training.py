@@ -346,7 +346,7 @@ def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
     assert set(rates[8:]) == {2e-4}
 
 
-def test_a_run_says_its_schedule_and_what_weight_decay_is_for(
+def test_a_run_says_its_schedule_and_its_groups_of_parameters(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of adapters, where only they are trained."""
@@ -363,9 +363,8 @@ def test_a_run_says_its_schedule_and_what_weight_decay_is_for(
     told = " ".join(capsys.readouterr().err.split())
     assert "warm-up of 2 steps to 0.001, so long that the learning rate never falls" in told
     # Embedding, head, and 7 matrices of 2 layers; 5 norms.
-    assert re.search(
-        r"weight decay 0\.1: [\d,]+ parameters in 1[56] matrices; none for 160 in 5 n", told
-    )
+    assert "optimizer adamw tensors parameters rate decay embeddings 1 " in told
+    assert re.search(r"matrices 14 [\d,]+ 0\.001 0\.1 norms and biases 5 160 0\.001 0 ", told)
     adapted = changed(
         recipe,
         run={"dir": str(tmp_path / "adapted")},
@@ -373,9 +372,9 @@ def test_a_run_says_its_schedule_and_what_weight_decay_is_for(
         schedule={"max_steps": 2, "warmup_steps": 0},
     )
     result = train(adapted, init_from=base.checkpoint, progress=True)
-    assert "weight decay 0.1: 256 parameters in 4 matrices; none for 0 in 0 norms" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    told = " ".join(capsys.readouterr().err.split())
+    assert "tensors parameters rate decay matrices 4 256 0.001 0.1 " in told
+    assert "norms" not in told
     assert last_start(result.run_folder)["weight_decay"]["decayed_parameters"] == 256
 
 

@@ -171,6 +171,8 @@ class Conv1D(nn.Module):
     """A linear layer, [..., in] to [..., out], whose weight is stored [in, out], as in OpenAI's
     release."""
 
+    stores_transposed = True
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(in_features, out_features))

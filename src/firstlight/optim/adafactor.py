@@ -11,10 +11,9 @@ from torch import Tensor
 
 from firstlight.optim.spec import (
     ForeachOptimizer,
+    Groups,
     Layout,
     OptimizerSpec,
-    Parameters,
-    decay_groups,
 )
 
 #: Added to squared gradients, so that rows without a gradient have an inverse root.
@@ -130,18 +129,15 @@ def _directions(
     return inverse_roots
 
 
-def _adafactor(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(parameters, config.weight_decay)
+def _adafactor(groups: Groups, config: Any) -> torch.optim.Optimizer:
     rate, decay = config.learning_rate, config.adafactor_beta2_decay
     threshold, foreach = config.adafactor_threshold, config.implementation == "foreach"
     if config.adafactor_variant == "torch":
-        return [
-            torch.optim.Adafactor(groups, rate, beta2_decay=decay, d=threshold, foreach=foreach)
-        ]
-    return [Adafactor(groups, rate, decay, threshold, foreach=foreach)]
+        return torch.optim.Adafactor(groups, rate, beta2_decay=decay, d=threshold, foreach=foreach)
+    return Adafactor(groups, rate, decay, threshold, foreach=foreach)
 
 
-def _adafactor_layout(parameter: Tensor, _: Any) -> Layout:
+def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if len(shape) < 2:
         return {"step": ((), torch.float32), "variance": (shape, dtype)}

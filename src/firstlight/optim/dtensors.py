@@ -29,6 +29,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process' shard of a tensor that has a parameter's shape and belongs to it, as a plain
+    tensor: elementwise updates need no operators on DTensors. The tensor itself where there are no
+    shards."""
+    if not is_sharded(tensor) or not is_sharded(parameter):
+        return tensor
+    # Tensor parallelism gives the gradient of a shard's table whole.
+    return tensor.redistribute(placements=parameter.placements).to_local()
+
+
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     """A full tensor that every rank has, sharded like `example`; the tensor itself where `example`
     is not sharded, or has another shape.

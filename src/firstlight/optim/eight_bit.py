@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.optim.spec import Layout, OptimizerSpec, Parameters, decay_groups
+from firstlight.optim.spec import Groups, Layout, OptimizerSpec
 
 #: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
 _BLOCK = 256
@@ -84,9 +84,7 @@ def rebuild_eight_bit(
 # bitsandbytes
 
 
-def _bitsandbytes(
-    kind: str, groups: list[dict[str, Any]], settings: dict[str, Any]
-) -> torch.optim.Optimizer:
+def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -139,7 +137,7 @@ def _bitsandbytes_layout(parameter: Tensor) -> Layout:
 
 
 def _torchao(
-    groups: list[dict[str, Any]], settings: dict[str, Any], device: torch.device
+    groups: Groups, settings: dict[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ConfigError(
@@ -188,8 +186,7 @@ def _torchao_layout(parameter: Tensor) -> Layout:
 # The description
 
 
-def _eight_bit(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(parameters, config.weight_decay)
+def _eight_bit(groups: Groups, config: Any) -> torch.optim.Optimizer:
     device = groups[0]["params"][0].device
     if _is_paged(config) and device.type != "cuda":
         raise ConfigError(
@@ -202,12 +199,12 @@ def _eight_bit(parameters: Parameters, config: Any) -> list[torch.optim.Optimize
         "eps": config.eps,
     }
     if _library(config) == "torchao":
-        return [_torchao(groups, settings, device)]
+        return _torchao(groups, settings, device)
     kind = "PagedAdamW8bit" if _is_paged(config) else "AdamW8bit"
-    return [_bitsandbytes(kind, groups, settings)]
+    return _bitsandbytes(kind, groups, settings)
 
 
-def _eight_bit_layout(parameter: Tensor, config: Any) -> Layout:
+def _eight_bit_layout(parameter: Tensor, config: Any, _: Any) -> Layout:
     if _library(config) == "torchao":
         return _torchao_layout(parameter)
     return _bitsandbytes_layout(parameter)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.optim.dtensors import is_sharded
+from firstlight.optim.cautious import decay_cautiously
+from firstlight.optim.dtensors import own_shard
 from firstlight.optim.spec import (
     ForeachOptimizer,
+    Groups,
     Layout,
     OptimizerSpec,
-    Parameters,
-    decay_groups,
 )
 
 
@@ -29,6 +29,7 @@ class Lion(ForeachOptimizer):
         groups: torch's parameter groups.
         lr: distance that every number with a gradient moves in a step, weight decay aside.
         betas: beta1 weighs the moment in the update, beta2 in the next moment.
+        cautious: see `decay_cautiously`.
         foreach: each operation over all parameters of a group at once, with a temporary copy as
             large as they are; else parameter by parameter.
     """
@@ -40,8 +41,15 @@ class Lion(ForeachOptimizer):
         betas: Sequence[float],
         *,
         foreach: bool,
+        cautious: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0, "foreach": foreach}
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "weight_decay": 0.0,
+            "cautious": cautious,
+            "foreach": foreach,
+        }
         super().__init__(groups, defaults)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -49,35 +57,34 @@ class Lion(ForeachOptimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-        own = [_own(p, p) for p in parameters]
-        moments = [_own(self.state[p]["exp_avg"], p) for p in parameters]
-        gradients = [_own(p.grad, p) for p in parameters if p.grad is not None]
+        own = [own_shard(p, p) for p in parameters]
+        moments = [own_shard(self.state[p]["exp_avg"], p) for p in parameters]
+        gradients = [own_shard(p.grad, p) for p in parameters if p.grad is not None]
         beta1, beta2 = group["betas"]
         directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
         torch._foreach_sign_(directions)
-        if group["weight_decay"]:
+        if group["cautious"]:
+            for parameter, direction in zip(own, directions, strict=True):
+                decay_cautiously(parameter, direction, group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
             torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(own, directions, alpha=-group["lr"])
         torch._foreach_lerp_(moments, gradients, 1 - beta2)
 
 
-def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process' shard of a tensor that belongs to a parameter: the update is elementwise, so it
-    needs no operators on shards of their own."""
-    if not is_sharded(tensor) or not is_sharded(parameter):
-        return tensor
-    # Tensor parallelism gives the gradient of a shard's table whole.
-    return tensor.redistribute(placements=parameter.placements).to_local()
-
-
-def _lion(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(parameters, config.weight_decay)
+def _lion(groups: Groups, config: Any) -> Lion:
     # By default parameter by parameter: the copy would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
-    return [Lion(groups, config.learning_rate, config.betas, foreach=foreach)]
+    return Lion(
+        groups,
+        config.learning_rate,
+        config.betas,
+        foreach=foreach,
+        cautious=config.cautious_weight_decay,
+    )
 
 
-def _lion_layout(parameter: Tensor, _: Any) -> Layout:
+def _lion_layout(parameter: Tensor, *_: Any) -> Layout:
     return {"exp_avg": (tuple(parameter.shape), parameter.dtype)}
 
 

@@ -1,47 +1,91 @@
-"""Muon: torch's for matrices, and one for stacks of matrices, such as the experts of a layer.
+"""Muon for matrices and for stacks of matrices, such as the experts of a layer.
 
-Shape letters: E matrices of a stack, F rows, C columns.
+Shape letters: E matrices of a stack, F rows, C columns; `...` is E or nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from firstlight.optim.spec import ForeachOptimizer, OptimizerSpec, Parameters, momentum_layout
+from firstlight.optim.cautious import decay_cautiously
+from firstlight.optim.spec import ForeachOptimizer, Groups, Layout, OptimizerSpec, momentum_layout
 
-#: Coefficients and steps of the Newton-Schulz iteration (Jordan et al. 2024), torch.optim.Muon's.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_STEPS = 5
 _EPS = 1e-7
 
+#: `optimizer.muon_coefficients` -> divisor of the matrix' norm before the first step, and a, b, c
+#: of each step x = a x + b (x x^T) x + c (x x^T)^2 x. Jordan's are those of torch.optim.Muon. Those
+#: of the Polar Express are the best odd polynomials, one after the other, for singular values from
+#: 0.001 to 1 (arXiv 2505.16932, algorithm 1 with a cushion of 0.02, and a safety factor of 1.02
+#: against bf16's rounding), which bring them nearer to one.
+COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
+    "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
+    "polar_express": (
+        1.02,
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+    ),
+}
 
-class StackedMuon(ForeachOptimizer):
-    """torch.optim.Muon with `match_rms_adamw` for parameters [E, F, C], matrix by matrix.
+
+class Muon(ForeachOptimizer):
+    """Muon (Jordan et al. 2024) with decoupled weight decay and updates of AdamW's size (Liu et al.
+    2025, arXiv 2502.16982): torch.optim.Muon with `match_rms_adamw`, to the bit for matrices.
+
+        m = momentum m + (1 - momentum) g
+        o = orthogonalised((1 - momentum) g + momentum m)
+        x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
+
+    With `beta2`, NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided by the
+    root of their averaged mean squares v [..., F, 1], and o is scaled to a root mean square of 0.2.
 
     Args:
-        parameters: each with three dimensions.
-        learning_rate, momentum, weight_decay: Muon's.
+        groups: torch's parameter groups, of parameters [..., F, C]; `transposed` ones have their
+            neurons in the columns.
+        lr: learning rate.
+        momentum: momentum after its warm-up.
+        first_momentum: momentum of the first step with a warm-up.
+        warmup_steps: steps in which momentum rises linearly; 0 for none.
+        beta2: decay rate of NorMuon's second moment; None is plain Muon.
+        coefficients: a name of `COEFFICIENTS`.
+        cautious: see `decay_cautiously`.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
-        learning_rate: float,
+        groups: Groups,
+        lr: float,
         momentum: float,
-        weight_decay: float,
+        *,
+        first_momentum: float = 0.85,
+        warmup_steps: int = 0,
+        beta2: float | None = None,
+        coefficients: str = "jordan",
+        cautious: bool = False,
     ) -> None:
         defaults = {
-            "lr": learning_rate,
+            "lr": lr,
             "momentum": momentum,
-            "weight_decay": weight_decay,
+            "first_momentum": first_momentum,
+            "warmup_steps": warmup_steps,
+            "beta2": beta2,
+            "coefficients": coefficients,
+            "cautious": cautious,
+            "weight_decay": 0.0,
+            "transposed": False,
+            # A list's matrices are updated one by one: they would all be in memory as bf16.
             "foreach": False,
         }
-        super().__init__(parameters, defaults)
+        super().__init__(groups, defaults)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """See `ForeachOptimizer.update`."""
@@ -50,57 +94,114 @@ class StackedMuon(ForeachOptimizer):
             self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        average = state["momentum_buffer"]
-        average.lerp_(gradient, 1 - group["momentum"])
-        direction = orthogonalised(gradient.lerp(average, group["momentum"]))
-        # AdamW's typical update has this root mean square, so one learning rate serves both (Liu et
-        # al. 2025).
-        scale = 0.2 * math.sqrt(max(parameter.shape[1:]))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        state = self._state_of(parameter, group)
+        average, momentum = state["momentum_buffer"], _momentum(state, group)
+        average.lerp_(gradient, 1 - momentum)
+        direction = orthogonalised(gradient.lerp(average, momentum), group["coefficients"])
+        # AdamW's typical update has this root mean square, so one learning rate serves both.
+        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+        if group["beta2"] is not None:
+            direction = normalised(direction, state["second_moment"], group)
+            scale = 0.2
+        decay = group["lr"] * group["weight_decay"]
+        if group["cautious"]:
+            decay_cautiously(parameter, direction, decay)
+        else:
+            parameter.mul_(1 - decay)
         parameter.add_(direction, alpha=-group["lr"] * scale)
 
+    def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The parameter's state, with this step counted where steps are."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
+                # Python reads the counter: see `spec.rebuild_tensors`.
+                device = torch.device("cpu") if key == "step" else parameter.device
+                state[key] = torch.zeros(shape, dtype=dtype, device=device)
+        if "step" in state:
+            state["step"] += 1
+        return state
 
-def orthogonalised(matrices_EFC: Tensor) -> Tensor:
-    """Each matrix with its singular values brought near one, [E, F, C] in bf16.
 
-    The quintic Newton-Schulz iteration of Jordan et al. 2024, all matrices at a time.
+def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
+    """The momentum of this step."""
+    if not group["warmup_steps"]:
+        return float(group["momentum"])
+    done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
+    return float(group["first_momentum"] * (1 - done) + group["momentum"] * done)
+
+
+def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
+    """Each matrix [..., F, C] with its singular values brought near one, [..., F, C] in bf16.
+
+    The quintic Newton-Schulz iteration of Jordan et al. 2024, all matrices of a stack at a time.
+
+    Args:
+        matrices: [F, C] or [E, F, C].
+        coefficients: a name of `COEFFICIENTS`.
     """
+    divisor, steps = COEFFICIENTS[coefficients]
+    is_stack = matrices.dim() == 3
     # The product of a matrix and its transpose is smallest with the short side first.
-    tall = matrices_EFC.shape[1] > matrices_EFC.shape[2]
-    x = matrices_EFC.bfloat16()
-    if tall:
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(torch.bfloat16, copy=True)
+    if is_tall:
         x = x.mT
     # The iteration needs singular values of at most one, and the Frobenius norm bounds them.
-    x = x / x.flatten(1).norm(dim=1).clamp(min=_EPS)[:, None, None]
-    for _ in range(_STEPS):
+    norm = x.flatten(1).norm(dim=1)[:, None, None] if is_stack else x.norm()
+    x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS))
+    add_product = torch.baddbmm if is_stack else torch.addmm
+    for a, b, c in steps:
         gram = x @ x.mT
-        update = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
-        x = torch.baddbmm(x, update, x, beta=_A)
-    return x.mT if tall else x
+        update = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, update, x, beta=a)
+    return x.mT if is_tall else x
 
 
-def _muon(parameters: Parameters, config: Any) -> list[torch.optim.Optimizer]:
-    # torch's Muon knows matrices only, not stacks of them.
-    matrices = [p for p in parameters.values() if p.dim() == 2]
-    stacks = [p for p in parameters.values() if p.dim() == 3]
-    rate = config.muon_learning_rate or config.learning_rate
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        found.append(
-            torch.optim.Muon(
-                matrices,
-                lr=rate,
-                momentum=config.muon_momentum,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    if stacks:
-        found.append(StackedMuon(stacks, rate, config.muon_momentum, config.weight_decay))
-    return found
+def normalised(matrices: Tensor, second_moment: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Orthogonalised matrices [..., F, C] with neurons of like size, and a root mean square of one.
+
+    Args:
+        matrices: orthogonalised matrices of any dtype.
+        second_moment: averaged mean squares of the neurons, [..., F, 1], or [..., 1, C] of
+            transposed matrices; takes in the new ones.
+        group: torch's parameter group, with `beta2` and `transposed`.
+
+    Returns:
+        [..., F, C] in the dtype of `second_moment`.
+    """
+    squares = matrices.to(second_moment.dtype).square()
+    squares = squares.mean(-2 if group["transposed"] else -1, keepdim=True)
+    second_moment.lerp_(squares, 1 - group["beta2"])
+    inverse = 1 / (second_moment.sqrt() + _EPS)
+    # Mean squares of the rescaled neurons: no second pass over the matrix is needed.
+    mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
+    return matrices * (inverse / (mean.sqrt() + _EPS))
+
+
+def _muon(groups: Groups, config: Any) -> Muon:
+    rate = config.peak_rate("matrix")
+    return Muon(
+        [{**group, "lr": rate} for group in groups],
+        rate,
+        config.muon_momentum,
+        first_momentum=config.muon_first_momentum,
+        warmup_steps=config.muon_momentum_warmup_steps,
+        beta2=config.muon_beta2,
+        coefficients=config.muon_coefficients,
+        cautious=config.cautious_weight_decay,
+    )
+
+
+def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
+    layout = momentum_layout(parameter)
+    if group["beta2"] is not None:
+        *stack, rows, columns = parameter.shape
+        neurons = (1, columns) if group["transposed"] else (rows, 1)
+        layout["second_moment"] = ((*stack, *neurons), torch.float32)
+    if group["warmup_steps"]:
+        layout["step"] = ((), torch.float32)
+    return layout
 
 
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
@@ -109,4 +210,4 @@ def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
     return parameter.dim() in (2, 3) and any(part.isdigit() for part in name.split("."))
 
 
-MUON = OptimizerSpec(_muon, momentum_layout, elementwise=False, takes=_is_matrix_of_a_layer)
+MUON = OptimizerSpec(_muon, _muon_layout, elementwise=False, takes=_is_matrix_of_a_layer)

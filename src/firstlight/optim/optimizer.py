@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.dtensors import full_tensor, shard_like
+from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.master import MasterWeights
 from firstlight.optim.spec import Layout
 from firstlight.optim.table import OptimizerConfig, make_optimizers
@@ -62,14 +63,18 @@ class Optimizer:
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
         parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        embeddings = {name for name, p in self.parameters.items() if id(p) in tables}
-        self._parts = [one for part in parts for one in make_optimizers(part, config, embeddings)]
+        kinds = parameter_kinds(model)
+        self._parts = [one for part in parts for one in make_optimizers(part, kinds, config)]
         self._peaks = [
             [float(group["lr"]) for group in optimizer.param_groups]
             for optimizer in self._torch_optimizers
         ]
-        owners = {id(p): part for part in self._parts for p in _parameters_of(part[1])}
+        owners = {
+            id(p): (spec, optimizer, group)
+            for spec, optimizer in self._parts
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         self._part_of = {name: owners[id(p)] for name, p in updated.items()}
         self._norms: dict[str, Tensor] = {}
         if in_backward:
@@ -166,7 +171,7 @@ class Optimizer:
             self._masters.updated[name].grad = None
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
-        master, (_, optimizer) = self._masters.updated[name], self._part_of[name]
+        master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
 
         def update(_: Tensor) -> None:
             if name in self._norms:
@@ -228,7 +233,7 @@ class Optimizer:
             fill: writes into its `state_shards`.
         """
         for name, layout in self._layouts().items():
-            (spec, optimizer), parameter = self._part_of[name], self._masters.updated[name]
+            (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
             if layout:
                 zeros = {
                     key: torch.zeros_like(parameter, dtype=dtype)
@@ -254,7 +259,7 @@ class Optimizer:
         layouts = self._layouts()
         require_fitting_state(layouts, tensors)
         for name, layout in layouts.items():
-            (spec, optimizer), parameter = self._part_of[name], self._masters.updated[name]
+            (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
             if layout:
                 own = {key: tensors[f"{name}.{key}"] for key in layout}
                 state = spec.rebuild(optimizer, parameter, own)
@@ -265,20 +270,16 @@ class Optimizer:
 
     def _layouts(self) -> dict[str, Layout]:
         return {
-            name: self._part_of[name][0].layout(parameter, self.config)
-            for name, parameter in self._masters.updated.items()
+            name: spec.layout(self._masters.updated[name], self.config, group)
+            for name, (spec, _, group) in self._part_of.items()
         }
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._masters.updated.items():
-            spec, optimizer = self._part_of[name]
+            spec, optimizer, _ = self._part_of[name]
             found[name] = spec.flatten(optimizer.state.get(parameter, {}))
         return found
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:

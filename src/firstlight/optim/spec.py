@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,28 +12,13 @@ from torch import Tensor, nn
 #: Shape and dtype of each tensor of a parameter's state, by the tensor's name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-#: Parameters by name.
-Parameters = Mapping[str, nn.Parameter]
+
+#: torch's parameter groups, as `groups.parameter_groups` makes them.
+Groups = list[dict[str, Any]]
 
 
-def is_decayed(parameter: Tensor) -> bool:
-    """Whether weight decay is for a parameter: a matrix or a stack of them, no norm and no bias."""
-    return parameter.dim() >= 2
-
-
-def decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """torch's parameter groups: weight decay for what has two or more dimensions only."""
-    matrices = [p for p in parameters.values() if is_decayed(p)]
-    vectors = [p for p in parameters.values() if not is_decayed(p)]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def momentum_layout(parameter: Tensor, _: Any) -> Layout:
-    """State of SGD and Muon: one moment of the parameter's shape and dtype."""
+def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
+    """State of SGD and plain Muon: one moment of the parameter's shape and dtype."""
     return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
 
 
@@ -82,9 +67,10 @@ class OptimizerSpec:
     Functions get the recipe's section, an `OptimizerConfig`, which stands above this module.
 
     Attributes:
-        make: torch optimizers that together update the given parameters (at least one).
-        layout: state of a parameter after a step, of any shape. Needs no optimizer, so that
-            memory and disk space are known before there is one.
+        make: torch optimizer of the given parameter groups (at least one).
+        layout: state of a parameter after a step, from the parameter, the section, and the
+            parameter's torch group. Needs no state, so that memory and disk space are known before
+            the first step.
         elementwise: True where each number is updated from its own gradient and state alone; a
             process can then update its shard of a parameter without the others.
         implementations: possible values of `optimizer.implementation`.
@@ -93,8 +79,8 @@ class OptimizerSpec:
         rebuild: a parameter's state from such tensors, which are copied.
     """
 
-    make: Callable[[Parameters, Any], Sequence[torch.optim.Optimizer]]
-    layout: Callable[[Tensor, Any], Layout]
+    make: Callable[[Groups, Any], torch.optim.Optimizer]
+    layout: Callable[[Tensor, Any, Mapping[str, Any]], Layout]
     elementwise: bool
     implementations: tuple[str, ...] = ("auto", "for-loop", "foreach", "fused")
     takes: Callable[[str, Tensor], bool] = takes_all

@@ -5,58 +5,54 @@ torch's AdamW and SGD are described here; each other optimizer is a file with it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.optim.adafactor import ADAFACTOR
+from firstlight.optim.cautious import make_cautious
 from firstlight.optim.dtensors import is_sharded
 from firstlight.optim.eight_bit import EIGHT_BIT
+from firstlight.optim.groups import Kind, Role, parameter_groups
 from firstlight.optim.lion import LION
 from firstlight.optim.muon import MUON
-from firstlight.optim.spec import (
-    Layout,
-    OptimizerSpec,
-    Parameters,
-    decay_groups,
-    is_decayed,
-    momentum_layout,
-)
+from firstlight.optim.spec import Groups, Layout, OptimizerSpec, momentum_layout
 from firstlight.section import Section
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
+MuonCoefficients = Literal["jordan", "polar_express"]
 AdafactorVariant = Literal["auto", "paper", "torch"]
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def make_optimizers(
-    parameters: Parameters, config: OptimizerConfig, embeddings: Collection[str] = ()
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
     """The torch optimizers that together update the parameters, each exactly once.
 
     Args:
         parameters: parameters by name.
+        kinds: their kinds by name.
         config: the recipe's section.
-        embeddings: names of those that are embeddings.
 
     Raises:
         ConfigError: the config can't work on the parameters' device.
         MissingDependencyError: an 8-bit library is needed and not installed.
     """
-    spec, wide = OPTIMIZERS[config.name], embeddings if config.embeddings_in_32_bits else ()
-    own = {n: p for n, p in parameters.items() if n not in wide and spec.takes(n, p)}
+    spec = OPTIMIZERS[config.name]
+    wide = "embedding" if config.embeddings_in_32_bits else None
+    own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
-        (one, optimizer)
+        (one, one.make(parameter_groups(some, kinds, config), config))
         for one, some in ((spec, own), (OPTIMIZERS["adamw"], rest))
         if some
-        for optimizer in one.make(some, config)
     ]
 
 
@@ -66,53 +62,41 @@ def elementwise_optimizers() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def decay_counts(parameters: Iterable[Tensor]) -> dict[str, int]:
-    """Parameters with and without weight decay, and the tensors that they are in."""
-    counts = dict.fromkeys(
-        ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
+def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        **_switches(groups, config),
     )
-    for parameter in parameters:
-        kind = "decayed" if is_decayed(parameter) else "undecayed"
-        counts[f"{kind}_parameters"] += parameter.numel()
-        counts[f"{kind}_tensors"] += 1
-    return counts
+    if config.cautious_weight_decay:
+        make_cautious(optimizer)
+    return optimizer
 
 
-def _adamw(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.AdamW(
-            decay_groups(parameters, config.weight_decay),
-            lr=config.learning_rate,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            **_switches(parameters, config),
-        )
-    ]
-
-
-def _adamw_layout(parameter: Tensor, _: OptimizerConfig) -> Layout:
+def _adamw_layout(parameter: Tensor, *_: Any) -> Layout:
     moment = (tuple(parameter.shape), parameter.dtype)
     return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
 
 
-def _sgd(parameters: Parameters, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.SGD(
-            decay_groups(parameters, config.weight_decay),
-            lr=config.learning_rate,
-            momentum=config.sgd_momentum,
-            **_switches(parameters, config),
-        )
-    ]
+def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        groups,
+        lr=config.learning_rate,
+        momentum=config.sgd_momentum,
+        **_switches(groups, config),
+    )
 
 
-def _sgd_layout(parameter: Tensor, config: OptimizerConfig) -> Layout:
-    return momentum_layout(parameter, config) if config.sgd_momentum else {}
+def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
+    return momentum_layout(parameter) if config.sgd_momentum else {}
 
 
-def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool]:
+def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
     """torch's `fused` and `foreach` for the implementation that the config asks for."""
-    device = next(iter(parameters.values())).device.type
+    parameters = [p for group in groups for p in group["params"]]
+    device = parameters[0].device.type
     wanted = config.implementation
     if wanted == "fused" and device not in _FUSED_DEVICES:
         raise ConfigError(
@@ -120,7 +104,7 @@ def _switches(parameters: Parameters, config: OptimizerConfig) -> dict[str, bool
             "to foreach"
         )
     # torch's fused SGD has no kernel for DTensors (FSDP2).
-    unknown = config.name == "sgd" and any(is_sharded(p) for p in parameters.values())
+    unknown = config.name == "sgd" and any(map(is_sharded, parameters))
     if wanted == "fused" and unknown:
         raise ConfigError(
             "torch has no fused sgd for distributed.engine fsdp: set optimizer.implementation "
@@ -190,7 +174,8 @@ class OptimizerConfig(Section):
     them) by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as Dettmers et al. 2022
     advise for training from scratch; paged_adamw8bit does not page these."""
     learning_rate: float = Field(1e-3, gt=0)
-    """peak learning rate of all parameters but Muon's."""
+    """peak learning rate of all parameters but Muon's; `embedding_lr_multiple` and the like give
+    some of them a multiple of it."""
     muon_learning_rate: float | None = Field(None, gt=0)
     """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
     sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
@@ -200,6 +185,19 @@ class OptimizerConfig(Section):
     """term added to the denominator of AdamW (of every kind)."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
+    muon_momentum_warmup_steps: int = Field(0, ge=0)
+    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`:
+    early gradients change fast. 0 is none; 300 is usual."""
+    muon_first_momentum: float = Field(0.85, ge=0, lt=1)
+    """Muon's momentum in the first step of a momentum warm-up."""
+    muon_coefficients: MuonCoefficients = "jordan"
+    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
+    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; nearer
+    to one), at the same cost."""
+    muon_beta2: float | None = Field(None, ge=0, lt=1)
+    """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
+    update is divided by the root of its averaged mean square, so that no neuron moves much more
+    than others; 4 bytes of state a row. null is plain Muon; the paper has 0.95."""
     sgd_momentum: float = Field(0.9, ge=0, lt=1)
     """momentum of SGD; 0 needs no state."""
     adafactor_threshold: float = Field(1.0, ge=1)
@@ -213,22 +211,54 @@ class OptimizerConfig(Section):
     parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at most 1/sqrt(step). "auto" is paper;
     a run that an older version began goes on with torch."""
     weight_decay: float = Field(0.1, ge=0)
-    """weight decay of matrices; norms and biases have none. Decoupled, but for SGD, where it is
-    added to the gradient; with Adafactor, relative to the parameter's size (see
-    adafactor_variant)."""
+    """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
+    but for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's size
+    (see adafactor_variant)."""
+    cautious_weight_decay: bool = False
+    """decay a number only in steps whose update has its sign, and so moves it towards zero as well
+    (Chen et al. 2025, arXiv 2510.12402); of adamw, lion and muon. Costs a temporary copy of one
+    parameter."""
+    embedding_weight_decay: float | None = Field(None, ge=0)
+    """weight decay of token and position embeddings, and of a head that is tied to them; null takes
+    `weight_decay`. 0 lets the rows of rare tokens keep what they have learned: decay shrinks a row
+    at every step, and a gradient comes only with its token."""
+    head_weight_decay: float | None = Field(None, ge=0)
+    """weight decay of a head that is not tied to the embedding; null takes `weight_decay`."""
+    vector_weight_decay: float = Field(0.0, ge=0)
+    """weight decay of norms and biases."""
+    embedding_lr_multiple: float = Field(1.0, gt=0)
+    """peak learning rate of embeddings (and a head that is tied to them) as a multiple of
+    `learning_rate`. A multiple keeps its meaning when a plan or a sweep changes learning_rate."""
+    head_lr_multiple: float = Field(1.0, gt=0)
+    """peak learning rate of a head that is not tied, as a multiple of `learning_rate`."""
+    vector_lr_multiple: float = Field(1.0, gt=0)
+    """peak learning rate of norms and biases as a multiple of `learning_rate`."""
+    embedding_betas: list[float] | None = Field(None, min_length=2, max_length=2)
+    """betas of embeddings (and a head that is tied to them); null takes `betas`."""
+    head_betas: list[float] | None = Field(None, min_length=2, max_length=2)
+    """betas of a head that is not tied; null takes `betas`."""
+    vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
+    """betas of norms and biases; null takes `betas`."""
     max_grad_norm: float = Field(1.0, ge=0)
     """global L2 norm that gradients are scaled down to; 0 switches it off. Costs one reading of all
     gradients, and when it scales, one writing."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {self.betas} must each be at least 0 and below 1")
+        for key in ("betas", "embedding_betas", "head_betas", "vector_betas"):
+            betas = getattr(self, key)
+            if betas is not None and not all(0 <= beta < 1 for beta in betas):
+                raise ValueError(f"{key} {betas} must each be at least 0 and below 1")
         has = OPTIMIZERS[self.name].implementations
         if self.implementation not in has:
             raise ValueError(
                 f"{self.name} has no implementation '{self.implementation}': set implementation to "
                 f"{' or '.join(has)}, or name to adamw"
+            )
+        if self.cautious_weight_decay and self.name not in ("adamw", "lion", "muon"):
+            raise ValueError(
+                f"cautious_weight_decay is for adamw, lion and muon, and name is {self.name}: "
+                "leave it out, or set name to adamw"
             )
         if self.embeddings_in_32_bits and not self.name.endswith("adamw8bit"):
             raise ValueError(
@@ -241,3 +271,26 @@ class OptimizerConfig(Section):
                 "or name to adamw8bit"
             )
         return self
+
+    def peak_rate(self, role: Role) -> float:
+        """Peak learning rate of a role: Muon's own for the matrices that it updates."""
+        if self.name == "muon" and role == "matrix":
+            return self.muon_learning_rate or self.learning_rate
+        return float(self.group_settings(role)["lr"])
+
+    def group_settings(self, role: Role) -> dict[str, Any]:
+        """A role's `lr`, `betas` and `weight_decay`, as torch's parameter groups have them."""
+        own = (
+            {}
+            if role == "matrix"
+            else {
+                key: getattr(self, f"{role}_{key}")
+                for key in ("lr_multiple", "betas", "weight_decay")
+            }
+        )
+        decay = own.get("weight_decay")
+        return {
+            "lr": self.learning_rate * own.get("lr_multiple", 1.0),
+            "betas": tuple(own.get("betas") or self.betas),
+            "weight_decay": self.weight_decay if decay is None else decay,
+        }

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
 from firstlight.checkpoint.selection import resolve_model_folder
@@ -31,8 +31,8 @@ from firstlight.files.atomic import write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.optim.schedule import Schedule
-from firstlight.optim.table import decay_counts
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
@@ -333,7 +333,7 @@ def record_start(run: Run) -> None:
             "warmup_steps": run.schedule.warmup_steps,
             "init_from": run.init_from,
             "parameters": count_parameters(meta_model(run.program.model.config)).total,
-            "weight_decay": decay_counts(_trained(run)),
+            "weight_decay": decay_counts(*_trained(run), run.recipe.optimizer),
             "tokenizer_sha256": run.tokenizer.fingerprint,
             "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
             **({"conversations": conversations} if conversations else {}),
@@ -343,15 +343,17 @@ def record_start(run: Run) -> None:
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def _trained(run: Run) -> list[Tensor]:
-    """The parameters that are trained, whole; without memory where engines hold parts of them."""
+def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
+    """The parameters that are trained, whole, and their kinds; without memory where engines hold
+    parts of them."""
+    model: nn.Module = run.program.model
     if run.recipe.lora is None:
-        return list(meta_model(run.program.model.config).parameters())
-    return [p for p in run.program.model.parameters() if p.requires_grad]
+        model = meta_model(run.program.model.config)
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}, parameter_kinds(model)
 
 
 def describe_start(run: Run) -> Iterator[str]:
-    """How long a run is, its learning rates, and what weight decay is for."""
+    """How long a run is, and the rates and weight decay of each group of parameters."""
     schedule, optimizer, rows = run.schedule, run.recipe.optimizer, run.global_batch_size
     epochs = schedule.max_steps * rows / run.dataset.num_rows(run.seq_len)
     peak = optimizer.learning_rate
@@ -360,12 +362,7 @@ def describe_start(run: Run) -> Iterator[str]:
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
         f"{_after_warm_up(schedule, peak)}"
     )
-    counts = decay_counts(_trained(run))
-    yield (
-        f"weight decay {optimizer.weight_decay:g}: {counts['decayed_parameters']:,} parameters in "
-        f"{counts['decayed_tensors']} matrices; none for {counts['undecayed_parameters']:,} in "
-        f"{counts['undecayed_tensors']} norms and biases"
-    )
+    yield from describe_groups(*_trained(run), optimizer)
 
 
 def _after_warm_up(schedule: Schedule, peak: float) -> str:

@@ -1,0 +1,113 @@
+"""Groups of parameters with learning rates, betas and weight decay of their own.
+
+A parameter's role follows from its name and shape: the table of an embedding, the head, a vector
+(norms and biases) or a matrix (everything else, stacks of experts' matrices among them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+Role = Literal["embedding", "head", "matrix", "vector"]
+
+#: Role -> what a run's first lines call it, in their order.
+ROLES: dict[Role, str] = {
+    "embedding": "embeddings",
+    "head": "head",
+    "matrix": "matrices",
+    "vector": "norms and biases",
+}
+
+
+class Kind(NamedTuple):
+    """What an optimizer has to know of a parameter beside its shape.
+
+    Attributes:
+        role: role, which chooses its settings.
+        transposed: True for a matrix stored [inputs, outputs], as GPT-2's are, instead of
+            [outputs, inputs].
+    """
+
+    role: Role
+    transposed: bool = False
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
+    """The kind of each of a model's parameters, by name. A head that is tied to the embedding is
+    the embedding."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    transposed = {
+        id(p)
+        for module in model.modules()
+        if getattr(module, "stores_transposed", False)
+        for p in module.parameters(recurse=False)
+    }
+
+    def role(name: str, parameter: Tensor) -> Role:
+        if id(parameter) in tables:
+            return "embedding"
+        if parameter.dim() < 2:
+            return "vector"
+        return "head" if name == "lm_head.weight" else "matrix"
+
+    return {
+        name: Kind(role(name, p), p.dim() > 1 and id(p) in transposed)
+        for name, p in model.named_parameters()
+    }
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: Any
+) -> list[dict[str, Any]]:
+    """torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
+
+    Roles with equal settings share a group, so that few lists are updated; vectors keep their own.
+
+    Args:
+        parameters: parameters by name.
+        kinds: their kinds by name.
+        config: the recipe's section, an `OptimizerConfig`, which stands above this module.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    # Vectors last, in whatever order a model has its parameters.
+    for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
+        role, transposed = kinds[name]
+        settings = {**config.group_settings(role), "transposed": transposed}
+        key = (role == "vector", *settings.values())
+        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
+    return list(groups.values())
+
+
+def describe_groups(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: Any
+) -> Iterator[str]:
+    """A line for each role with parameters: tensors, parameters, peak learning rate and decay."""
+    heading = f"optimizer {config.name}"
+    yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
+    for role, title in ROLES.items():
+        found = [p for name, p in parameters.items() if kinds[name].role == role]
+        if found:
+            settings, count = config.group_settings(role), sum(p.numel() for p in found)
+            rate = config.peak_rate(role)
+            yield (
+                f"  {title:<16}{len(found):>8,}{count:>16,}{rate:>10.4g}"
+                f"{settings['weight_decay']:>8.4g}"
+            )
+
+
+def decay_counts(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: Any
+) -> dict[str, int]:
+    """Parameters with and without weight decay, and the tensors that they are in."""
+    counts = dict.fromkeys(
+        ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
+    )
+    for name, parameter in parameters.items():
+        is_decayed = config.group_settings(kinds[name].role)["weight_decay"] > 0
+        kind = "decayed" if is_decayed else "undecayed"
+        counts[f"{kind}_parameters"] += parameter.numel()
+        counts[f"{kind}_tensors"] += 1
+    return counts
