@@ -168,6 +168,32 @@ class GemmBench:
 
 
 @dataclass(frozen=True)
+class LearningBench:
+    """Options of `bench learning`.
+
+    Attributes:
+        folder: folder of corpora and results; those of earlier calls are gone on with.
+        corpora: stdlib, the source of Python's standard library; a text file; or bytes:FILE, whose
+            tokens are bytes.
+        sizes: only these: 0.8m, 2.6m, 11m, 30m, which are parameters. [2.6m]
+        rows: only these recipes. The first one is the baseline of tokens and seconds.
+        variants: further rows, changes of others.
+        seeds: runs of each row.
+        tokens: tokens of a run. [1.5 million, without --minutes]
+        minutes: minutes of training of a run, instead of tokens.
+    """
+
+    folder: Path
+    corpora: Sequence[str] = ("stdlib",)
+    sizes: Sequence[str] = ()
+    rows: Sequence[str] = ()
+    variants: Sequence[str] = ()
+    seeds: int = 3
+    tokens: int | None = None
+    minutes: float | None = None
+
+
+@dataclass(frozen=True)
 class GPUBench:
     """Options of `bench gpu`.
 

@@ -276,28 +276,29 @@ def _documents() -> Iterator[str]:
         yield from (part for part in _DOCUMENT.split(text) if part)
 
 
-def library_corpus(folder: Path, vocab_size: int) -> Path:
+def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib") -> Path:
     """Train a tokenizer on the standard library and prepare its source as token shards, unless
     they are there: ten seconds for 50,257 tokens.
 
     Args:
         folder: parent of tokenizer/ and corpus/.
         vocab_size: vocabulary size of the tokenizer.
+        source: another text than the standard library's.
 
     Returns:
         The prepared corpus, with its splits "train" and "val".
 
     Raises:
-        InputError: the library's source is not there.
+        InputError: the text is not there.
         StorageError: the disk refused.
     """
     corpus = folder / "corpus"
     if not corpus.exists():
-        found = read_documents(find_sources(["stdlib"]), "text")
+        found = read_documents(find_sources([source]), "text")
         texts = (record.value for record in found if record.error is None)
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
-        prepare(["stdlib"], tokenizer, corpus, workers=1)
+        prepare([source], tokenizer, corpus, workers=1)
     return corpus
 
 

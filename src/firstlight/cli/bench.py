@@ -12,6 +12,7 @@ from firstlight.bench.options import (
     GemmBench,
     GenerationBench,
     GPUBench,
+    LearningBench,
     LoadingBench,
     MethodsBench,
     ScalingBench,
@@ -22,6 +23,7 @@ from firstlight.cli.bench_options import Keep, Result, bench_options, out_option
 from firstlight.cli.output import show, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
+from firstlight.files.atomic import write_file
 
 _STEPS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
@@ -261,6 +263,63 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
         return drawn
 
     return publish("planner", out, measure, tables.show_planner, pictures)
+
+
+@bench_group.command("learning")
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of corpora and results; go on with what it holds already.",
+)
+@click.option(
+    "--corpus",
+    "corpora",
+    metavar="stdlib|FILE|bytes:FILE",
+    multiple=True,
+    default=("stdlib",),
+    show_default=True,
+    help="The source of Python's standard library; a text; or a text whose tokens are bytes. "
+    "May be given several times.",
+)
+@bench_options(LearningBench, "sizes", "rows")
+@click.option(
+    "--set",
+    "variants",
+    metavar="ROW:SECTION.KEY=VALUE,...",
+    multiple=True,
+    help="One more row: a row with these keys of its recipe; may be given several times.",
+)
+@bench_options(LearningBench, "seeds", "tokens", "minutes")
+@click.option(
+    "--page",
+    "page_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a page of all results here, its picture into ../images.",
+)
+@with_json
+def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+    """What recipes learn from the same tokens or in the same time, in held-out bits per byte.
+
+    Each run is a training run of its own with one of some seeds; rows take turns over the seeds.
+    results.jsonl in --out has each finished run; the same command goes on where the last one
+    stopped. Seconds count training steps alone.
+    """
+    from firstlight.bench.learning import bench_learning
+    from firstlight.bench.learning_page import draw, page
+
+    bench = LearningBench(folder, **options)
+    result = publish(
+        "learning", folder, lambda keep: bench_learning(bench, keep), tables.show_learning, draw
+    )
+    if page_file is not None:
+        picture = page_file.parent.parent / "images" / f"{page_file.stem}.png"
+        write_file(picture, draw(result))
+        write_file(page_file, page(result, f"../images/{picture.name}"))
+        show(f"written: {page_file}, {picture}")
+    return result
 
 
 @bench_group.command("gpu")

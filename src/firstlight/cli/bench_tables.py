@@ -355,6 +355,19 @@ def _show_speed(found: Result) -> None:
         )
 
 
+def show_learning(result: Result) -> None:
+    """Show the result of `bench learning`."""
+    from firstlight.bench.learning_page import HEADER, learning_groups, row_cells, verdicts
+
+    groups = learning_groups(result["runs"])
+    for group in groups:
+        show_table([(group.title, *HEADER[1:]), *map(row_cells, group.rows)])
+    for name, verdict in verdicts(groups).items():
+        show(f"{name}: {verdict}")
+    for title, problem in result["problems"].items():
+        show(f"{title}: failed: {problem}")
+
+
 def show_gpu(result: Result) -> None:
     """Show the result of `bench gpu`."""
     machine = result["machine"]

@@ -1,0 +1,359 @@
+"""`firstlight bench learning`: what recipes learn from the same tokens, or in the same time.
+
+Every run is `firstlight train` in a process of its own, with one of some seeds; the rows take turns
+over the seeds (A B A B). On one corpus and size all rows have the same budget: tokens, or minutes
+of training at the rate of their first steps, which is measured once a row. `max_steps` is set so
+that the schedule ends with the budget. Seconds are those of training steps, waiting for data
+included: evaluations, checkpoints and the start of the process do not count.
+
+A curve is measured on the same sample of the held-out text at each point, the last figure of a run
+on all of it, in fp32. A token sees the tokens before it in its row, so rows of another length see
+another context: that is part of a recipe.
+
+Each finished run is one line of results.jsonl. A second call in the same folder measures what is
+missing, and again what was measured with another recipe, budget or corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.bench.learning_rows import SIZES, choose_rows, find_row, recipe_values
+from firstlight.bench.models import changed_recipe
+from firstlight.bench.options import LearningBench, require_known, require_positive
+from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
+from firstlight.bench.training_once import library_corpus
+from firstlight.console import say
+from firstlight.data.shards import read_manifest
+from firstlight.errors import ConfigError
+from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+from firstlight.files.atomic import write_file
+from firstlight.hardware.device import find_hardware
+from firstlight.recipe import Recipe, parse_recipe
+from firstlight.report.records import read_json_lines
+from firstlight.training.loop import train
+
+RESULTS_NAME = "results.jsonl"
+
+#: The demo's size, and tokens of a run where no budget is given.
+_SIZES, _TOKENS = ("2.6m",), 1_474_560
+
+#: Points of a curve, and held-out tokens of each.
+_POINTS, _POINT_TOKENS = 12, 32_768
+
+#: Tokens of a vocabulary; and of one whose tokens are the bytes and the end of a text.
+_VOCAB_SIZE, _BYTES = 4096, 257
+
+#: Steps whose time is measured to find the length of a run, and those before them.
+_PACE_STEPS, _PACE_WARMUP = 8, 4
+
+_FIRST_SEED = 1337
+
+
+@dataclass(frozen=True)
+class LearningCorpus:
+    """A prepared corpus.
+
+    Attributes:
+        name: name in tables.
+        sha256: hash of its tokens.
+        folder: folder of its shards.
+    """
+
+    name: str
+    sha256: str
+    folder: Path = Path()
+
+
+@dataclass(frozen=True)
+class LearningCase:
+    """A recipe on a corpus at a size: the runs of it differ in their seed.
+
+    Attributes:
+        row: name of the row.
+        tokens: budget of a run in tokens; None if it is in minutes.
+        minutes: budget of a run in minutes of training; None if it is in tokens.
+    """
+
+    corpus: LearningCorpus
+    size: str
+    row: str
+    tokens: int | None
+    minutes: float | None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Values of the recipe, without data, length and seed."""
+        return recipe_values(find_row(self.row), self.size)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that decides the results but the seed and the code."""
+        content = [self.corpus.sha256, self.values, self.tokens, self.minutes]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def budget(self) -> str:
+        """Length of a run in words."""
+        if self.minutes is None:
+            return f"{self.tokens:,} tokens"
+        return f"{self.minutes:g} minutes"
+
+    def recipe(self, max_steps: int, seed: int) -> dict[str, Any]:
+        """Values of the recipe of a run, without its folder."""
+        values = self.values
+        seq_len = values["data"]["seq_len"]
+        evaluation = {
+            "every_steps": max(max_steps // _POINTS, 1),
+            "max_rows": max(_POINT_TOKENS // seq_len, 1),
+            "sample_prompts": [],
+        }
+        run = {"device": "auto", "seed": seed}
+        changes = {"data.dir": str(self.corpus.folder), "schedule.max_steps": max_steps}
+        return changed_recipe({**values, "run": run, "evaluation": evaluation}, changes)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        recipe = self.parsed(1)
+        assert recipe.data.seq_len is not None
+        rows = recipe.batch.rows * recipe.batch.accumulation(recipe.data.seq_len)
+        return rows * recipe.data.seq_len
+
+    def parsed(self, max_steps: int) -> Recipe:
+        """The recipe, checked.
+
+        Raises:
+            ConfigError: it is no recipe.
+        """
+        return parse_recipe(self.recipe(max_steps, _FIRST_SEED), f"row {self.row}")
+
+
+def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
+    """Prepare a corpus in `folder`, unless it is there.
+
+    Args:
+        name: "stdlib", a text file, or "bytes:FILE".
+
+    Raises:
+        InputError: the text is not there.
+        StorageError: the disk refused.
+    """
+    file = name.removeprefix("bytes:")
+    # A file's name alone would leave two files of one name in one folder.
+    key = hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()[:8]
+    title = name if name == "stdlib" else Path(file).stem + (" bytes" if name != file else "")
+    own = title if name == "stdlib" else f"{title}-{key}"
+    vocab_size = _VOCAB_SIZE if name == file else _BYTES
+    corpus = library_corpus(folder / own.replace(" ", "-"), vocab_size, file)
+    manifest = read_manifest(corpus)
+    shards = [shard["sha256"] for split in manifest["splits"].values() for shard in split["shards"]]
+    sha256 = hashlib.sha256("".join(shards).encode()).hexdigest()
+    return LearningCorpus(title, sha256, corpus)
+
+
+def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
+    """Every row on every corpus at every size, by title, with the corpora prepared.
+
+    Raises:
+        ConfigError: an option is invalid, or a row is no recipe.
+        InputError, StorageError: see `prepare_corpus`.
+    """
+    require_known("size", bench.sizes, SIZES)
+    require_positive(seeds=bench.seeds, tokens=bench.tokens or _TOKENS)
+    if bench.tokens is not None and bench.minutes is not None:
+        raise ConfigError("--tokens and --minutes both say how long a run is: keep one")
+    if bench.minutes is not None and not bench.minutes > 0:
+        raise ConfigError(f"--minutes is {bench.minutes}: it must be above 0")
+    tokens = None if bench.minutes is not None else bench.tokens or _TOKENS
+    rows = choose_rows(bench.rows, bench.variants)
+    folder = bench.folder / "corpora"
+    cases = [
+        LearningCase(corpus, size, row, tokens, bench.minutes)
+        for corpus in [prepare_corpus(name, folder) for name in dict.fromkeys(bench.corpora)]
+        for size in dict.fromkeys(bench.sizes or _SIZES)
+        for row in rows
+    ]
+    for case in cases:
+        case.parsed(1)
+    return {f"{case.corpus.name}, {case.size}, {case.row}": case for case in cases}
+
+
+def bench_learning(
+    bench: LearningBench, on_run: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure what has no result yet.
+
+    Args:
+        on_run: called with the result so far after each run.
+
+    Returns:
+        "machine", "complete", "problems" by title, and "runs": of each finished run, earlier calls'
+        too, its line of results.jsonl.
+
+    Raises:
+        ConfigError, InputError, StorageError: see `learning_cases`.
+        CheckpointError: results.jsonl is damaged.
+    """
+    cases = learning_cases(bench)
+    path = bench.folder / RESULTS_NAME
+    lines = [line for line in read_json_lines(path) if _case_of(line) is not None]
+    outcomes = {title: _outcome(case, lines, bench.seeds) for title, case in cases.items()}
+    machine = machine_facts(find_hardware())
+
+    def result(complete: bool) -> dict[str, Any]:
+        problems = {title: one.problem for title, one in outcomes.items() if one.problem}
+        head = {"machine": machine, "problems": problems, "complete": complete}
+        return {**head, "runs": _in_order(lines, list(cases.values()))}
+
+    def measure(title: str) -> Found:
+        found = measure_run(cases[title], outcomes[title].runs, bench.folder)
+        if "error" in found:
+            say(f"{title}: {found['error']['message']}")
+        else:
+            lines.append(dict(found))
+            write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
+            say(f"{title}, seed {found['seed']}: {found['bits_per_byte']:.4f} bits per byte")
+        return found
+
+    take_turns(
+        "learning",
+        list(cases),
+        bench.seeds,
+        outcomes.__getitem__,
+        measure,
+        lambda: on_run(result(False)),
+    )
+    done = result(True)
+    on_run(done)
+    return done
+
+
+def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
+    """The case of a line of results.jsonl; None if its recipe is another one today."""
+    corpus = LearningCorpus(line["corpus"], line["corpus_sha256"])
+    budget = (line["budget_tokens"], line["budget_minutes"])
+    try:
+        case = LearningCase(corpus, line["size"], line["row"], *budget)
+        return case if case.digest == line["digest"] else None
+    except (ConfigError, KeyError):
+        return None
+
+
+def _in_order(lines: list[dict[str, Any]], cases: Sequence[LearningCase]) -> list[dict[str, Any]]:
+    """Lines in the order of the cases, and then those of other calls."""
+    places = {case.digest: place for place, case in enumerate(cases)}
+    return sorted(lines, key=lambda line: (places.get(line["digest"], len(places)), line["seed"]))
+
+
+def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) -> RowOutcome:
+    """The runs of a case that are done: those of its first seeds."""
+    done = {line["seed"]: line for line in lines if line["digest"] == case.digest}
+    outcome = RowOutcome(case.digest)
+    for seed in range(_FIRST_SEED, _FIRST_SEED + seeds):
+        if seed not in done:
+            break
+        outcome.runs.append(done[seed])
+    return outcome
+
+
+def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path) -> Found:
+    """The next run of a case: its line of results.jsonl, or {"error": ...}.
+
+    Args:
+        earlier: runs of the case with other seeds, which have the same number of steps.
+        folder: folder of the benchmark, for temporary files.
+    """
+    seed = _FIRST_SEED + len(earlier)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as run:
+
+        def once(recipe: Mapping[str, Any], pace: bool) -> Found:
+            request = {"recipe": changed_recipe(recipe, {"run.dir": run}), "pace": pace}
+            request |= {"threads": torch.get_num_threads(), "data": str(case.corpus.folder)}
+            return ask(__spec__.name, request, training_environment())
+
+        if earlier:
+            max_steps = earlier[0]["step"]
+        elif case.tokens is not None:
+            max_steps = max(case.tokens // case.step_tokens, 1)
+        else:
+            found = once(case.recipe(10**6, seed), True)
+            if "error" in found:
+                return found
+            assert case.minutes is not None
+            max_steps = max(round(60 * case.minutes / found["step_seconds"]), 1)
+        found = once(case.recipe(max_steps, seed), False)
+    if "error" in found:
+        return found
+    head = {
+        "corpus": case.corpus.name,
+        "corpus_sha256": case.corpus.sha256,
+        "size": case.size,
+        "row": case.row,
+        "budget": case.budget,
+        "budget_tokens": case.tokens,
+        "budget_minutes": case.minutes,
+    }
+    return {"digest": case.digest, **head, "seed": seed, "step": max_steps, **found}
+
+
+def learning_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Train a recipe, in a process of its own.
+
+    Args:
+        request: "recipe", its values; "data", the prepared folder; "threads" of torch; "pace", True
+            for the time of a step alone.
+
+    Returns:
+        "step_seconds" of the pace; else "tokens", "seconds" and "bits_per_byte" at the end of the
+        run, the "parameters", and "curve": [tokens, seconds, bits per byte] of each point.
+
+    Raises:
+        FirstlightError: see `train`, `evaluate`.
+    """
+    torch.set_num_threads(request["threads"])
+    recipe = parse_recipe(request["recipe"])
+    seconds: list[float] = []
+    curve: list[list[float]] = []
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        seconds.append(record["seconds"])
+        if "bits_per_byte" in record:
+            curve.append([record["tokens_seen"], sum(seconds), record["bits_per_byte"]])
+        if request["pace"] and len(seconds) == _PACE_WARMUP + _PACE_STEPS:
+            raise _PaceIsKnown
+
+    try:
+        result = train(recipe, on_step=on_step)
+    except _PaceIsKnown:
+        return {"step_seconds": statistics.median(seconds[_PACE_WARMUP:])}
+    loaded = load_for_evaluation(result.checkpoint, recipe.run.device)
+    found = evaluate(loaded, request["data"])
+    return {
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "tokens": result.tokens_seen,
+        "seconds": sum(seconds),
+        "bits_per_byte": found.bits_per_byte,
+        "gzip_bits_per_byte": found.gzip_bits_per_byte,
+        "curve": curve,
+    }
+
+
+class _PaceIsKnown(Exception):  # noqa: N818 - no error
+    """Ends a run whose first steps alone were wanted."""
+
+
+if __name__ == "__main__":
+    answer(learning_once, sys.argv[1])

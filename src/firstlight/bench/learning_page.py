@@ -1,0 +1,251 @@
+"""The results of `bench learning`: figures, pictures and the page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.bench.learning_rows import LearningRow, find_row
+from firstlight.bench.pictures import cell, markdown_table, new_figure, png_of
+
+#: Seeds without which nothing is decided, and the gain that counts, in units of the seeds' spread.
+_SEEDS, _LEAST_GAIN = 3, 2.0
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """The runs of a row in a group, which differ in their seeds.
+
+    Attributes:
+        name: name of the row.
+        row: the recipe.
+        runs: its lines of results.jsonl.
+        compared: the runs of the row that it changes, or of the baseline; empty without one.
+        goal: bits per byte at the end of the baseline's curve.
+    """
+
+    name: str
+    row: LearningRow
+    runs: Sequence[Mapping[str, Any]]
+    compared: Sequence[Mapping[str, Any]]
+    goal: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Mean over the seeds of the held-out text's bits per byte at the end."""
+        return statistics.mean(_final(self.runs))
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of that over the seeds; None of one seed."""
+        return _spread(self.runs)
+
+    @property
+    def gain(self) -> float | None:
+        """Bits per byte fewer than the compared row; None without one."""
+        return (
+            statistics.mean(_final(self.compared)) - self.bits_per_byte if self.compared else None
+        )
+
+    @property
+    def gain_in_spreads(self) -> float | None:
+        """The gain in units of the larger spread of both rows; None with fewer than three seeds."""
+        spreads = [_spread(runs) for runs in (self.runs, self.compared)]
+        if self.gain is None or min(len(self.runs), len(self.compared)) < _SEEDS:
+            return None
+        return self.gain / max(*(spread or 0.0 for spread in spreads), 1e-6)
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of training of a run."""
+        seconds: list[float] = [run["seconds"] for run in self.runs]
+        return statistics.mean(seconds)
+
+    def curve(self) -> list[tuple[float, float, list[float]]]:
+        """(tokens, mean seconds, bits per byte of each seed) at each point."""
+        return [
+            (points[0][0], statistics.mean(p[1] for p in points), [p[2] for p in points])
+            for points in zip(*(run["curve"] for run in self.runs), strict=False)
+        ]
+
+    def to_goal(self) -> tuple[float, float] | None:
+        """(tokens, seconds) in which the mean curve reaches the goal; None if it never does."""
+        points = [(t, s, statistics.mean(bits)) for t, s, bits in self.curve()]
+        before = None
+        for tokens, seconds, bits in points:
+            if bits <= self.goal:
+                if before is None:
+                    return tokens, seconds
+                part = (before[2] - self.goal) / (before[2] - bits)
+                return (
+                    before[0] + part * (tokens - before[0]),
+                    before[1] + part * (seconds - before[1]),
+                )
+            before = tokens, seconds, bits
+        return None
+
+
+def _final(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [run["bits_per_byte"] for run in runs]
+
+
+def _spread(runs: Sequence[Mapping[str, Any]]) -> float | None:
+    return statistics.stdev(_final(runs)) if len(runs) > 1 else None
+
+
+@dataclass(frozen=True)
+class LearningGroup:
+    """The rows on one corpus at one size with one budget; the first one is the baseline."""
+
+    corpus: str
+    size: str
+    budget: str
+    rows: Sequence[RowFigures]
+
+    @property
+    def title(self) -> str:
+        """Heading of the group."""
+        return f"{self.corpus}, {self.size}, {self.budget}"
+
+
+def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
+    """The groups of runs, in the order of the runs, as are the rows of each."""
+    groups: dict[tuple[str, str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for run in runs:
+        key = (run["corpus"], run["size"], run["budget"])
+        groups.setdefault(key, {}).setdefault(run["row"], []).append(run)
+    found = []
+    for (corpus, size, budget), rows in groups.items():
+        baseline = next(iter(rows.values()))
+        goal = statistics.mean(run["curve"][-1][2] for run in baseline)
+        figures = []
+        for name, own in rows.items():
+            row = find_row(name)
+            compared = rows.get(row.of, []) if row.of else baseline
+            compared = [] if compared is own else compared
+            figures.append(RowFigures(name, row, own, compared, goal))
+        found.append(LearningGroup(corpus, size, budget, figures))
+    return found
+
+
+def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
+    """Of each changed row whether the change is kept: it gains more than twice the spread on two
+    corpora and at two sizes, and loses as much nowhere."""
+    found: dict[str, list[tuple[LearningGroup, RowFigures]]] = {}
+    for group in groups:
+        for row in group.rows:
+            if row.row.of and row.gain_in_spreads is not None:
+                found.setdefault(row.name, []).append((group, row))
+    return {name: _verdict(cases) for name, cases in found.items()}
+
+
+def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
+    gains = [(group, row.gain_in_spreads or 0.0) for group, row in cases]
+    worse = [f"{group.corpus} {group.size}" for group, gain in gains if gain < -_LEAST_GAIN]
+    better = [group for group, gain in gains if gain > _LEAST_GAIN]
+    corpora, sizes = {one.corpus for one in better}, {one.size for one in better}
+    if worse:
+        return f"not kept: worse on {', '.join(worse)}"
+    if len(corpora) > 1 and len(sizes) > 1:
+        return "kept"
+    if not better:
+        return "not kept: no gain above twice the spread"
+    return f"open: a gain on {len(corpora)} corpora, at {len(sizes)} sizes so far"
+
+
+HEADER = (
+    *("recipe", "bits per byte", "tokens to the baseline", "seconds to the baseline"),
+    *("seconds", "gain over", "gain", "in spreads"),
+)
+
+
+def row_cells(row: RowFigures) -> tuple[str, ...]:
+    """A row of a group's table."""
+    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
+    goal = row.to_goal()
+    return (
+        row.name,
+        f"{row.bits_per_byte:.4f}{spread}",
+        "never" if goal is None else f"{goal[0]:,.0f}",
+        "never" if goal is None else f"{goal[1]:,.0f}",
+        f"{row.seconds:,.0f}",
+        (row.row.of or "the baseline") if row.compared else "",
+        cell("{:+.4f}", row.gain),
+        cell("{:+.1f}", row.gain_in_spreads),
+    )
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds: all
+    recipes of their own, and changes where there are few."""
+    groups = learning_groups(result["runs"])
+    figure = new_figure(13, 4.5 * max(len(groups), 1))
+    axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
+    for places, group in zip(axes, groups, strict=False):
+        shown = list(group.rows)
+        if len(shown) > 6:
+            shown = [row for row in shown if not row.row.of]
+        for row in shown:
+            curve = row.curve()
+            for place, axis in zip(places, (0, 1), strict=True):
+                x = [point[axis] for point in curve]
+                means = [statistics.mean(point[2]) for point in curve]
+                (line,) = place.plot(x, means, label=row.name)
+                low, high = ([f(point[2]) for point in curve] for f in (min, max))
+                place.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+        ends = [bits for row in shown for _, _, seeds in row.curve()[-1:] for bits in seeds]
+        middle = [bits for row in shown for _, _, seeds in row.curve()[2:3] for bits in seeds]
+        for place, label in zip(places, ("tokens", "seconds of training"), strict=True):
+            place.set(xlabel=label, ylabel="held-out bits per byte")
+            # The first points are far above all others.
+            if middle and max(middle) > min(ends):
+                place.set_ylim(min(ends) - 0.02, max(middle))
+            place.set_title(group.title, loc="left", fontsize="medium", parse_math=False)
+            place.legend(fontsize="small")
+    return png_of(figure)
+
+
+def page(result: Mapping[str, Any], picture: str) -> str:
+    """The page of the results, in Markdown.
+
+    Args:
+        picture: address of the picture.
+    """
+    groups, machine = learning_groups(result["runs"]), result["machine"]
+    known = {row.name: row.row for group in groups for row in group.rows}
+    recipes = [(name, row.about, row.of or "") for name, row in known.items()]
+    decided = verdicts(groups)
+    parts = [
+        _HEAD.format(
+            machine=f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
+        )
+    ]
+    parts.append(markdown_table(("name", "recipe", "a change of"), recipes))
+    for group in groups:
+        seeds = max(len(row.runs) for row in group.rows)
+        parts.append(f"## {group.title}\n\nBaseline: {group.rows[0].name}; {seeds} seeds.\n")
+        parts.append(markdown_table(HEADER, [row_cells(row) for row in group.rows]))
+    if decided:
+        parts.append("## Changes that are kept, and those that did not help\n")
+        parts.append(markdown_table(("change", "verdict"), list(decided.items())))
+    parts.append(f"![held-out bits per byte by tokens and by seconds]({picture})\n")
+    return "\n".join(parts)
+
+
+_HEAD = """\
+# What recipes learn from the same tokens
+
+    firstlight bench learning --out DIR --page docs/benchmarks/learning.md
+
+Each run is `firstlight train` in a process of its own. Bits per byte are those of the whole
+held-out text at the end of a run, mean and standard deviation over the seeds. Tokens and seconds to
+the baseline are those at which a row's curve reaches the end of the baseline's; curves are of
+32,768 held-out tokens. Seconds are those of training steps: evaluations, checkpoints and the start
+of the process do not count. A gain is in bits per byte over the row that is changed; a spread is
+the larger one of the two rows. A change is kept if it gains more than twice the spread on two
+corpora and at two sizes with three seeds, and loses as much nowhere.
+
+Machine: {machine}.
+"""
