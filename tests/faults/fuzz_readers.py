@@ -49,7 +49,7 @@ def _template(content: bytes) -> None:
 
 
 def _adapter(content: bytes) -> None:
-    from firstlight.lora.config import read_peft_config
+    from firstlight.lora.files import read_peft_config
 
     config = read_peft_config(_file("adapter_config.json", content).parent)
     config.scaling("model.layers.0.self_attn.q_proj")

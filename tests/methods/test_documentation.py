@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from table import BEGIN, END, PAGE, with_table
 
 from firstlight.efficiency import EfficiencyConfig
-from firstlight.lora.config import LoraConfig
+from firstlight.lora.layers import LoraConfig
 from firstlight.optim.table import OptimizerConfig
 from firstlight.recipe import BatchConfig, DataConfig
 

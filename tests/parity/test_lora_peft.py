@@ -12,9 +12,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.lora.config import LoraConfig
-from firstlight.lora.files import adapter_tensors, fill_adapter, load_adapter, save_adapter
-from firstlight.lora.layers import add_lora, lora_parameters
+from firstlight.lora.files import load_adapter, save_adapter
+from firstlight.lora.layers import (
+    LoraConfig,
+    adapter_tensors,
+    add_lora,
+    fill_adapter,
+    lora_parameters,
+)
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.ops import cross_entropy_sum
 from firstlight.weights.huggingface import load_model

@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from firstlight.errors import ConfigError, ModelError
-from firstlight.lora.config import LoraConfig
-from firstlight.lora.files import adapter_tensors, fill_adapter
-from firstlight.lora.layers import LoraLinear, add_lora, lora_parameters, merge_lora
+from firstlight.lora.layers import (
+    LoraConfig,
+    LoraLinear,
+    adapter_tensors,
+    add_lora,
+    fill_adapter,
+    lora_parameters,
+    merge_lora,
+)
 from firstlight.models import (
     GPT2,
     GPT2Config,

@@ -19,18 +19,22 @@ from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate
-from firstlight.lora.config import ADAPTER_CONFIG_NAME, LoraConfig
 from firstlight.lora.files import (
+    ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     adapter_chain,
     adapter_files,
-    adapter_tensors,
     base_name,
-    fill_adapter,
     is_adapter,
     save_adapter,
 )
-from firstlight.lora.layers import add_lora, lora_parameters
+from firstlight.lora.layers import (
+    LoraConfig,
+    adapter_tensors,
+    add_lora,
+    fill_adapter,
+    lora_parameters,
+)
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import base_identity, load_model, read_config, training_notes

@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.lora.config import LoraConfig
-from firstlight.lora.files import adapter_tensors, fill_adapter
-from firstlight.lora.layers import LoraLinear, add_lora, lora_parameters, merge_lora
+from firstlight.lora.layers import (
+    LoraConfig,
+    LoraLinear,
+    adapter_tensors,
+    add_lora,
+    fill_adapter,
+    lora_parameters,
+    merge_lora,
+)
 from firstlight.lora.quantized import NF4Linear, require_nf4
 from firstlight.models import GPT2, GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.models.gpt2 import Conv1D

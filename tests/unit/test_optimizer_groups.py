@@ -20,8 +20,7 @@ from optimizer_models import (
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from firstlight.lora.config import LoraConfig
-from firstlight.lora.layers import add_lora
+from firstlight.lora.layers import LoraConfig, add_lora
 from firstlight.models import ModelConfig
 from firstlight.optim.groups import decay_counts, describe_groups, parameter_kinds
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig

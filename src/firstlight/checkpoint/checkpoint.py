@@ -53,8 +53,7 @@ from firstlight.errors import (
 from firstlight.files.atomic import forget_cached, read_json, sha256_of
 from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
-from firstlight.lora.config import ADAPTER_CONFIG_NAME
-from firstlight.lora.files import ADAPTER_WEIGHTS_NAME
+from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
 

@@ -11,23 +11,29 @@ from the tensors; the settings only give what the tensors don't show.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from firstlight.errors import ModelError, nearest
-from firstlight.files.atomic import new_folder
-from firstlight.lora.config import ADAPTER_CONFIG_NAME, LoraConfig, PeftConfig, read_peft_config
+from firstlight.errors import InputError, ModelError, nearest
+from firstlight.files.atomic import new_folder, read_json
 from firstlight.lora.layers import (
-    HEAD,
+    PREFIX,
+    SUFFIXES,
     LinearLayer,
+    LoraConfig,
+    adapter_tensors,
+    fill_adapter,
     linear_layers,
     lora_layers,
-    lora_parameters,
     wrap,
 )
 from firstlight.models import Model
@@ -42,17 +48,134 @@ from firstlight.weights.stored import (
     save_tensors,
 )
 
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-_PREFIX = "base_model.model."
+_T = TypeVar("_T", int, float)
+
+#: Entries of rank_pattern and alpha_pattern together; the deepest models have 900 linear layers.
+_MOST_PATTERNS = 3000
+_MOST_PATTERN_CHARS = 500
+#: Settings that change nothing once there are tensors. Any other unknown setting must be off.
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "megatron_core", "peft_version"),
+    *("qalora_group_size", "runtime_config", "target_modules"),
+}
+#: Initialisations of an adapter that do not change the base's weights.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class PeftConfig(BaseModel):
+    """The content of an adapter_config.json; unlisted fields are kept as extras."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int = Field(8, ge=1)
+    lora_alpha: float = Field(8, gt=0)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    bias: Literal["none"] = "none"
+    use_dora: bool = False
+    use_rslora: bool = False
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] | None = None
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    init_lora_weights: bool | str | None = True
+
+    def scaling(self, layer: str) -> float:
+        """The scale of a layer's B A: alpha / r, or alpha / sqrt(r) (rank-stabilised LoRA,
+        Kalajdzievski 2023)."""
+        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
+        rank = self.rank(layer)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's change."""
+        return _by_pattern(self.rank_pattern, layer, self.r)
+
+
+def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
+    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
+    given = (patterns or {}).items()
+    return next((value for pattern, value in given if _compiled(pattern).match(layer)), otherwise)
+
+
+@functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """The settings of an adapter's folder.
+
+    Raises:
+        ModelError: the file is missing or damaged, or a setting is not supported.
+    """
+    path = folder / ADAPTER_CONFIG_NAME
+    try:
+        config = PeftConfig.model_validate(read_json(path))
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ModelError(
+            f"{path}: {name[:100]}: {first['msg']} (given: {_short(first['input'])}); only LoRA "
+            "and DoRA of language models are read"
+        ) from error
+    start = config.init_lora_weights
+    if start not in _PLAIN_STARTS:
+        raise ModelError(
+            f"{path}: init_lora_weights {_short(start)} changed the base model's weights, which is "
+            "not supported: convert the adapter with PEFT (save_pretrained's path_initial_model_for"
+            "_weight_conversion), or merge it there"
+        )
+    for name, value in (config.model_extra or {}).items():
+        if value and name not in _WITHOUT_EFFECT:
+            raise ModelError(
+                f"{path}: {name[:100]} is not supported: merge the adapter with PEFT "
+                "(merge_and_unload), and use the merged model"
+            )
+    _require_quick_patterns(path, [*(config.rank_pattern or {}), *(config.alpha_pattern or {})])
+    return config
+
+
+def _require_quick_patterns(path: Path, patterns: list[str]) -> None:
+    """Refuse patterns that would take long, by their number or their repetitions.
+
+    Raises:
+        ModelError: there are such patterns, or one is invalid.
+    """
+    if len(patterns) > _MOST_PATTERNS:
+        raise ModelError(
+            f"{path}: rank_pattern and alpha_pattern have {len(patterns):,} entries, more than the "
+            f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
+        )
+    for pattern in patterns:
+        # A regular expression with repeated groups, or many repetitions or choices, can take for
+        # ever on one name.
+        choices = len(re.findall(r"\(", pattern)) + len(re.findall(r"(?<!\()\?", pattern))
+        is_slow = re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
+        if is_slow or choices > 5 or len(pattern) > _MOST_PATTERN_CHARS:
+            raise ModelError(
+                f"{path}: pattern {_short(pattern)} repeats too much: name the layers in full"
+            )
+        try:
+            _compiled(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ModelError(f"{path}: {_short(pattern)} is no pattern: {error}") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 #: Longest chain of adapters of adapters.
 _LONGEST_CHAIN = 16
-#: Our parameter -> the end of PEFT's tensor name.
-_SUFFIXES = {
-    "lora_A": "lora_A.weight",
-    "lora_B": "lora_B.weight",
-    "lora_magnitude_vector": "lora_magnitude_vector",
-}
 
 
 def is_adapter(folder: Path) -> bool:
@@ -111,9 +234,9 @@ def _base_of(folder: Path) -> Path:
 
 def _adapted_layer(name: str) -> str | None:
     """The layer that a tensor of an adapter's file belongs to; None for other tensors."""
-    for suffix in _SUFFIXES.values():
-        if name.startswith(_PREFIX) and name.endswith(f".{suffix}"):
-            return name.removeprefix(_PREFIX).removesuffix(f".{suffix}")
+    for suffix in SUFFIXES.values():
+        if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
+            return name.removeprefix(PREFIX).removesuffix(f".{suffix}")
     return None
 
 
@@ -175,7 +298,7 @@ def _require_rank(
     path: Path,
 ) -> None:
     """Refuse a rank other than the file's tensor has, before memory is taken for it."""
-    name = f"{_PREFIX}{layer}.{_SUFFIXES['lora_A']}"
+    name = f"{PREFIX}{layer}.{SUFFIXES['lora_A']}"
     if name not in stored:
         raise ModelError(f"{path} lacks tensor {name}")
     width = base.weight.shape[0 if isinstance(base, Conv1D) else 1]
@@ -204,7 +327,7 @@ def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path:
     """
     base = model.state_dict()
     for name, stored in copies.items():
-        own = base.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        own = base.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
         rows = model.config.vocab_size
         if own is None or not torch.equal(own[:rows].cpu(), _read(stored).to(own.dtype)):
             raise ModelError(
@@ -212,45 +335,6 @@ def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path:
                 "adapter that changes other weights is not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
-
-
-def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy the tensors of `adapter_tensors` into a model that has the same adapters.
-
-    Args:
-        model: the model; changed in place.
-        tensors: A [r, in], B [out, r] and magnitudes [out], by their names in PEFT's file.
-        where: name of their source for messages.
-
-    Raises:
-        ModelError: a tensor is missing, extra or misshapen (named).
-    """
-    places = dict(_places(model))
-    for name in sorted(places.keys() ^ tensors.keys()):
-        problem = "lacks" if name in places else "has, beside the model's adapters,"
-        raise ModelError(f"{where} {problem} tensor {name}")
-    with torch.no_grad():
-        for name, place in places.items():
-            if place.shape != tensors[name].shape:
-                raise ModelError(
-                    f"{where}: tensor {name} is {list(tensors[name].shape)}, expected "
-                    f"{list(place.shape)}"
-                )
-            place.copy_(tensors[name])
-
-
-def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """The tensors of `adapter_model.safetensors`, on the CPU and contiguous: A [r, in], B [out, r]
-    and, for DoRA, magnitudes [out] of each adapted layer."""
-    return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
-
-
-def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' parameters by their names in the file, without rows that pad a vocabulary."""
-    for name, parameter in lora_parameters(model).items():
-        layer, _, kind = name.rpartition(".")
-        rows = model.config.vocab_size if layer == HEAD and kind != "lora_A" else None
-        yield f"{_PREFIX}{layer}.{_SUFFIXES[kind]}", parameter[:rows]
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:

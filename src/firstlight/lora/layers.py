@@ -1,22 +1,24 @@
-"""The adapted linear layer; adding such layers to a plain model, and merging them."""
+"""The `lora` section of a recipe, the adapted linear layer, adding such layers to a plain model,
+merging them, and their parameters under the names of PEFT's files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.errors import ConfigError, nearest
-from firstlight.lora.config import LoraConfig
+from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.lora.quantized import NF4Linear, require_nf4
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Experts, SparseMLP
 from firstlight.models.ops import Embedding
+from firstlight.section import Section
 
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
@@ -27,6 +29,32 @@ _OTHER_KINDS: dict[type[nn.Module], str] = {
     Experts: "a stack of experts",
     nn.Linear: "the router of experts",
 }
+
+
+_Target = Annotated[str, Field(min_length=1)]
+
+
+class LoraConfig(Section):
+    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices beside
+    them are trained (Hu et al. 2021).
+    """
+
+    rank: int = Field(8, ge=1)
+    """rank of a layer's change: rows of A, and columns of B."""
+    alpha: float = Field(16.0, gt=0)
+    """scale of a layer's change, which is multiplied by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """dropout probability of the input to the low-rank matrices, in training."""
+    targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
+    """adapted layers, by the last parts of their names (`q_proj`, `mlp.c_proj`), or "all-linear":
+    every linear layer but the head, as in PEFT."""
+    dora: bool = False
+    """train each output's magnitude apart from its direction (DoRA, Liu et al. 2024). Costs a pass
+    over every adapted weight for each forward pass."""
+    quantize: Literal["none", "nf4"] = "none"
+    """"nf4" stores the frozen linear layers but the head in 4 bits, and multiplies with their
+    dequantised weights (QLoRA, Dettmers et al. 2023; needs bitsandbytes). Stacked experts stay
+    unquantised."""
 
 
 class LoraLinear(nn.Module):
@@ -285,3 +313,54 @@ def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+# Parameters under the names of PEFT's files
+
+#: Start of the names in the file.
+PREFIX = "base_model.model."
+#: Our parameter -> the end of PEFT's tensor name.
+SUFFIXES = {
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "lora_magnitude_vector": "lora_magnitude_vector",
+}
+
+
+def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy the tensors of `adapter_tensors` into a model that has the same adapters.
+
+    Args:
+        model: the model; changed in place.
+        tensors: A [r, in], B [out, r] and magnitudes [out], by their names in PEFT's file.
+        where: name of their source for messages.
+
+    Raises:
+        ModelError: a tensor is missing, extra or misshapen (named).
+    """
+    places = dict(_places(model))
+    for name in sorted(places.keys() ^ tensors.keys()):
+        problem = "lacks" if name in places else "has, beside the model's adapters,"
+        raise ModelError(f"{where} {problem} tensor {name}")
+    with torch.no_grad():
+        for name, place in places.items():
+            if place.shape != tensors[name].shape:
+                raise ModelError(
+                    f"{where}: tensor {name} is {list(tensors[name].shape)}, expected "
+                    f"{list(place.shape)}"
+                )
+            place.copy_(tensors[name])
+
+
+def adapter_tensors(model: Model) -> dict[str, Tensor]:
+    """The tensors of `adapter_model.safetensors`, on the CPU and contiguous: A [r, in], B [out, r]
+    and, for DoRA, magnitudes [out] of each adapted layer."""
+    return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
+
+
+def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' parameters by their names in the file, without rows that pad a vocabulary."""
+    for name, parameter in lora_parameters(model).items():
+        layer, _, kind = name.rpartition(".")
+        rows = model.config.vocab_size if layer == HEAD and kind != "lora_A" else None
+        yield f"{PREFIX}{layer}.{SUFFIXES[kind]}", parameter[:rows]

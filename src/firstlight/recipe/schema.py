@@ -10,10 +10,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, model_validator
 
 from firstlight.checkpoint.history import CheckpointConfig
-from firstlight.data.config import DataConfig
+from firstlight.data.loader import DataConfig
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.errors import ConfigError
-from firstlight.lora.config import LoraConfig
+from firstlight.lora.layers import LoraConfig
 from firstlight.models import ModelConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig

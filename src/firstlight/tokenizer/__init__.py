@@ -8,6 +8,14 @@ Text is plain text unless the caller says otherwise: a document that happens to 
 `<|endoftext|>` becomes the ordinary tokens of those characters, never the control token.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from firstlight.errors import TokenizerError
 from firstlight.tokenizer.formats import (
     END_OF_TEXT,
     GPT2_PATTERN,
@@ -15,8 +23,8 @@ from firstlight.tokenizer.formats import (
     QWEN2_PATTERN,
     SPLIT_PATTERNS,
 )
+from firstlight.tokenizer.parts import byte_level_split, require_unicode
 from firstlight.tokenizer.tokenizer import TextStream, Tokenizer
-from firstlight.tokenizer.training import train_tokenizer
 
 __all__ = [
     "END_OF_TEXT",
@@ -28,3 +36,53 @@ __all__ = [
     "Tokenizer",
     "train_tokenizer",
 ]
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    pattern: str = GPT2_PATTERN,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer, as GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
+
+    Args:
+        texts: the corpus, in texts of any length.
+        vocab_size: number of tokens, special ones and the 256 bytes included. A small corpus
+            can run out of pairs to merge; the tokenizer is then smaller.
+        pattern: the regular expression whose matches are never merged across.
+        special_tokens: control tokens, ids 0, 1, ...; the first one, if any, ends documents.
+
+    Raises:
+        TokenizerError: `vocab_size` is too small, or the texts are empty.
+        InputError: a text holds half of a surrogate pair.
+    """
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise TokenizerError(
+            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
+            f"(256 bytes and {len(special_tokens)} special)"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = byte_level_split(pattern)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    seen = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            seen += len(text)
+            require_unicode(text)
+            yield text
+
+    backend.train_from_iterator(counted(), trainer)
+    if seen == 0:
+        raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
+    return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)

@@ -17,7 +17,8 @@ from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.checkpoint.sharded import restore_shards
 from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
-from firstlight.lora.files import adapter_files, adapter_tensors, fill_adapter
+from firstlight.lora.files import adapter_files
+from firstlight.lora.layers import adapter_tensors, fill_adapter
 from firstlight.models import Model
 from firstlight.optim.dtensors import full_parameters
 from firstlight.parallel import gather_objects
