@@ -23,9 +23,8 @@ from firstlight.planner.plan.automatic import (
     planned_elsewhere,
     planned_recipe,
 )
-from firstlight.planner.plan.estimate import Candidate, Estimator
+from firstlight.planner.plan.estimate import Candidate, Estimator, methods
 from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, resolve_for
-from firstlight.planner.plan.methods import methods
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.planner.speed.calibration import Calibration
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe

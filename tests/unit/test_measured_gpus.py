@@ -15,7 +15,6 @@ from firstlight.hardware.gpus import find_gpu
 from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.plan.machine import find_machine
-from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
 from firstlight.planner.speed.gpu import (
     BOUNDS,
     DEFAULT_SHARES,
@@ -26,6 +25,7 @@ from firstlight.planner.speed.gpu import (
     shares_for,
     shares_of,
 )
+from firstlight.planner.speed.recipe import TimedStep, fit_constants, relative_errors
 from firstlight.planner.speed.throughput import Workload, predict_speed
 
 H200 = find_gpu("H200")

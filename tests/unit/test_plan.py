@@ -23,7 +23,7 @@ from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as outcome
 from firstlight.planner.plan import search
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
 from firstlight.planner.plan.machine import (
     find_machine,
     parse_bytes,
@@ -31,7 +31,6 @@ from firstlight.planner.plan.machine import (
     resolve_for,
     with_changes,
 )
-from firstlight.planner.plan.methods import methods, reasons_for
 from firstlight.planner.plan.plan import Budget, Plan, make_plan
 from firstlight.planner.plan.text import (
     blocks,
@@ -171,7 +170,9 @@ def fake_outcomes(
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
         return Estimate(candidate.name, changes, changed, memory, usable_bytes=machine.usable_bytes)
 
-    def estimate_all(estimator: Estimator, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+    def estimate_all(
+        estimator: Estimator, candidates: Sequence[Candidate], *_: Any
+    ) -> Iterator[Estimate]:
         return (estimate(estimator, candidate) for candidate in candidates)
 
     monkeypatch.setattr(Estimator, "estimate", estimate)
@@ -227,7 +228,7 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
     monkeypatch.setattr(
         Estimator,
         "estimate_all",
-        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine(memory_bytes=24 * _GIB)
     compiled = resolve_for(recipe(efficiency={"compile": True}), machine)
@@ -259,7 +260,7 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     monkeypatch.setattr(
         Estimator,
         "estimate_all",
-        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine("RTX 4090")
     written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
@@ -301,7 +302,7 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     monkeypatch.setattr(
         Estimator,
         "estimate_all",
-        lambda estimator, candidates: (estimate(estimator, one) for one in candidates),
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine("RTX 4090")
     # With chunks, the second way is the same as the first.

@@ -1,8 +1,8 @@
 """Part "planner" of `firstlight bench gpu`: the planner's figures beside measured ones.
 
 Memory is that of every configuration of `models.gpu_grid`. Speed is that of those which train: the
-constants of the data sheet's speed model are fitted on some of them (`planner/speed/fit.py`), and
-the error is that of the others.
+constants of the data sheet's speed model are fitted on some of them (`planner/speed/recipe.py`),
+and the error is that of the others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from firstlight.bench.runner import Row
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.speed.fit import TimedStep, fit_constants, relative_errors
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
-from firstlight.planner.speed.recipe import exchange_of, workload_of
+from firstlight.planner.speed.recipe import (
+    TimedStep,
+    exchange_of,
+    fit_constants,
+    relative_errors,
+    workload_of,
+)
 from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.

@@ -72,6 +72,7 @@ from firstlight.planner.memory.kernels import (
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.plan.processes import PRELOADED
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
@@ -359,7 +360,7 @@ def predicting(
         yield lambda: [_answer(*call) for call in calls]
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["firstlight.planner.plan.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     pool = context.Pool(min(len(calls), cores // 2), _without_gpu, maxtasksperchild=1)
     try:
         asked = [pool.apply_async(_answer, call) for call in calls]

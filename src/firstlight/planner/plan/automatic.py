@@ -13,16 +13,21 @@ from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, estimate
+from firstlight.planner.plan.estimate import (
+    Candidate,
+    Estimate,
+    Estimator,
+    estimate,
+    methods,
+    sequences_per_step,
+)
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
-from firstlight.planner.plan.methods import methods
 from firstlight.planner.plan.search import (
     BUSY_TOKENS,
     best_estimate,
     micro_batches,
     nearest_estimates,
     open_micro_batch,
-    sequences_per_step,
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.fit import Trial, ask_module, try_rows

@@ -19,7 +19,13 @@ from firstlight.planner.plan.compute_optimal import (
     useful_tokens,
     with_steps,
 )
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.estimate import (
+    Candidate,
+    Estimate,
+    Estimator,
+    method_table,
+    reasons_for,
+)
 from firstlight.planner.plan.machine import (
     Machine,
     PlannedRun,
@@ -28,7 +34,6 @@ from firstlight.planner.plan.machine import (
     resolve_for,
     with_changes,
 )
-from firstlight.planner.plan.methods import method_table, reasons_for
 from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.recipe import Recipe, ResolvedRecipe
 

@@ -39,7 +39,8 @@ _COUNT = 2
 #: Python takes some tenths of a second to end.
 _ENDING_SECONDS = 1.0
 
-_PRELOADED = ["firstlight.planner.plan.preloaded"]
+#: Modules that the process imports which workers are forked from.
+PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
 
 _KILLED = (
     "a process that traced the model was killed, most likely for want of memory: end other "
@@ -115,7 +116,7 @@ def _ask(end: Connection, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> N
 def started() -> Iterator[Workers]:
     """Workers; they import while this process does. Ended when the block is left, however."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     # To start a process would be to wait until that has imported.
     forkserver.ensure_running()
     ends: list[Connection] = []
@@ -155,6 +156,8 @@ def _work(end: Connection) -> None:
     # What torch has to say of code that is only looked at is nobody's business.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    # What was imported lives on: looked through, its pages would be copied.
+    gc.freeze()
     gc.disable()
     with contextlib.suppress(EOFError, OSError):
         while True:

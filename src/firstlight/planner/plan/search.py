@@ -7,7 +7,12 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from firstlight.planner.memory.ranks import copies_of
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.estimate import (
+    Candidate,
+    Estimate,
+    Estimator,
+    sequences_per_step,
+)
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.recipe import ResolvedRecipe
 
@@ -194,14 +199,6 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
             yield size
 
 
-def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Sequences of an optimizer step for each group of devices that has a model of its own."""
-    tokens = recipe.batch.global_batch_tokens
-    if tokens is not None:
-        return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
-    return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
-
-
 def _with_micro_batch_size(
     recipe: ResolvedRecipe,
     machine: Machine,
@@ -264,7 +261,7 @@ def nearest_estimates(
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
         candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
-    found = _told(estimator.estimate_all(candidates), tell)
+    found = list(estimator.estimate_all(candidates, tell))
     fitting = [one for one in found if one.fits]
     if fitting or not recipe.efficiency.compile:
         return fitting
@@ -273,15 +270,7 @@ def nearest_estimates(
         for candidate, one in zip(candidates, found, strict=True)
         if one.may_fit_compiled
     ]
-    return [one for one in _told(estimator.estimate_all(compiled), tell) if one.fits]
-
-
-def _told(estimates: Iterator[Estimate], tell: Callable[[str], None]) -> list[Estimate]:
-    found = []
-    for one in estimates:
-        tell(one.name)
-        found.append(one)
-    return found
+    return [one for one in estimator.estimate_all(compiled, tell) if one.fits]
 
 
 def _fallbacks(

@@ -157,13 +157,11 @@ class _Sums:
     measured: float = 0.0
 
     def add(self, phase: str, kind: str, seconds: Range) -> None:
-        """Time of a phase."""
         self.phases[phase] = self.phases.get(phase, ZERO) + seconds
         self.kinds[kind] += seconds.expected
 
     @property
     def total(self) -> Range:
-        """Of all phases."""
         return sum(self.phases.values(), ZERO)
 
 
