@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from firstlight.cli.train import split_arguments
+from firstlight.cli.options import split_arguments
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError

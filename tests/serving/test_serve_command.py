@@ -25,7 +25,7 @@ from test_connections import HEALTH, POST, is_closed, read_answer
 from test_disconnects import content_for, raw_request
 from tiny import PATIENCE, tiny_model, tiny_tokenizer
 
-from firstlight.cli.serve import require_packages, serve_command
+from firstlight.cli.generate import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
 from firstlight.files.atomic import write_file
 from firstlight.weights.huggingface import model_files

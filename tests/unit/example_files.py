@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from firstlight.cli.main import firstlight
-from firstlight.cli.train import split_arguments
+from firstlight.cli.options import split_arguments
 from firstlight.parallel.elastic import Launch
 from firstlight.recipe import Recipe, load_recipe
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import HOSTILE, Page, record, validation, write_run
 
-from firstlight.cli.report import report_command
+from firstlight.cli.info import report_command
 from firstlight.console import visible
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, InputError
 from firstlight.report.compare import (

@@ -1,13 +1,18 @@
-"""`firstlight generate`."""
+"""`firstlight generate`, `chat` and `serve`: the verbs that generate text."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
+import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from firstlight.cli.chat_terminal import Terminal, shown
 from firstlight.cli.options import (
     SAMPLING,
     best_option,
@@ -17,10 +22,30 @@ from firstlight.cli.options import (
     dtype_option,
     loading_option,
 )
-from firstlight.cli.output import with_json, write_out
+from firstlight.cli.output import human_bytes, with_json, write_out
 from firstlight.console import say
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
+from firstlight.serving.config import (
+    KEY_VARIABLE,
+    Limits,
+    ServerOptions,
+    checked_key,
+    key_from_file,
+)
+
+if TYPE_CHECKING:
+    from firstlight.serving.service import Service
+    from firstlight.weights.huggingface import LoadedModel
+
+
+def _load(
+    checkpoint: str, device: str, dtype: str, best: bool, loading: Any = "auto"
+) -> LoadedModel:
+    from firstlight.generation.engine import load
+    from firstlight.hardware.device import find_hardware
+
+    return load(checkpoint, find_hardware(device).device, dtype=dtype, way=loading, best=best)
 
 
 @click.command("generate")
@@ -62,19 +87,12 @@ def generate_command(
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
-    from firstlight.generation.engine import GenerationStream, load
-    from firstlight.hardware.device import find_hardware
+    from firstlight.generation.engine import GenerationStream
 
     if settings["logprobs"] is not None and not as_json:
         raise ConfigError("--logprobs is for programs: it needs --json, too")
     config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
-    loaded = load(
-        checkpoint,
-        find_hardware(device).device,
-        dtype=dtype,
-        way=loading,  # type: ignore[arg-type]
-        best=best,
-    )
+    loaded = _load(checkpoint, device, dtype, best, loading)
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)
     if not as_json:
@@ -112,3 +130,188 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
             raise ConfigError(f"--logit-bias is given twice for the token {token_id}")
         found[token_id] = value
     return found
+
+
+@click.command("chat")
+@click.argument("checkpoint")
+@best_option
+@click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
+@click.option(
+    "--max-new-tokens",
+    type=int,
+    default=512,
+    show_default=True,
+    help="Greatest number of tokens of an answer.",
+)
+@config_options(SamplingConfig, *SAMPLING, "seed")
+@device_option
+@dtype_option
+@compile_option
+@click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
+@click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")
+@click.option("--port", type=int, help="With --web; default 8000, 0 is any that is free.")
+def chat_command(
+    checkpoint: str,
+    best: bool,
+    system: str | None,
+    device: str,
+    dtype: str,
+    compiled: bool,
+    web: bool,
+    host: str | None,
+    port: int | None,
+    **sampling: Any,
+) -> None:
+    """Talk with a model, through its chat template. A model without one continues what you write.
+
+    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    Messages can be piped in, one a line; then nothing but the answers goes to stdout.
+    """
+    if not web and (host is not None or port is not None):
+        raise ConfigError("--host and --port are of the web page: add --web")
+    from firstlight.generation.chat import ChatSession, ConversationDecoder
+
+    settings = SamplingConfig(**sampling)
+    if web:
+        from firstlight.serving.chat_page import require_web, serve_chat
+
+        address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
+    loaded = _load(checkpoint, device, dtype, best)
+    if web:
+        serve_chat(loaded, address, system=system, settings=settings, compile=compiled)
+        return
+    decoder = ConversationDecoder(loaded.model, compile=compiled)
+    session = ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+    if compiled:
+        say("compiling")
+        decoder.with_room(1)
+    terminal = Terminal(session, interactive=sys.stdin.isatty())
+    if sys.stdin.isatty():
+        kind = "" if session.has_template else "; no chat template: it continues what you write"
+        say(f"{shown(loaded.folder.name)}, {session.context:,} tokens of context{kind}")
+        say("/help lists the commands, Ctrl-D leaves")
+    terminal.run()
+
+
+@click.command("serve")
+@click.argument("checkpoint")
+@best_option
+@config_options(ServerOptions, "host", "port")
+@click.option("--model-name", help="For clients; the checkpoint's name, if not given.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Its one line must be sent by clients; or set FIRSTLIGHT_API_KEY.",
+)
+@click.option(
+    "--allowed-host",
+    multiple=True,
+    metavar="NAME",
+    help="Another name that requests may be sent to (the header Host); several are allowed.",
+)
+@click.option(
+    "--allowed-origin",
+    multiple=True,
+    metavar="URL",
+    help="A page elsewhere that may ask (the header Origin); several are allowed.",
+)
+@config_options(
+    ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
+)
+@config_options(Limits)
+@device_option
+@dtype_option
+@loading_option
+@config_options(ServerOptions, "compile")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout when ready: url, model, ...",
+)
+def serve_command(
+    checkpoint: str,
+    best: bool,
+    model_name: str | None,
+    api_key_file: Path | None,
+    allowed_host: tuple[str, ...],
+    allowed_origin: tuple[str, ...],
+    device: str,
+    dtype: str,
+    loading: str,
+    as_json: bool,
+    **bounds: Any,
+) -> None:
+    """Answer OpenAI's clients over HTTP, until Ctrl-C.
+
+    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    """
+    require_packages()
+    from firstlight.serving.server import serve
+
+    limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
+    options = ServerOptions(
+        model_name=model_name or _name_of(checkpoint),
+        api_key=_api_key(api_key_file),
+        allowed_hosts=allowed_host,
+        allowed_origins=allowed_origin,
+        limits=Limits(**limits),
+        **bounds,
+    )
+    loaded = _load(checkpoint, device, dtype, best, loading)
+
+    serve(loaded, options, on_ready=lambda url, run: _say_ready(url, run, options, as_json))
+
+
+def _name_of(checkpoint: str) -> str:
+    """Name of a model for clients: a hub id, or a folder's name without the path to it."""
+    path = Path(checkpoint)
+    return path.resolve().name or "model" if path.exists() else checkpoint
+
+
+def _api_key(file: Path | None) -> bytes | None:
+    """The API key of the file, or else of the environment.
+
+    There is no option for the key itself: other users of the machine can read a command line.
+
+    Raises:
+        ConfigError: the key is invalid.
+        InputError: the file can't be read.
+    """
+    if file is not None:
+        return key_from_file(file)
+    key = os.environ.get(KEY_VARIABLE)
+    return None if key is None else checked_key(os.fsencode(key), KEY_VARIABLE)
+
+
+def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
+    scheduler = service.scheduler
+    say(f"serving {service.name} at {url}/v1 (Ctrl-C ends it)")
+    say(
+        f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
+        f"keys and values: {human_bytes(service.cache_bytes)}; {options.max_queue} more may wait"
+    )
+    if options.api_key is not None:
+        say("clients need the API key")
+    if as_json:
+        content = {
+            "url": url,
+            "model": service.name,
+            "max_batch_size": options.max_batch_size,
+            "max_context_tokens": scheduler.max_tokens,
+            "cache_bytes": service.cache_bytes,
+            "needs_key": options.api_key is not None,
+        }
+        write_out(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def require_packages() -> None:
+    """Check that the server's packages are installed, before `serving` is imported.
+
+    Raises:
+        MissingDependencyError: a package is missing.
+    """
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(name, "serve", "the server")

@@ -17,16 +17,13 @@ from typing import Any
 import click
 
 from firstlight.cli.bench import bench_group
-from firstlight.cli.chat import chat_command
 from firstlight.cli.convert import convert_command
 from firstlight.cli.eval import eval_command
-from firstlight.cli.generate import generate_command
-from firstlight.cli.info import info_command
+from firstlight.cli.generate import chat_command, generate_command, serve_command
+from firstlight.cli.info import info_command, report_command
 from firstlight.cli.output import discard_stdout, write_out
 from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
-from firstlight.cli.report import report_command
-from firstlight.cli.serve import serve_command
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.errors import FirstlightError, describe_os_error

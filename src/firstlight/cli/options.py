@@ -1,4 +1,5 @@
-"""Options that verbs share: those of a config class's fields, and those of several verbs.
+"""Options that verbs share: those of a config class's fields, and those of several verbs; the
+recipe and its overrides on a command line.
 
 The config classes are imported with the command line, so their modules import neither torch nor
 pydantic.
@@ -9,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import shlex
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
 import click
+
+from firstlight.errors import ConfigError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,3 +118,94 @@ SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
+
+#: Suffixes of texts that are no recipe, beside those that `prepare` reads.
+_OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
+_EXAMPLES = {
+    "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
+    "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090" says whether it fits, and how '
+    "fast it is",
+}
+
+
+def split_arguments(arguments: Sequence[str], verb: str) -> tuple[str, list[tuple[str, str]]]:
+    """The recipe's path, and the (section.key, value) pairs.
+
+    `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
+
+    Args:
+        verb: train or plan.
+
+    Raises:
+        ConfigError: no recipe, more than one, something else than a recipe, or an option that is
+            not one.
+    """
+    paths: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("-") or argument == "-":
+            paths.append(argument)
+            continue
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or "." not in name:
+            raise ConfigError(_unknown_option(argument, name))
+        if not equals:
+            has_value = bool(waiting) and not waiting[0].startswith("--")
+            value = waiting.pop(0) if has_value else "true"
+        overrides.append((name, value))
+    if len(paths) != 1:
+        problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
+        usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
+        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
+    _require_recipe(paths[0], verb)
+    return paths[0], overrides
+
+
+def _require_recipe(path: str, verb: str) -> None:
+    """Refuse a folder or text in place of a recipe, and name the command that takes it.
+
+    Raises:
+        ConfigError: `path` is a folder, a text or a corpus.
+    """
+    from firstlight.data.shards import MANIFEST_NAME
+    from firstlight.data.sources import SUFFIXES
+    from firstlight.report.records import RECIPE_NAME
+    from firstlight.weights.huggingface import CONFIG_NAME
+
+    place, quoted = Path(path).expanduser(), shlex.quote(path)
+    use = f"firstlight {verb} recipes/demo.yaml"
+    is_corpus = not place.exists() and (path == "stdlib" or path.startswith("hf:"))
+    is_text = place.is_file() and path.lower().endswith((*SUFFIXES, *_OTHER_TEXT))
+    if not place.is_dir() and not is_text and not is_corpus:
+        return
+    if (place / RECIPE_NAME).is_file():
+        resume = " --resume" if verb == "train" else ""
+        recipe = shlex.quote(str(place / RECIPE_NAME))
+        what, then = "a run folder", f"firstlight {verb} {recipe}{resume}"
+    elif (place / CONFIG_NAME).is_file():
+        what, then = "a model's folder", f"{use} --init-from {quoted}"
+    elif (place / MANIFEST_NAME).is_file():
+        what, then = "a prepared corpus", f"{use} --data.dir {quoted}"
+    else:
+        what = "a folder" if place.is_dir() else "text"
+        then = (
+            f"prepare takes text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
+            f"mine/tokenizer, then firstlight prepare {quoted} --tokenizer mine/tokenizer --out "
+            f"mine/data, then {use} --data.dir mine/data"
+        )
+    raise ConfigError(f"{path} is {what}, and {verb} takes a recipe: {then}")
+
+
+def _unknown_option(argument: str, name: str) -> str:
+    from firstlight.recipe import key_of_other_name, known_keys
+
+    if any(key.startswith(f"{name}.") for key in known_keys()):
+        return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
+    meant = key_of_other_name(name.replace("-", "_"))
+    context = click.get_current_context(silent=True)
+    own = [name for one in context.command.params for name in one.opts] if context else []
+    options = [*own, *(f"--{key}" for key in known_keys())]
+    hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
+    return f"unknown option {argument}{hint}"

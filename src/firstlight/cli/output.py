@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from firstlight.report.findings import Finding
 
 P = ParamSpec("P")
+_EXIT_CODE = "firstlight.exit_code"
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
@@ -31,8 +32,16 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
         result = verb(*args, **kwargs)
         if kwargs["as_json"]:
             write_out(json.dumps(result, ensure_ascii=False) + "\n")
+        context = click.get_current_context()
+        if _EXIT_CODE in context.meta:
+            context.exit(context.meta[_EXIT_CODE])
 
     return command
+
+
+def end_with(code: int) -> None:
+    """Set the exit code of a verb `with_json` that does its work to the end."""
+    click.get_current_context().meta[_EXIT_CODE] = code
 
 
 def write_out(text: str) -> None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.output import show, show_table, with_json
-from firstlight.cli.train import split_arguments
+from firstlight.cli.options import split_arguments
+from firstlight.cli.output import end_with, show, show_table, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.estimate import Estimate
-    from firstlight.planner.plan.plan import Budget, Plan
+    from firstlight.planner.plan.plan import Plan
     from firstlight.recipe import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -26,20 +26,9 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 #: Exit code of a plan whose recipe does not fit.
 DOES_NOT_FIT_EXIT_CODE = 3
-_EXIT_CODE = "firstlight.exit_code"
 
 
-class _PlanCommand(click.Command):
-    """Has an exit code of its own for a recipe that does not fit."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        result = super().invoke(ctx)
-        if _EXIT_CODE in ctx.meta:
-            ctx.exit(ctx.meta[_EXIT_CODE])
-        return result
-
-
-@click.command("plan", cls=_PlanCommand, context_settings={"ignore_unknown_options": True})
+@click.command("plan", context_settings={"ignore_unknown_options": True})
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -95,7 +84,8 @@ def plan_command(
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
         from firstlight.planner.plan.machine import find_machine, parse_bytes
-        from firstlight.planner.plan.plan import make_plan
+        from firstlight.planner.plan.plan import Budget, make_plan
+        from firstlight.planner.plan.text import blocks
         from firstlight.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
@@ -106,16 +96,24 @@ def plan_command(
                 recipe,
                 machine,
                 init_from=init_from,
-                budget=_budget(budget, tokens, price_per_hour),
+                budget=Budget(
+                    None if budget is None else parse_time(budget),
+                    None if tokens is None else parse_count(tokens),
+                    price_per_hour,
+                ),
                 searches=search,
                 estimator=Estimator(processes),
                 tell=lambda what: bar.update(task, description=f"plan: {what}"),
             )
-        _show(plan)
+        for block in blocks(plan):
+            if isinstance(block, str):
+                show(block)
+            else:
+                show_table(block)
         written = _written(plan, write, search)
         found = plan.suggested or (None if written is None else plan.best) or plan.as_it_stands
         if not found.fits:
-            click.get_current_context().meta[_EXIT_CODE] = DOES_NOT_FIT_EXIT_CODE
+            end_with(DOES_NOT_FIT_EXIT_CODE)
         where = [str(word) for option in device.items() if option[1] for word in option]
         command = next_command(plan, path, overrides, init_from, where, written)
         if (first := _preparation(plan.recipe)) is not None:
@@ -130,31 +128,6 @@ def _refuse_early(write: Path | None, *, buys: bool, price_per_hour: float | Non
         raise ConfigError(f"{write} exists: --write makes a new file")
     if price_per_hour is not None and not buys:
         raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
-
-
-def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
-    """The budget of --budget, --tokens and --price-per-hour.
-
-    Raises:
-        ConfigError: an invalid time or number.
-    """
-    from firstlight.planner.plan.plan import Budget
-
-    return Budget(
-        None if time is None else parse_time(time),
-        None if tokens is None else parse_count(tokens),
-        price_per_hour,
-    )
-
-
-def _show(plan: Plan) -> None:
-    from firstlight.planner.plan.text import blocks
-
-    for block in blocks(plan):
-        if isinstance(block, str):
-            show(block)
-        else:
-            show_table(block)
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:

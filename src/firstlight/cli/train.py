@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.launch import LAUNCH_OPTIONS, launch_if_asked, launch_options
-from firstlight.cli.output import say_findings, show_rows, with_json
+from firstlight.cli.options import split_arguments
+from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.console import say
 from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Exit code of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try later".
 STOPPED_EXIT_CODE = 75
-_EXIT_CODE = "firstlight.exit_code"
 _HELP_ALL = "firstlight.help_all"
 _USUAL_KEYS = (
     *("run.dir", "data.dir", "data.seq_len", "batch.micro_batch_size"),
@@ -36,20 +35,21 @@ _USUAL_KEYS = (
 #: before torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
+#: Remedy where a launcher has started this process.
+_ADVICE = "leave out --nproc, or start the command without that launcher"
+
+#: The options of a launch.
+LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
+
 
 class _TrainCommand(click.Command):
-    """Starts several processes with --nproc, lists the recipe's keys in its help (which imports
-    torch), and ends with the exit code of a stopped or diverged run."""
+    """Starts several processes with --nproc, and lists the recipe's keys in its help, which
+    imports torch."""
 
     def invoke(self, ctx: click.Context) -> Any:
         if (code := launch_if_asked(ctx)) is not None:
             ctx.exit(code)
-        result = super().invoke(ctx)
-        if _EXIT_CODE in ctx.meta:
-            from firstlight.parallel.elastic import exit_code_of_rank
-
-            ctx.exit(exit_code_of_rank(ctx.meta[_EXIT_CODE]))
-        return result
+        return super().invoke(ctx)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from firstlight.recipe import recipe_fields
@@ -97,7 +97,6 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
         ctx.exit()
 
 
-@launch_options
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
@@ -130,6 +129,24 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="Take the settings of the best plan for this machine, tried for two steps.",
 )
 @with_json
+@click.option(
+    "--nproc",
+    metavar="N|auto",
+    help="Train with N processes on this machine; auto: one for each GPU.",
+)
+@click.option("--nnodes", type=int, help="With --nproc: machines.  [default: 1]")
+@click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
+@click.option(
+    "--rdzv-endpoint",
+    metavar="HOST:PORT",
+    help="With --nnodes: address of the rendezvous, on machine 0.",
+)
+@click.option(
+    "--max-restarts",
+    type=int,
+    help="With --nproc: number of restarts from the newest checkpoint after a process fails.  "
+    "[default: 0]",
+)
 def train_command(
     arguments: tuple[str, ...],
     resume: bool,
@@ -155,6 +172,7 @@ def train_command(
             # It imports torch while this process does.
             forecaster.start()
         from firstlight.parallel import find_world
+        from firstlight.parallel.elastic import exit_code_of_rank
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
@@ -175,9 +193,9 @@ def train_command(
         _show(result)
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
-        click.get_current_context().meta[_EXIT_CODE] = STOPPED_EXIT_CODE
+        end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
     elif result.diverged:
-        click.get_current_context().meta[_EXIT_CODE] = DIVERGED_EXIT_CODE
+        end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))
     return _as_json(result)
 
 
@@ -241,7 +259,6 @@ def _figures(evaluation: Any) -> dict[str, Any]:
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     """The recipe with the settings of `--plan auto`; on resume, with those of the run's start."""
-    from pathlib import Path
 
     from firstlight.checkpoint.selection import list_checkpoints
     from firstlight.hardware.device import find_hardware
@@ -271,93 +288,77 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
 
 
-#: Suffixes of texts that are no recipe, beside those that `prepare` reads.
-_OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
-_EXAMPLES = {
-    "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
-    "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090" says whether it fits, and how '
-    "fast it is",
-}
+def launch_if_asked(ctx: click.Context) -> int | None:
+    """Take the options of a launch out of a verb's, and start the processes if there are any.
 
-
-def split_arguments(arguments: Sequence[str], verb: str) -> tuple[str, list[tuple[str, str]]]:
-    """The recipe's path, and the (section.key, value) pairs.
-
-    `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
-
-    Args:
-        verb: train or plan.
+    Returns:
+        The exit code; None where this process is to do the work itself.
 
     Raises:
-        ConfigError: no recipe, more than one, something else than a recipe, or an option that is
-            not one.
+        ConfigError: the options don't go together, or a launcher has already started this.
+        RankError: a rank failed.
     """
-    paths: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    waiting = list(arguments)
-    while waiting:
-        argument = waiting.pop(0)
-        if not argument.startswith("-") or argument == "-":
-            paths.append(argument)
-            continue
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or "." not in name:
-            raise ConfigError(_unknown_option(argument, name))
-        if not equals:
-            has_value = bool(waiting) and not waiting[0].startswith("--")
-            value = waiting.pop(0) if has_value else "true"
-        overrides.append((name, value))
-    if len(paths) != 1:
-        problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
-        usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
-        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
-    _require_recipe(paths[0], verb)
-    return paths[0], overrides
+    asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
+    nproc = asked.pop("nproc")
+    if nproc is None:
+        given = next((name for name, value in asked.items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given} needs --nproc: processes a machine")
+        return None
+    nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
+    if nnodes > 1 and asked["node-rank"] is None:
+        raise ConfigError("--nnodes needs --node-rank: which of the machines this is, from 0")
+    _require_no_launcher(nnodes)
+    count = _count(nproc)
+    if count == 1 and nnodes == 1 and not asked["max-restarts"]:
+        return None
+    # torch's C++ code would tell of each broken connection with a page of addresses.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from firstlight.parallel.elastic import Launch, launch
+
+    options = Launch(
+        count,
+        nnodes,
+        asked["node-rank"] or 0,
+        asked["rdzv-endpoint"] or "",
+        asked["max-restarts"] or 0,
+    )
+    # -P: what lies in the current folder is not imported.
+    command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
+    return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 
 
-def _require_recipe(path: str, verb: str) -> None:
-    """Refuse a folder or text in place of a recipe, and name the command that takes it.
-
-    Raises:
-        ConfigError: `path` is a folder, a text or a corpus.
-    """
-    from firstlight.data.shards import MANIFEST_NAME
-    from firstlight.data.sources import SUFFIXES
-    from firstlight.report.records import RECIPE_NAME
-    from firstlight.weights.huggingface import CONFIG_NAME
-
-    place, quoted = Path(path).expanduser(), shlex.quote(path)
-    use = f"firstlight {verb} recipes/demo.yaml"
-    is_corpus = not place.exists() and (path == "stdlib" or path.startswith("hf:"))
-    is_text = place.is_file() and path.lower().endswith((*SUFFIXES, *_OTHER_TEXT))
-    if not place.is_dir() and not is_text and not is_corpus:
-        return
-    if (place / RECIPE_NAME).is_file():
-        resume = " --resume" if verb == "train" else ""
-        recipe = shlex.quote(str(place / RECIPE_NAME))
-        what, then = "a run folder", f"firstlight {verb} {recipe}{resume}"
-    elif (place / CONFIG_NAME).is_file():
-        what, then = "a model's folder", f"{use} --init-from {quoted}"
-    elif (place / MANIFEST_NAME).is_file():
-        what, then = "a prepared corpus", f"{use} --data.dir {quoted}"
-    else:
-        what = "a folder" if place.is_dir() else "text"
-        then = (
-            f"prepare takes text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
-            f"mine/tokenizer, then firstlight prepare {quoted} --tokenizer mine/tokenizer --out "
-            f"mine/data, then {use} --data.dir mine/data"
-        )
-    raise ConfigError(f"{path} is {what}, and {verb} takes a recipe: {then}")
+def arguments_of(ctx: click.Context) -> list[str]:
+    """The verb and its arguments, without the options that were taken out."""
+    assert ctx.info_name is not None
+    arguments = [ctx.info_name]
+    for parameter in ctx.command.params:
+        assert parameter.name is not None
+        value = ctx.params.get(parameter.name)
+        if isinstance(parameter, click.Argument):
+            arguments += value or ()
+        elif value is not None and value != parameter.get_default(ctx):
+            arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    return arguments
 
 
-def _unknown_option(argument: str, name: str) -> str:
-    from firstlight.errors import nearest
-    from firstlight.recipe import key_of_other_name, known_keys
+def _require_no_launcher(nnodes: int) -> None:
+    """Processes that a launcher has started are not to start more of their own each."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
+        raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
+    if nnodes == 1:
+        from firstlight.parallel.world import find_world
 
-    if any(key.startswith(f"{name}.") for key in known_keys()):
-        return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
-    meant = key_of_other_name(name.replace("-", "_"))
-    own = ("help-all", "resume", "init-from", "best", "new-rows", "plan", "json", *LAUNCH_OPTIONS)
-    options = [f"--{option}" for option in (*own, *known_keys())]
-    hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
-    return f"unknown option {argument}{hint}"
+        size = find_world().size
+        if size > 1:
+            raise ConfigError(f"a launcher has started {size} processes like this one: {_ADVICE}")
+
+
+def _count(nproc: str) -> int:
+    if nproc == "auto":
+        import torch
+
+        return max(torch.cuda.device_count(), 1)
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise ConfigError(f"--nproc is '{nproc}': it has to be a number from 1 on, or auto")
+    return int(nproc)
