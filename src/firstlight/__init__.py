@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from firstlight.tokenizer import TextStream as TextStream
     from firstlight.tokenizer import Tokenizer as Tokenizer
     from firstlight.tokenizer import train_tokenizer as train_tokenizer
+    from firstlight.training.cooldown import cooldown_recipe as cooldown_recipe
     from firstlight.training.loop import TrainResult as TrainResult
     from firstlight.training.loop import train as train
     from firstlight.weights.huggingface import LoadedModel as LoadedModel
@@ -67,6 +68,7 @@ _PUBLIC = {
     "recipe": ["Recipe", "load_recipe"],
     "report.report": ["draw_report"],
     "tokenizer": ["TextStream", "Tokenizer", "train_tokenizer"],
+    "training.cooldown": ["cooldown_recipe"],
     "training.loop": ["TrainResult", "train"],
     "weights.huggingface": ["LoadedModel"],
 }

@@ -51,7 +51,7 @@ from firstlight.errors import (
     describe_os_error,
 )
 from firstlight.files.atomic import forget_cached, read_json, sha256_of
-from firstlight.files.disk import HashedFile
+from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from firstlight.weights.huggingface import CONFIG_NAME
@@ -202,6 +202,25 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
             raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
 
 
+def copy_checkpoint(folder: Path, run_folder: Path) -> None:
+    """Copy a checkpoint of another run, which has been verified, into a run folder without any.
+
+    Raises:
+        CheckpointError: a file is not what it was.
+        StorageError: the disk refuses; the folder does not appear.
+    """
+    manifest = read_manifest(folder)
+    with new_checkpoint(run_folder, manifest["step"]) as temporary:
+        for name, entry in manifest["files"].items():
+            with (folder / name).open("rb") as source, HashedFile(temporary / name) as copy:
+                while block := source.read(1 << 24):
+                    copy.write(block)
+            if copy.sha256 != entry["sha256"]:
+                raise CheckpointError(f"{folder / name} has changed: name another checkpoint")
+        with OutputFile(temporary / MANIFEST_NAME) as file:
+            file.write((folder / MANIFEST_NAME).read_bytes())
+
+
 def _weights_name(names: Container[str]) -> str:
     """The file of a checkpoint's weights, by the names of its other files."""
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
@@ -269,7 +288,8 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     """Refuse a state whose parts are no JSON objects; their readers check the keys in them."""
-    parts = {name: state.get(name, {}) for name in ("data", "guard", "loader", "random", "recipe")}
+    names = ("data", "guard", "loader", "random", "recipe", "schedule")
+    parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):
         # A recipe may leave these out.
         optional: dict[str, Any] = {

@@ -128,13 +128,16 @@ _EXAMPLES = {
 }
 
 
-def split_arguments(arguments: Sequence[str], verb: str) -> tuple[str, list[tuple[str, str]]]:
+def split_arguments(
+    arguments: Sequence[str], verb: str, *, is_run: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
     """The recipe's path, and the (section.key, value) pairs.
 
     `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
 
     Args:
         verb: train or plan.
+        is_run: a run or checkpoint is named in place of a recipe.
 
     Raises:
         ConfigError: no recipe, more than one, something else than a recipe, or an option that is
@@ -159,7 +162,8 @@ def split_arguments(arguments: Sequence[str], verb: str) -> tuple[str, list[tupl
         problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
         usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
         raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
-    _require_recipe(paths[0], verb)
+    if not is_run:
+        _require_recipe(paths[0], verb)
     return paths[0], overrides
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,14 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="With --init-from and an extended tokenizer: what new tokens start from.",
 )
 @click.option(
+    "--cooldown",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Branch off a run with schedule.kind wsd or constant, named in place of the recipe (or "
+    "one of its checkpoints): its learning rate falls over so many steps, in a run folder of its "
+    "own.",
+)
+@click.option(
     "--plan",
     type=click.Choice(["auto"]),
     help="Take the settings of the best plan for this machine, tried for two steps.",
@@ -153,6 +162,7 @@ def train_command(
     init_from: str | None,
     best: bool,
     new_rows: str,
+    cooldown: int | None,
     plan: str | None,
     as_json: bool,
 ) -> dict[str, Any]:
@@ -164,7 +174,7 @@ def train_command(
     exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
     the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
-    path, overrides = split_arguments(arguments, "train")
+    path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
@@ -176,7 +186,12 @@ def train_command(
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
-        recipe = load_recipe(path, overrides)
+        if cooldown is None:
+            recipe, branch_from = load_recipe(path, overrides), None
+        else:
+            if init_from or best or plan:
+                raise ConfigError("--cooldown names its own start: no --init-from, --best, --plan")
+            recipe, branch_from = _cooled(path, cooldown, overrides, resume)
         if best:
             init_from = _best_of(init_from)
         if plan is not None:
@@ -186,17 +201,36 @@ def train_command(
             resume=resume,
             init_from=init_from,
             new_rows=new_rows,
+            branch_from=branch_from,
             progress=True,
             forecaster=forecaster,
         )
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None:
-        say(f"stopped by {result.stopped_by} and saved: go on with the same command and --resume")
+        again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
+        command = "the same command and" if cooldown is None else again
+        say(f"stopped by {result.stopped_by} and saved: go on with {command} --resume")
         end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
     elif result.diverged:
         end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))
     return _as_json(result)
+
+
+def _cooled(
+    trunk: str, steps: int, overrides: Sequence[tuple[str, str]], resume: bool
+) -> tuple[Any, Path]:
+    """The recipe of a cooldown, and the checkpoint to branch off."""
+    from firstlight.parallel import find_world
+    from firstlight.training.cooldown import cooldown_recipe
+
+    recipe, checkpoint = cooldown_recipe(trunk, steps, overrides)
+    if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
+        raise ConfigError(
+            f"{trunk} may have a newer checkpoint for another process or the next time: with "
+            f"--nproc or --resume, name the one to branch off, such as {checkpoint}"
+        )
+    return recipe, checkpoint
 
 
 def _show(result: TrainResult) -> None:

@@ -152,6 +152,24 @@ class Schedule:
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.kind == "wsd" else self.warmup_steps
 
+    def in_words(self, peak: float) -> str:
+        """The course of the learning rate after its warm-up, for a person.
+
+        Args:
+            peak: the learning rate at the peak.
+        """
+        if self.warmup_steps >= self.max_steps:
+            return "so long that the learning rate never falls: set schedule.warmup_steps lower"
+        if self.kind == "constant":
+            return "then constant"
+        if self.kind == "inverse_sqrt":
+            last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
+            return f"then by the inverse square root of the step to {last} at the end"
+        lowest = f"down to {peak * self.min_lr_ratio:.4g} at step {self.decay_steps:,}"
+        if self.kind == "wsd":
+            return f"stable to step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
+        return f"then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
+
     def lr_scale(self, step: int) -> float:
         """The share of the peak learning rate at `step` (0 is the first update).
 

@@ -6,6 +6,7 @@ the nearest real name; the resolved recipe is saved with the run and in each che
 
 from __future__ import annotations
 
+import copy
 import re
 import types
 import typing
@@ -49,9 +50,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {path} must consist of sections such as `data:` and `model:`")
-    for name, text in overrides:
-        _override(values, name, text)
-    recipe = parse_recipe(values, str(path))
+    recipe = parse_recipe(values, str(path), overrides)
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / path.stem)})
         recipe = recipe.model_copy(update={"run": run})
@@ -62,12 +61,26 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
 _MAX_PROBLEMS = 20
 
 
-def parse_recipe(values: Mapping[str, Any], where: str = "recipe") -> Recipe:
+def parse_recipe(
+    values: Mapping[str, Any],
+    where: str = "recipe",
+    overrides: Sequence[tuple[str, str]] = (),
+) -> Recipe:
     """Validate nested values as a recipe.
+
+    Args:
+        values: sections, keys and values.
+        where: name of the recipe, for messages.
+        overrides: see `load_recipe`.
 
     Raises:
         ConfigError: keys or values are wrong: all of them in one message.
     """
+    if overrides:
+        changed = copy.deepcopy(dict(values))
+        for name, text in overrides:
+            _override(changed, name, text)
+        values = changed
     return _parsed(Recipe, values, where)
 
 

@@ -345,7 +345,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         "hours": float(hours[-1]) if len(hours) else None,
         "parameters": _positive(run.start.get("parameters")),
         "rollbacks": sum(event["event"] == "rollback" for event in run.events),
-        "resumed": sum(start["step"] > 0 for start in run.starts),
+        "resumed": sum(start["step"] > 0 and "branched_from" not in start for start in run.starts),
         **{
             key: metrics.last(key)
             for name in (*accuracies(metrics), "train_eval/loss")

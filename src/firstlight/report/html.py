@@ -300,6 +300,7 @@ def kind_of(event: Mapping[str, Any]) -> str:
         "rollback": "rollback",
         "out of memory": "out-of-memory",
         "resumed": "resumed",
+        "branched": "resumed",
         "diverged": "diverged",
     }
     return known.get(event["event"], "event")
@@ -314,6 +315,8 @@ def happening(event: Mapping[str, Any]) -> str:
         return f"micro-batches of {rows} rows from here on (before: {before})"
     if event["event"] == "resumed":
         return f"from the checkpoint of step {event['step']}, {_when(str(event.get('time', '')))}"
+    if event["event"] == "branched":
+        return f"off {event['branched_from']}, {_when(str(event.get('time', '')))}"
     if event["event"] == "diverged":
         return str(event.get("reason"))
     details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))

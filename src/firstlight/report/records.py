@@ -288,7 +288,11 @@ class RunRecord:
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
         """Events and resumptions, by step."""
-        resumed = [{**s, "event": "resumed"} for s in self.starts if s["step"] > 0]
+        resumed = [
+            {**s, "event": "branched" if "branched_from" in s else "resumed"}
+            for s in self.starts
+            if s["step"] > 0
+        ]
         return sorted([*self.events, *resumed], key=lambda event: event["step"])
 
 

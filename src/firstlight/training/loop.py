@@ -82,6 +82,7 @@ def train(
     resume: bool = False,
     init_from: str | Path | None = None,
     new_rows: str = "mean",
+    branch_from: str | Path | None = None,
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = False,
     forecaster: Forecaster | None = None,
@@ -101,6 +102,9 @@ def train(
             replaces the recipe's `model`.
         new_rows: rows for the tokens that the data's tokenizer has beyond that of `init_from`:
             "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
+        branch_from: checkpoint of another run to go on from, with all of its state (optimizer,
+            random states, place in the data and in the schedule), in a run folder of its own; with
+            resume, for as long as that has no checkpoint. See `cooldown_recipe`.
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
@@ -124,7 +128,16 @@ def train(
         comparison = ForecastComparison(hardware)  # before the run takes any memory
         shown = progress and engine.is_main
         with (
-            set_up(recipe, resume, init_from, new_rows, hardware, engine, shown=shown) as run,
+            set_up(
+                recipe,
+                resume,
+                init_from,
+                new_rows,
+                hardware,
+                engine,
+                shown=shown,
+                branch_from=None if branch_from is None else Path(branch_from),
+            ) as run,
             run.open(shown=shown),
             RunCheckpoints(run) as checkpoints,
             _reported_if_diverged(run),

@@ -57,14 +57,19 @@ def take_up(run: Run, folder: Path) -> None:
     # A person who sets another size wants it tried, whatever memory has left of the last one.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
-    run.tell(f"resuming from {folder} (step {run.state.step})")
+    is_branch = folder.parent.parent.resolve() != run.folder.resolve()
+    if is_branch:
+        run.branch_from = folder
+    run.tell(
+        f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
+    )
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
         # What a checkpoint of an older version lacks was not changed.
-        if key != "dir" and key in before[section]
+        if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
         run.tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
@@ -146,12 +151,16 @@ def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None
 
 
 def shared_newest(
-    engine: Engine, run_folder: Path, resume: bool, tell: Callable[[str], None]
+    engine: Engine,
+    run_folder: Path,
+    resume: bool,
+    branch_from: Path | None,
+    tell: Callable[[str], None],
 ) -> Path | None:
-    """The checkpoint that all processes go on from."""
+    """The checkpoint that all processes go on from: the run's own, or the one to branch off."""
 
     def find() -> str | None:
-        newest = _newest_checkpoint(run_folder, resume, tell)
+        newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         return None if newest is None else str(newest)
 
     found = on_main(engine, find)
@@ -184,7 +193,9 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
     return before.model_dump(exclude=None if same else {"batch"})
 
 
-def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], None]) -> Path | None:
+def _newest_checkpoint(
+    run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
+) -> Path | None:
     """The checkpoint to go on from, if that is asked for and there is one."""
     if not resume:
         if list_checkpoints(run_folder):
@@ -192,7 +203,7 @@ def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], Non
                 f"run folder {run_folder} has checkpoints already: continue it with --resume, "
                 "or choose another run.dir"
             )
-        return None
+        return branch_from
     newest, problems = newest_checkpoint(run_folder)
     for folder in step_folders(run_folder):
         if not (folder / MANIFEST_NAME).is_file():
@@ -201,6 +212,8 @@ def _newest_checkpoint(run_folder: Path, resume: bool, tell: Callable[[str], Non
             )
     for problem in problems:
         tell(f"warning: {problem}: an older checkpoint is taken")
+    if newest is None and branch_from is not None:
+        return branch_from
     if newest is None:
         tell(f"{run_folder} has no checkpoint yet: starting at the beginning")
     return newest

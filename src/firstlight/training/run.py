@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
@@ -61,6 +61,8 @@ class Run:
         base: the frozen base of a run with `lora`.
         tell: called with each message for people.
         bar: the progress that a person sees, once `open`.
+        branch_from: checkpoint of another run that this one goes on from, with that run's data
+            order and random states, until it has one of its own.
         require_folder: raises a CheckpointError if the run folder was moved or removed.
         advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
         state: progress of the run, saved with each checkpoint.
@@ -88,6 +90,7 @@ class Run:
     base: AdapterBase | None
     tasks: Sequence[Task]
     tell: Callable[[str], None]
+    branch_from: Path | None = None
     require_folder: Callable[[], None] = lambda: None
     advise: Callable[[], str | None] = lambda: None
     state: TrainState = field(default_factory=TrainState)
@@ -213,6 +216,9 @@ class Run:
     def _make_folder_ready(self) -> None:
         for folder in (self.folder, self.folder / CHECKPOINTS):
             remove_leftovers(folder)
+        # Before the recipe: whoever finds that can go on with it.
+        if self.branch_from is not None:
+            copy_checkpoint(self.branch_from, self.folder)
         # What was decided stands also for a run that is killed before its first checkpoint.
         text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
         write_file(self.folder / RECIPE_NAME, text)

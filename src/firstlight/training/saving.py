@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -184,6 +185,7 @@ def captured(run: Run) -> Checkpoint:
                 "rows_per_epoch": run.loader.rows_per_epoch,
             },
             "guard": run.guard.state_dict(),
+            "schedule": dataclasses.asdict(run.schedule),
         },
     )
 

@@ -32,7 +32,6 @@ from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
-from firstlight.optim.schedule import Schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
@@ -74,6 +73,7 @@ def set_up(
     engine: Engine,
     *,
     shown: bool,
+    branch_from: Path | None = None,
 ) -> Iterator[Run]:
     """The run that a recipe describes, ready for its next step. Its folder is held inside.
 
@@ -82,6 +82,7 @@ def set_up(
         hardware: the hardware of this process.
         engine: the engine by which the processes of the run share the model.
         shown: show messages and progress to a person.
+        branch_from: see `train`.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
@@ -100,8 +101,9 @@ def set_up(
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
     with held(folder) if engine.is_main else contextlib.nullcontext(lambda: None) as require_folder:
-        newest = shared_newest(engine, folder, resume, tell)
-        earlier = decided_before(recipe, newest, folder) if resume else {}
+        newest = shared_newest(engine, folder, resume, branch_from, tell)
+        goes_on = resume or newest is not None
+        earlier = decided_before(recipe, newest, folder) if goes_on else {}
         run = _assembled(
             recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
         )
@@ -332,6 +334,7 @@ def record_start(run: Run) -> None:
             "max_steps": run.max_steps,
             "warmup_steps": run.schedule.warmup_steps,
             "init_from": run.init_from,
+            **({"branched_from": str(run.branch_from)} if run.branch_from else {}),
             "parameters": count_parameters(meta_model(run.program.model.config)).total,
             "weight_decay": decay_counts(*_trained(run), run.recipe.optimizer),
             "tokenizer_sha256": run.tokenizer.fingerprint,
@@ -360,24 +363,9 @@ def describe_start(run: Run) -> Iterator[str]:
     yield (
         f"schedule: {schedule.max_steps:,} steps of {rows} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
-        f"{_after_warm_up(schedule, peak)}"
+        f"{schedule.in_words(peak)}"
     )
     yield from describe_groups(*_trained(run), optimizer)
-
-
-def _after_warm_up(schedule: Schedule, peak: float) -> str:
-    """The course of the learning rate after its warm-up, in words."""
-    if schedule.warmup_steps >= schedule.max_steps:
-        return "so long that the learning rate never falls: set schedule.warmup_steps lower"
-    if schedule.kind == "constant":
-        return "then constant"
-    if schedule.kind == "inverse_sqrt":
-        last = f"{peak * schedule.lr_scale(schedule.max_steps - 1):.4g}"
-        return f"then by the inverse square root of the step to {last} at the end"
-    lowest = f"down to {peak * schedule.min_lr_ratio:.4g} at step {schedule.decay_steps:,}"
-    if schedule.kind == "wsd":
-        return f"stable to step {schedule.decay_begin:,}, then {lowest} ({schedule.decay_shape})"
-    return f"then {'linearly ' if schedule.kind == 'linear' else ''}{lowest}"
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:

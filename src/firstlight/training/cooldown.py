@@ -1,0 +1,115 @@
+"""Cooldowns: runs that branch off a stable checkpoint of another run and let its rate fall.
+
+Several cooldowns of one trunk give the loss of runs of several lengths for the price of the longest
+one (Hu et al. 2024; Haegele et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from firstlight.checkpoint.checkpoint import (
+    OPTIMIZER_NAME,
+    STATE_NAME,
+    is_sharded_checkpoint,
+    load_trainer_state,
+)
+from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.optim.schedule import Schedule
+from firstlight.recipe import Recipe, parse_recipe
+
+#: Keys of the `schedule` section that a cooldown may set otherwise.
+_FREE_KEYS = ("decay_shape", "min_lr_ratio", "min_learning_rate")
+
+
+def cooldown_recipe(
+    trunk: str | Path, steps: int, overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[Recipe, Path]:
+    """The recipe of a cooldown, and the checkpoint to branch off: arguments of `train`.
+
+    The learning rate falls over `steps` steps from the checkpoint's step on, by the trunk's
+    `decay_shape` to its minimum (after a constant rate by a line to 0, unless `overrides` say
+    otherwise). All else is as in the trunk's recipe, and the run folder is named after the trunk
+    and the step.
+
+    Args:
+        trunk: run folder (its newest checkpoint), or one of its checkpoints.
+        steps: optimizer steps of the cooldown.
+        overrides: (`section.key`, value as YAML text) pairs.
+
+    Raises:
+        ConfigError: the trunk's schedule is not stable at that step, or an override is not for
+            a cooldown.
+        CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
+    """
+    folder = resolve_model_folder(trunk)
+    if not (folder / STATE_NAME).is_file() or not (
+        (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)
+    ):
+        raise CheckpointError(
+            f"{trunk} is no checkpoint with an optimizer state, which a cooldown goes on with: "
+            "name a run folder or one of its checkpoints"
+        )
+    state = load_trainer_state(folder)
+    step, schedule = state["step"], _stable_schedule(folder, state)
+    values = dict(state["recipe"])
+    values["run"] = {**values["run"], "dir": str(_cooldown_folder(folder, step))}
+    before = values["schedule"]
+    section: dict[str, Any] = {
+        "kind": "wsd",
+        "max_steps": step + steps,
+        "warmup_steps": schedule.warmup_steps,
+        "cooldown_steps": steps,
+    }
+    if schedule.kind == "wsd":
+        section |= {key: before[key] for key in _FREE_KEYS if before[key] is not None}
+    values["schedule"] = section
+    recipe = parse_recipe(values, f"cooldown of {folder}", overrides)
+    decided = parse_recipe(values).schedule.model_dump(exclude=set(_FREE_KEYS))
+    for key, value in recipe.schedule.model_dump(exclude=set(_FREE_KEYS)).items():
+        if value != decided[key]:
+            raise ConfigError(f"a cooldown decides schedule.{key}, {decided[key]}: leave it out")
+    return recipe, folder
+
+
+def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
+    """The trunk's schedule.
+
+    Raises:
+        ConfigError: the checkpoint is not of its stable part.
+    """
+    # Checkpoints from before there were other kinds have no schedule in their state.
+    saved = state.get("schedule") or {"kind": "cosine"}
+    if saved.get("kind") not in ("wsd", "constant"):
+        raise ConfigError(
+            f"{folder} is of a run with schedule.kind {saved.get('kind')}, which has no stable "
+            "part: a cooldown branches off a run of kind wsd or constant"
+        )
+    try:
+        schedule = Schedule(**saved)
+    except TypeError as error:
+        raise CheckpointError(f"{folder / STATE_NAME} is damaged: schedule: {error}") from None
+    step = state["step"]
+    if step < schedule.warmup_steps:
+        raise ConfigError(
+            f"step {step} of {folder} is in the warm-up, which ends at step "
+            f"{schedule.warmup_steps}: name a later checkpoint"
+        )
+    if schedule.kind == "wsd" and step > schedule.decay_begin:
+        raise ConfigError(
+            f"step {step} of {folder} is in the decay, which begins after step "
+            f"{schedule.decay_begin}: name an earlier checkpoint"
+        )
+    return schedule
+
+
+def _cooldown_folder(checkpoint: Path, step: int) -> Path:
+    """The run folder of a cooldown, beside the trunk's."""
+    is_in_run = checkpoint.parent.name == CHECKPOINTS
+    trunk = checkpoint.parent.parent if is_in_run else checkpoint
+    trunk = trunk if trunk.name not in ("", "..") else trunk.resolve()
+    return trunk.with_name(f"{trunk.name}-cooldown-{step}")
