@@ -58,7 +58,7 @@ _PUBLIC = {
     "data.prepare": ["prepare"],
     "errors": ["FirstlightError"],
     "evaluation.perplexity": ["Evaluation", "evaluate"],
-    "evaluation.results": ["TaskResult"],
+    "evaluation.scores": ["TaskResult"],
     "evaluation.tasks": ["evaluate_tasks"],
     "generation.chat": ["ChatSession"],
     "generation.config": ["SamplingConfig"],

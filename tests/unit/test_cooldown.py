@@ -17,11 +17,10 @@ from firstlight.cli.main import main
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_run
+from firstlight.report.records import read_json_lines, read_run
 from firstlight.report.report import draw_report
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import TrainResult, train
-from firstlight.training.metrics import read_json_lines
 
 MEASURED = ("second", "mfu", "memory_bytes")
 
