@@ -286,14 +286,14 @@ MUTANTS = [
     # Data: what is learned from
     Mutant(
         "last partial row lost",
-        "firstlight/data/packing.py",
+        _CORPUS,
         "return -(-max(num_tokens - 1, 0) // seq_len)",
         "return max(num_tokens - 1, 0) // seq_len",
         (_DATA + "the_last_partial_row_of_an_epoch_is_lost", _ORDER),
     ),
     Mutant(
         "a row's last token not predicted",
-        "firstlight/data/packing.py",
+        _CORPUS,
         "row * seq_len + seq_len + 1)",
         "row * seq_len + seq_len)",
         (_DATA + "a_rows_last_token_is_never_predicted",),
@@ -307,8 +307,8 @@ MUTANTS = [
     ),
     Mutant(
         "wrapped shards are read",
-        _CORPUS,
-        "if shard.itemsize < token_dtype(self.vocab_size).itemsize:",
+        _SHARDS,
+        "if shard.itemsize < token_dtype(vocab_size).itemsize:",
         "if False:",
         (_DATA + "shards_whose_ids_have_wrapped_around_are_trained_on",),
     ),
@@ -321,9 +321,9 @@ MUTANTS = [
     ),
     Mutant(
         "ids beyond the vocabulary are read",
-        _CORPUS,
-        ">= self.vocab_size:",
-        "> self.vocab_size:",
+        _SHARDS,
+        ">= vocab_size:",
+        "> vocab_size:",
         (_DATA + "an_id_beyond_the_vocabulary_reaches_the_model",),
     ),
     Mutant(

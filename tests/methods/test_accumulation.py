@@ -11,9 +11,8 @@ from runs import one_thread
 from switches import CPU, Combination, recipe_of
 from torch import Tensor
 
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import IGNORE_INDEX, Batch, rows_to_batch
-from firstlight.data.packing import num_rows
 from firstlight.efficiency import apply_methods
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import Batch, rows_to_batch
-from firstlight.data.packing import num_rows
 from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate, evaluate_split

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
-from firstlight.data.corpus import TokenDataset
-from firstlight.data.packing import num_rows
+from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.evaluation.perplexity import (

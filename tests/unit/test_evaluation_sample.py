@@ -19,8 +19,7 @@ from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.cli.main import main
-from firstlight.data.corpus import TokenDataset
-from firstlight.data.packing import num_rows
+from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.errors import ConfigError
 from firstlight.evaluation.perplexity import (
     Evaluation,

@@ -14,8 +14,7 @@ import pytest
 
 from conftest import make_texts
 from firstlight.cli.main import main
-from firstlight.data.corpus import TokenDataset
-from firstlight.data.packing import num_rows
+from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation, evaluate

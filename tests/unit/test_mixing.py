@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.data.corpus import CorpusPart, TokenDataset
+from firstlight.data.corpus import CorpusPart, TokenDataset, num_rows, shuffled_index
 from firstlight.data.loader import TokenLoader
 from firstlight.data.mixing import (
     MAX_PERIOD,
@@ -22,7 +22,6 @@ from firstlight.data.mixing import (
     Turns,
     whole_weights,
 )
-from firstlight.data.packing import num_rows, shuffled_index
 from firstlight.data.writer import ShardWriter
 from firstlight.errors import ConfigError, DataError
 from firstlight.files.atomic import write_json

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import TokenDataset, num_rows, row_span, shuffled_index
 from firstlight.data.loader import Batch, TokenLoader, rows_to_batch
-from firstlight.data.packing import num_rows, row_span, shuffled_index
 from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError
 from firstlight.files.atomic import write_json

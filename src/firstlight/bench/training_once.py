@@ -70,9 +70,8 @@ from firstlight.bench.reference_programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import TokenDataset, row_span, separate_documents
 from firstlight.data.loader import Batch, rows_to_batch
-from firstlight.data.packing import row_span, separate_documents
 from firstlight.data.prepare import prepare
 from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources

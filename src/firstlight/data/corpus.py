@@ -6,11 +6,26 @@
     a mix of corpora    `mixing.MixedDataset`
 
 `writer.CorpusWriter` writes the folders of all of them, and `shards` describes the files.
+
+A split of text is one long stream of tokens. Row i predicts tokens i*T+1 ... i*T+T from the token
+before each, so that every token but the very first is predicted exactly once; the last row may be
+shorter. (Rows of examples are packed otherwise: see `examples`.) With document masking, a row's
+tokens are numbered by document, and a token is predicted only from its own document:
+
+    bos text eos | bos text eos     the eos is the last prediction of a document; the label
+                                    after it, the next document's bos, is masked
+    text eos | text eos             without bos, an eos opens the document after it: it is
+                                    predicted as the end of the one and stands, as an input, at
+                                    position 0 of the other, whose first token is predicted
+                                    from it. No label is masked, and a model learns how
+                                    documents begin.
+    text | text                     the first token of a document is not predicted
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -22,22 +37,85 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.packing import num_rows, row_span, separate_documents, shuffled_index
 from firstlight.data.shards import (
     ADVICE,
     LABELLED_VERSION,
     VERSION,
-    Shard,
+    open_shard,
     read_manifest,
-    token_dtype,
+    require_known,
 )
 from firstlight.errors import DataError
 
 #: The content of a prepared folder, by the names of `data.kind`, or a mix of several.
 Kind = Literal["text", "chat", "preference", "mix"]
 
-#: Tokens of a shard that are compared with the vocabulary together.
-_CHECKED_AT_ONCE = 1 << 17
+
+def num_rows(num_tokens: int, seq_len: int) -> int:
+    """How many rows of `seq_len` predictions a stream of `num_tokens` gives."""
+    return -(-max(num_tokens - 1, 0) // seq_len)
+
+
+def row_span(row: int, seq_len: int) -> slice:
+    """The tokens of a row: its inputs and, one further, its labels (cut at the stream's end)."""
+    return slice(row * seq_len, row * seq_len + seq_len + 1)
+
+
+def separate_documents(
+    starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Number the documents of a row's inputs, and find the labels that lie in another document.
+
+    Args:
+        starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
+            ascending, int64 [documents].
+        num_inputs: inputs of the row.
+        eos_opens: the token before a start is, as an input, the first of the document.
+
+    Returns:
+        The number of each input's document, from 0 within the row, int32 [num_inputs]; and the
+        positions of the labels to mask, int64.
+    """
+    inner = starts[starts > 0]
+    masked = inner[:0] if eos_opens else inner - 1
+    first_inputs = inner - 1 if eos_opens else inner
+    begins = np.zeros(num_inputs, dtype=np.int32)
+    begins[first_inputs[(first_inputs > 0) & (first_inputs < num_inputs)]] = 1
+    return np.cumsum(begins, dtype=np.int32), masked
+
+
+def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
+    """Element `position` of a random permutation of `range(length)`, in O(1) memory.
+
+    Each (seed, epoch) gives another permutation. It is a 4-round Feistel network over the
+    smallest even number of bits that holds `length`, walked until it lands inside the range
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    assert 0 <= position < length
+    half_bits = max((length - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half_bits) - 1
+    keys = _round_keys(seed, epoch)
+    index = position
+    while True:
+        left, right = index >> half_bits, index & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        index = left << half_bits | right
+        if index < length:
+            return index
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    digest = hashlib.sha256(f"firstlight row order {seed} {epoch}".encode()).digest()
+    return [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8)]
+
+
+def _mix(value: int) -> int:
+    """The finalizer of splitmix64 (Steele et al. 2014): mixes every bit into every other."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return value ^ value >> 31
 
 
 @dataclass(frozen=True)
@@ -169,43 +247,15 @@ class TokenDataset(Corpus):
         names = [shard["file"] for shard in entry["shards"]]
         if len(set(names)) != len(names):
             raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {ADVICE}")
-        self._shards = [self._open_shard(shard, verify) for shard in entry["shards"]]
+        self._shards = [
+            open_shard(self.folder, shard, self.version, self.vocab_size, verify)
+            for shard in entry["shards"]
+        ]
         self._starts = list(accumulate((one.num_tokens for one in self._shards), initial=0))
         self.num_tokens = self._starts[-1]
         documents = sum(shard.num_documents for shard in self._shards)
         if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
-
-    def _open_shard(self, entry: dict[str, Any], verify: bool) -> Shard:
-        if Path(entry["file"]).name != entry["file"]:
-            raise DataError(f"{self.folder}: the manifest names a shard outside: {entry['file']}")
-        path = self.folder / entry["file"]
-        if not path.is_file():
-            raise DataError(f"shard {path} is missing: {ADVICE}")
-        if path.stat().st_size != entry["bytes"]:
-            raise DataError(f"shard {path} has the wrong size: {ADVICE}")
-        shard = Shard(path, self.version, entry["sha256"] if verify else None)
-        shard.check_documents()
-        if shard.num_tokens != entry["tokens"]:
-            raise DataError(f"shard {path} does not hold what its manifest says: {ADVICE}")
-        if shard.itemsize < token_dtype(self.vocab_size).itemsize:
-            raise DataError(
-                f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
-                f"of {self.vocab_size}: those above 65535 were cut off; {ADVICE}"
-            )
-        if verify:
-            for start in range(0, shard.num_tokens, _CHECKED_AT_ONCE):
-                part = shard.tokens(start, start + _CHECKED_AT_ONCE)
-                self._require_known(part, f"shard {path}")
-        return shard
-
-    def _require_known(self, tokens: npt.NDArray[Any], where: str) -> None:
-        """Refuse ids beyond the vocabulary: a model has no row for them."""
-        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
-            raise DataError(
-                f"{where} holds token id {largest}, beyond its vocabulary of {self.vocab_size} "
-                f"tokens: {ADVICE}"
-            )
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
         """Tokens `start:stop` as int64 [stop - start] (cut at the end, like any slice).
@@ -225,7 +275,7 @@ class TokenDataset(Corpus):
             result[filled : filled + len(part)] = part
             filled += len(part)
             position += len(part)
-        self._require_known(result, f"the '{self.split}' split of {self.folder}")
+        require_known(result, self.vocab_size, f"the '{self.split}' split of {self.folder}")
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:

@@ -11,6 +11,8 @@ epoch, as with text (see `loader`).
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,6 @@ import numpy.typing as npt
 
 from firstlight.data.conversations import REASONS
 from firstlight.data.corpus import Corpus, Kind, TokenDataset
-from firstlight.data.packing import pack_best_fit
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
 
@@ -75,6 +76,48 @@ class Packing:
             "learned_tokens": self.num_labels,
             "filled": round(self.filled, 4),
         }
+
+
+def pack_best_fit(
+    lengths: npt.NDArray[np.int64], capacity: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Put whole items into as few rows as best-fit decreasing finds: the longest first, each into
+    the fullest row that still has room for it (Johnson et al. 1974; at most 11/9 of the fewest
+    rows there could be). The same lengths give the same rows.
+
+    Args:
+        lengths: length of each item, from 1 to `capacity`, int64 [items].
+        capacity: length of a row.
+
+    Returns:
+        The items of all rows, row by row [items], and the index of each row's first one, with the
+        end of the last [rows + 1].
+    """
+    order = np.argsort(-lengths, kind="stable")
+    rows: list[list[int]] = []
+    rows_of_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of `rows_of_room`, ascending
+    for item in order.tolist():
+        length = int(lengths[item])
+        assert 1 <= length <= capacity
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[index]
+            row = rows_of_room[room].pop()
+            if not rows_of_room[room]:
+                del rows_of_room[room], rooms[index]
+        rows[row].append(item)
+        if left := room - length:
+            if left not in rows_of_room:
+                rows_of_room[left] = []
+                insort(rooms, left)
+            rows_of_room[left].append(row)
+    items = np.array([item for row in rows for item in row], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return items, starts
 
 
 class ExampleDataset(TokenDataset):
@@ -134,16 +177,13 @@ class ExampleDataset(TokenDataset):
 
     def origin(self, index: int) -> str:
         """File and line of an example, for people."""
+        path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
-            with open(
-                self.folder / ORIGINS_NAME.format(split=self.split), encoding="utf-8"
-            ) as file:
-                for number, line in enumerate(file):
-                    if number == index:
-                        return line.rstrip("\n")
-        except (OSError, UnicodeDecodeError):  # of a folder from elsewhere, without this file
-            pass
-        return f"{self.folder}, example {index + 1} of '{self.split}'"
+            with open(path, encoding="utf-8") as file:
+                return next(itertools.islice(file, index, None)).rstrip("\n")
+        # A folder from elsewhere may lack the file.
+        except (OSError, UnicodeDecodeError, StopIteration):
+            return f"{self.folder}, example {index + 1} of '{self.split}'"
 
     def packing(self, seq_len: int) -> Packing:
         """The rows of `seq_len` positions.
@@ -178,13 +218,13 @@ class ExampleDataset(TokenDataset):
         items, starts = pack_best_fit(lengths, seq_len)
         dropped = len(sizes) - len(kept_ones)
         return Packing(
-            kept_ones[items],
-            starts,
-            self.num_labels - lost,
-            int(lengths.sum()),
-            dropped,
-            len(long) - dropped,
-            seq_len,
+            examples=kept_ones[items],
+            starts=starts,
+            num_labels=self.num_labels - lost,
+            num_inputs=int(lengths.sum()),
+            dropped=dropped,
+            cut=len(long) - dropped,
+            seq_len=seq_len,
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
@@ -267,16 +307,8 @@ class ExampleDataset(TokenDataset):
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
         read = {"records": self.manifest["documents"]} if self.split == "train" else {}
-        return [
-            {
-                "dir": str(self.folder),
-                "split": self.split,
-                "long": self.long,
-                **self.packing(seq_len).record(),
-                **read,
-                **self.manifest["chat"],
-            }
-        ]
+        own = {"dir": str(self.folder), "split": self.split, "long": self.long}
+        return [own | self.packing(seq_len).record() | read | self.manifest["chat"]]
 
     def identity(self) -> dict[str, Any]:
         return {"long": self.long}
@@ -322,8 +354,7 @@ class PreferenceDataset(ExampleDataset):
         result = np.full((len(rows), self.most_in_a_row(seq_len)), np.nan)
         for i, row in enumerate(rows):
             examples = self.examples_of_row(row, seq_len)
-            known = 0.0 if self.references is None else self.references[examples]
-            result[i, : len(examples)] = known
+            result[i, : len(examples)] = 0 if self.references is None else self.references[examples]
         return result
 
     def identity(self) -> dict[str, Any]:

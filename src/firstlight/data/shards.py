@@ -82,6 +82,8 @@ BLOCK_BYTES = 1 << 16
 _OFFSETS_AT_ONCE = 1 << 17
 #: One document offset of so many is held in memory: the others between two of these are read.
 _OFFSETS_HELD = 512
+#: Tokens of a shard that are compared with the vocabulary together.
+_CHECKED_AT_ONCE = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -306,3 +308,53 @@ class Shard:
                 f"shard {self.path} is damaged (its documents don't follow on each other): {ADVICE}"
             )
         self._held_offsets = np.concatenate(held)
+
+
+def open_shard(
+    folder: Path, entry: Mapping[str, Any], version: int, vocab_size: int, verify: bool
+) -> Shard:
+    """A shard as its folder's manifest names it, checked against that.
+
+    Args:
+        folder: the prepared folder.
+        entry: the shard's entry in the manifest.
+        version: version of the folder.
+        vocab_size: number of ids of the tokenizer.
+        verify: True compares all bytes with the sha256, and all ids with the vocabulary.
+
+    Raises:
+        DataError: the shard is missing or damaged, or is not as its manifest says.
+    """
+    if Path(entry["file"]).name != entry["file"]:
+        raise DataError(f"{folder}: the manifest names a shard outside: {entry['file']}")
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise DataError(f"shard {path} is missing: {ADVICE}")
+    if path.stat().st_size != entry["bytes"]:
+        raise DataError(f"shard {path} has the wrong size: {ADVICE}")
+    shard = Shard(path, version, entry["sha256"] if verify else None)
+    shard.check_documents()
+    if shard.num_tokens != entry["tokens"]:
+        raise DataError(f"shard {path} does not hold what its manifest says: {ADVICE}")
+    if shard.itemsize < token_dtype(vocab_size).itemsize:
+        raise DataError(
+            f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
+            f"of {vocab_size}: those above 65535 were cut off; {ADVICE}"
+        )
+    for start in range(0, shard.num_tokens if verify else 0, _CHECKED_AT_ONCE):
+        part = shard.tokens(start, start + _CHECKED_AT_ONCE)
+        require_known(part, vocab_size, f"shard {path}")
+    return shard
+
+
+def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
+    """Refuse ids beyond the vocabulary: a model has no row for them.
+
+    Raises:
+        DataError: there is such an id; `where` names its place.
+    """
+    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+        raise DataError(
+            f"{where} holds token id {largest}, beyond its vocabulary of {vocab_size} "
+            f"tokens: {ADVICE}"
+        )

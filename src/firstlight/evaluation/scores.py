@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firstlight.data.corpus import shuffled_index
 from firstlight.data.loader import IGNORE_INDEX
-from firstlight.data.packing import shuffled_index
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ModelError
 from firstlight.models import Model
