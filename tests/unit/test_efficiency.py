@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -171,6 +172,55 @@ def test_the_chunked_loss_is_the_loss(tokens: int, chunk: int, multiple: int) ->
     torch.testing.assert_close(without, plain[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [0, 3, 50])
+def test_the_z_loss_is_the_squared_logarithm_of_the_softmaxs_divisor(chunk: int) -> None:
+    """Loss and gradients in fp64 as autograd has them of the plain formula; of valid labels and the
+    true vocabulary only, and in training only."""
+    vocab_size, tokens, coefficient = 13, 10, 0.3
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(6, 16, bias=False, dtype=torch.float64)
+    x = 3 * torch.randn(1, tokens, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(vocab_size, (1, tokens), generator=generator)
+    labels[0, ::3] = -100
+
+    def formula(x_leaf: Tensor, *_: Any) -> Tensor:
+        logits = (x_leaf @ head.weight.T)[0, :, :vocab_size][labels[0] != -100]
+        divisor = logits.exp().sum(-1)
+        chosen = logits.gather(1, labels[labels != -100][:, None])[:, 0]
+        return (divisor.log() - chosen + coefficient * divisor.log() ** 2).sum()
+
+    def found(loss_of: Any) -> list[Tensor]:
+        x_leaf = x.clone().requires_grad_()
+        head.zero_grad()
+        loss = loss_of(x_leaf, head, vocab_size, labels)
+        (loss / 7).backward()
+        assert x_leaf.grad is not None
+        assert head.weight.grad is not None
+        return [loss.detach(), x_leaf.grad, head.weight.grad.clone()]
+
+    own = (
+        chunked_head_loss(chunk, coefficient)
+        if chunk
+        else functools.partial(head_loss, z_loss_coef=coefficient)
+    )
+    for one, other in zip(found(own), found(formula), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        without = head_loss(x, head, vocab_size, labels)
+        torch.testing.assert_close(own(x, head, vocab_size, labels), without)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_models_z_loss_is_the_coefficients(chunk: int) -> None:
+    model = small_model()
+    config = EfficiencyConfig(precision="fp32", loss_chunk_tokens=chunk)
+    inputs = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
+    plain = model(inputs, inputs)
+    z = model(inputs).logsumexp(-1).square().sum()
+    apply_methods(model, config, CPU, z_loss_coef=0.25)
+    torch.testing.assert_close(model(inputs, inputs), plain + 0.25 * z)
+
+
 class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the largest tensor that an operation makes."""
 
@@ -188,7 +238,7 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     labels = torch.zeros(512, dtype=torch.int64)
     with _Watch() as watch:  # type: ignore[no-untyped-call]
         # What the operator runs: from outside, it is one operation.
-        _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32, True)
+        _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32, True, 1e-4)
     assert watch.largest == 32 * 1000
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, build_model, empty_model
+from firstlight.models.language_model import InitConfig
 from firstlight.models.ops import (
     LinearRope,
     Llama3Rope,
@@ -233,6 +234,40 @@ def test_no_parameter_is_left_without_an_initial_value(config: ModelConfig) -> N
             parameter.fill_(float("nan"))
     model.init_weights(torch.Generator().manual_seed(0))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@both
+def test_initial_weights_follow_the_init_section(config: ModelConfig) -> None:
+    """Zero projections into the residual stream leave all other numbers as they were drawn."""
+    config = config.model_copy(update={"tie_word_embeddings": False, "vocab_size": 31})
+    plain, own = empty_model(config), empty_model(config)
+    plain.init_weights(torch.Generator().manual_seed(0))
+    init = InitConfig(residual_projections="zero", embedding_std=0.5, head_std=0.004)
+    own.init_weights(torch.Generator().manual_seed(0), init)
+    expected = dict(plain.named_parameters())
+    for name, parameter in own.named_parameters():
+        value = expected[name].detach()
+        if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
+            value = torch.zeros_like(value)
+        elif parameter is own.embedding.weight:
+            value = value * (0.5 / 0.02)
+        elif name == "lm_head.weight":
+            value = value * (0.004 / 0.02)
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-5, atol=1e-9)
+    inputs = ids(1, 6)
+    # Layers that add nothing: the logits are the embedding's, normalised.
+    with torch.no_grad():
+        x = own.embedding(inputs)
+        if config.model_type == "gpt2":
+            x = x + own.get_submodule("transformer.wpe")(torch.arange(6))
+        torch.testing.assert_close(own(inputs), own.lm_head(own.finish(x)), rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_a_tied_head_starts_as_the_embedding(config: ModelConfig) -> None:
+    model = empty_model(config.model_copy(update={"tie_word_embeddings": True}))
+    model.init_weights(torch.Generator().manual_seed(0), InitConfig(embedding_std=0.5))
+    assert 0.4 < float(model.lm_head.weight.detach().std()) < 0.6
 
 
 # The tie of head and embedding

@@ -480,6 +480,7 @@ def test_a_prepared_folder_is_trained_on_as_files_are(
     "change, message",
     [
         ({"efficiency": {"loss_chunk_tokens": 64}}, "loss_chunk_tokens computes the cross-entropy"),
+        ({"loss": {"z_loss_coef": 1e-4}}, "z_loss_coef belongs to the cross-entropy"),
         ({"batch": {"micro_batch_size": "auto", "global_batch_tokens": 512}}, "not preference"),
     ],
 )

@@ -378,6 +378,27 @@ def test_a_run_says_its_schedule_and_its_groups_of_parameters(
     assert last_start(result.run_folder)["weight_decay"]["decayed_parameters"] == 256
 
 
+def test_a_recipes_init_section_and_z_loss_reach_the_run(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The first step's loss is the logarithm of the vocabulary, plus its squared z times it."""
+    values = changed(
+        recipe,
+        run={"dir": str(tmp_path / "flat")},
+        init={"residual_projections": "zero", "head_std": 1e-8},
+        loss={"z_loss_coef": 0.5},
+        schedule={"max_steps": 1, "warmup_steps": 1},
+    )
+    result = train(values)
+    tokenizer = Tokenizer.from_pretrained(result.checkpoint)
+    z = math.log(tokenizer.vocab_size)
+    assert metrics(values)[0]["train/loss"] == pytest.approx(z + 0.5 * z * z, rel=1e-5)
+    with pytest.raises(ConfigError, match="the init section is for new weights"):
+        train(changed(values, run={"dir": str(tmp_path / "x")}), init_from=result.checkpoint)
+    with pytest.raises(ConfigError, match="head_std is for a head of its own"):
+        train(changed(values, model={"tie_word_embeddings": True}))
+
+
 def test_a_minimum_above_the_peak_is_refused(recipe: dict[str, Any]) -> None:
     values = changed(recipe, schedule={"min_learning_rate": 1e-2})
     refused(values, ConfigError, "min_learning_rate 0.01 is above optimizer.learning_rate 0.001")

@@ -179,7 +179,7 @@ def _firstlight(
     """The losses, and the values of the keys that a recipe may leave open."""
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
-    model.init_weights(torch.Generator().manual_seed(decided.run.seed))
+    model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
     if decided.lora is not None:
         attach(model, decided, hardware)
     program = TrainingProgram(decided, model, hardware)

@@ -4,6 +4,7 @@ applied to a plain model from outside. `loss_function` makes of it the loss of a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from firstlight.efficiency.compilation import (
     same_bits,
     uses_cuda_graphs,
 )
-from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.efficiency.config import EfficiencyConfig, LossConfig
 from firstlight.efficiency.memory import (
     checkpoint_layers,
     chunk_loss,
@@ -38,9 +39,11 @@ from firstlight.efficiency.precision import (
 )
 from firstlight.hardware.device import Hardware
 from firstlight.models import Model
+from firstlight.models.ops import head_loss
 
 __all__ = [
     "EfficiencyConfig",
+    "LossConfig",
     "LossFunction",
     "apply_methods",
     "autocast",
@@ -71,13 +74,19 @@ Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
 def apply_methods(
-    model: Model, config: EfficiencyConfig, hardware: Hardware, *, documents: bool = False
+    model: Model,
+    config: EfficiencyConfig,
+    hardware: Hardware,
+    *,
+    documents: bool = False,
+    z_loss_coef: float = 0.0,
 ) -> None:
     """Put attention, loss, activation checkpointing and fp8 layers into the model, which
     goes on giving the same outputs, in evaluation and generation too.
 
     Args:
         documents: True for rows that are masked by document.
+        z_loss_coef: the recipe's `loss.z_loss_coef`.
 
     Raises:
         ConfigError: a method can't work with this model or hardware.
@@ -96,7 +105,9 @@ def apply_methods(
     )
     choose_attention(model, backend)
     if config.loss_chunk_tokens:
-        chunk_loss(model, config.loss_chunk_tokens)
+        chunk_loss(model, config.loss_chunk_tokens, z_loss_coef)
+    elif z_loss_coef:
+        model.head_loss = functools.partial(head_loss, z_loss_coef=z_loss_coef)
     if config.precision == "fp8":
         require_fp8(hardware, model)
         convert_to_fp8(model)

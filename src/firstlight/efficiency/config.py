@@ -15,6 +15,15 @@ Attention = Literal[
 ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
+class LossConfig(Section):
+    """The `loss` section of a recipe: what training minimises beside the cross-entropy."""
+
+    z_loss_coef: float = Field(0.0, ge=0)
+    """coefficient of the z-loss, the squared logarithm of the softmax' divisor of each token
+    (Chowdhery et al. 2022): keeps the logits of long runs from drifting; 1e-4 is usual. train/loss
+    includes it, val/loss does not."""
+
+
 class EfficiencyConfig(Section):
     """The `efficiency` section of a recipe. Each key is one method; they combine freely."""
 

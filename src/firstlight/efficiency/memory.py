@@ -149,13 +149,18 @@ def give_back_unused(hardware: Hardware) -> None:
 # The head's loss in chunks. It is an operator of its own: torch.compile takes it as it is.
 
 
-def chunk_loss(model: Model, chunk_tokens: int) -> None:
+def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
     """Let the model compute its loss for `chunk_tokens` tokens at a time, so that all logits are
     never in memory at once.
 
     For each chunk the gradients are formed right after its logits, in the forward pass, so that
     nothing of a chunk is kept and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans
     et al. 2024, and of Liger-Kernel's fused linear cross-entropy).
+
+    Args:
+        model: a plain model; changed in place.
+        chunk_tokens: tokens of a chunk.
+        z_loss_coef: see `head_loss`.
 
     Raises:
         ConfigError: the head is not a plain linear layer.
@@ -165,16 +170,18 @@ def chunk_loss(model: Model, chunk_tokens: int) -> None:
             "efficiency.loss_chunk_tokens needs a plain head, and lora.targets changes it: leave "
             "lm_head out of lora.targets, or set efficiency.loss_chunk_tokens to 0"
         )
-    model.head_loss = chunked_head_loss(chunk_tokens)
+    model.head_loss = chunked_head_loss(chunk_tokens, z_loss_coef)
 
 
-def chunked_head_loss(chunk_tokens: int) -> HeadLoss:
-    """A `HeadLoss` that holds `chunk_tokens` tokens' logits at most."""
-    return functools.partial(_chunked_head_loss, chunk_tokens)
+def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
+    """A `HeadLoss` that holds `chunk_tokens` tokens' logits at most; `z_loss_coef` as in
+    `head_loss`."""
+    return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
 
 def _chunked_head_loss(
     chunk_tokens: int,
+    z_loss_coef: float,
     x_BTC: Tensor,
     head: Callable[[Tensor], Tensor],
     vocab_size: int,
@@ -190,7 +197,14 @@ def _chunked_head_loss(
         return loss
     dtype = product_dtype(x_NC)
     result: tuple[Tensor, Tensor, Tensor] = _linear_cross_entropy(
-        x_NC, head.weight, labels_N, vocab_size, chunk_tokens, dtype, head.weight.requires_grad
+        x_NC,
+        head.weight,
+        labels_N,
+        vocab_size,
+        chunk_tokens,
+        dtype,
+        head.weight.requires_grad,
+        z_loss_coef,
     )
     return result[0]
 
@@ -204,6 +218,7 @@ def _linear_cross_entropy(
     chunk_tokens: int,
     dtype: torch.dtype,
     learns: bool,
+    z_loss_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss (fp32), and its gradients for `x_NC` and, if it `learns`, `weight_VC` (else an
     empty one); products in `dtype`."""
@@ -223,8 +238,16 @@ def _linear_cross_entropy(
         valid_n = labels_n != IGNORE_INDEX
         target_n1 = labels_n.where(valid_n, 0)[:, None]
         loss -= grad_nV.gather(1, target_n1)[:, 0].where(valid_n, 0).sum()
+        if z_loss_coef:
+            # log p = logit - z: one entry of a row tells z, without a copy of the logits in fp32.
+            z_n1 = logits_nV.gather(1, target_n1) - grad_nV.gather(1, target_n1)
+            loss += z_loss_coef * z_n1[:, 0].square().where(valid_n, 0).sum()
         # The gradient of -log p(label) for the logits is p - 1 at the label, p elsewhere.
-        grad_nV.exp_().scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
+        grad_nV.exp_()
+        if z_loss_coef:
+            # That of z^2 is 2 z p.
+            grad_nV.mul_(1 + 2 * z_loss_coef * z_n1)
+        grad_nV.scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
         grad_nV.mul_(valid_n[:, None])
         low_nV = grad_nV.to(dtype)
         grad_x_NC[part] = low_nV @ weight
@@ -242,6 +265,7 @@ def _(
     chunk_tokens: int,
     dtype: torch.dtype,
     learns: bool,
+    z_loss_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device=x_NC.device)
@@ -258,17 +282,13 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _backward(
     ctx: Any, grad_loss: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
         # In the loss's precision: rounded, 1/tokens would scale all gradients but the head's.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
-        None,
-        None,
-        None,
-        None,
-        None,
+        *(None,) * 6,
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.models.moe import RouterStatistics, load_balancing_loss
@@ -23,6 +24,22 @@ from firstlight.models.ops import (
     document_positions,
     head_loss,
 )
+from firstlight.section import Section
+
+
+class InitConfig(Section):
+    """The `init` section of a recipe: initial weights of a new model, beside
+    `model.initializer_range`."""
+
+    residual_projections: Literal["scaled", "zero"] = "scaled"
+    """projections that write into the residual stream (o_proj, down_proj, c_proj): "scaled" by
+    1/sqrt(2 layers), or "zero", so that each layer begins as the identity."""
+    embedding_std: float | None = Field(None, gt=0, le=10)
+    """standard deviation of the token embedding, and of a head that is tied to it; null is
+    model.initializer_range."""
+    head_std: float | None = Field(None, gt=0, le=10)
+    """standard deviation of a head that is not tied; null is model.initializer_range. A small one
+    begins at nearly equal probabilities."""
 
 
 class LanguageModel(nn.Module):
@@ -85,7 +102,7 @@ class LanguageModel(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights from Normal(0, initializer_range); biases are zero, norms one.
 
         Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that
@@ -93,19 +110,29 @@ class LanguageModel(nn.Module):
 
         Args:
             generator: source of the random numbers, on the parameters' device.
+            init: the recipe's `init` section; None is its defaults.
         """
+        init = init or InitConfig()
         std = self.config.initializer_range
         # Each layer adds to the stream twice: attention and MLP.
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        vocabulary = (self.embedding.weight, self.lm_head.weight)
+        # The embedding second: a tied head is one with it.
+        vocabulary = {
+            id(self.lm_head.weight): init.head_std,
+            id(self.embedding.weight): init.embedding_std,
+        }
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             is_residual = any(part in name for part in self.residual_projections)
-            rows = self.config.vocab_size if any(parameter is p for p in vocabulary) else None
+            rows = self.config.vocab_size if id(parameter) in vocabulary else None
+            own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
             # Padding draws no numbers: the same seed gives the same model at any padding.
-            parameter[:rows].normal_(0.0, residual_std if is_residual else std, generator=generator)
+            parameter[:rows].normal_(0.0, own_std, generator=generator)
+            if is_residual and init.residual_projections == "zero":
+                # Drawn all the same: the other weights are those of a scaled start.
+                parameter.zero_()
             if rows is not None:
                 parameter[rows:].zero_()
 

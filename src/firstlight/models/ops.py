@@ -317,8 +317,26 @@ class HeadLoss(Protocol):
     ) -> Tensor: ...
 
 
+def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the squared logarithm of the softmax' divisor over the labels that are not -100, fp32.
+
+    It keeps logits from drifting, which the cross-entropy leaves free by a constant (Chowdhery et
+    al. 2022, PaLM, section 5).
+
+    Args:
+        logits: [..., V].
+        labels: int64 [...].
+    """
+    return at_least_fp32(logits).logsumexp(-1).square().where(labels != IGNORE_INDEX, 0).sum()
+
+
 def head_loss(
-    x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
+    x_BTC: Tensor,
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    labels_BT: Tensor,
+    *,
+    z_loss_coef: float = 0.0,
 ) -> Tensor:
     """All logits at once, then their cross-entropy, summed in fp32 over the labels that are not
     -100, [].
@@ -328,5 +346,11 @@ def head_loss(
         head: gives logits [B, T, V or more].
         vocab_size: V; logits beyond it are padding.
         labels_BT: see `cross_entropy_sum`.
+        z_loss_coef: coefficient of `z_loss_sum`, which is added where there are gradients only:
+            an evaluation's loss is the cross-entropy.
     """
-    return cross_entropy_sum(head(x_BTC)[..., :vocab_size], labels_BT)
+    logits = head(x_BTC)[..., :vocab_size]
+    loss = cross_entropy_sum(logits, labels_BT)
+    if z_loss_coef and torch.is_grad_enabled():
+        loss = loss + z_loss_coef * z_loss_sum(logits, labels_BT)
+    return loss

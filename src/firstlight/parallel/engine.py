@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from firstlight.models import Model, ModelConfig, empty_model
+from firstlight.models.language_model import InitConfig
 from firstlight.optim.dtensors import is_sharded
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.parallel.collectives import all_reduce_sum
@@ -134,19 +135,24 @@ class Engine:
     # The model
 
     def new_model(
-        self, config: ModelConfig, vocab_multiple: int, generator: torch.Generator | None = None
+        self,
+        config: ModelConfig,
+        vocab_multiple: int,
+        generator: torch.Generator | None = None,
+        init: InitConfig | None = None,
     ) -> Model:
         """This process' part of a model, on the CPU.
 
         Args:
             generator: the source of the initial values; None leaves values out.
+            init: see `LanguageModel.init_weights`.
 
         Raises:
             ConfigError: the model can't be split into as many stages.
         """
         model = empty_model(config, vocab_multiple)
         if generator is not None:
-            model.init_weights(generator)
+            model.init_weights(generator, init)
         return model
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.models import Model, ModelConfig, build_model, families_with
+from firstlight.models.language_model import InitConfig
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.collectives import all_reduce_sum, gather_to_main
 from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
@@ -77,6 +78,7 @@ def stage_model(
     stage: int,
     stages: int,
     generator: torch.Generator | None = None,
+    init: InitConfig | None = None,
 ) -> Model:
     """One stage of a model, on the CPU. No process ever holds more than its own parameters and
     one other.
@@ -87,6 +89,7 @@ def stage_model(
         stage, stages: this process' stage, and the number of stages.
         generator: the source of the whole model's initial values; None leaves values out, but for
             zeros in the rows that pad the vocabulary.
+        init: see `LanguageModel.init_weights`.
     """
     # Without memory: the whole model may be larger than this machine's.
     with torch.device("meta"):
@@ -112,7 +115,7 @@ def stage_model(
                 place = scratch[: parameter.numel()].view(parameter.shape)
                 module._parameters[name] = nn.Parameter(place)
     if generator is not None:
-        model.init_weights(generator)
+        model.init_weights(generator, init)
     for weight in (model.embedding.weight, model.lm_head.weight):
         if not weight.is_meta:
             weight[config.vocab_size :].zero_()
@@ -141,13 +144,17 @@ class PipelineEngine(Engine):
     _pipeline: Pipeline
 
     def new_model(
-        self, config: ModelConfig, vocab_multiple: int, generator: torch.Generator | None = None
+        self,
+        config: ModelConfig,
+        vocab_multiple: int,
+        generator: torch.Generator | None = None,
+        init: InitConfig | None = None,
     ) -> Model:
         """See `Engine.new_model`."""
         stages = self.config.pipeline
         if problems := list(unstageable(config, stages)):
             raise ConfigError("; ".join(problems))
-        return stage_model(config, vocab_multiple, self.group_rank, stages, generator)
+        return stage_model(config, vocab_multiple, self.group_rank, stages, generator, init)
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""

@@ -155,6 +155,11 @@ def _conflicts_of_pairs(
             "each answer's log-probability: set it to 0 (a smaller batch.micro_batch_size frees "
             "memory too)"
         )
+    if recipe.loss.z_loss_coef:
+        yield (
+            "loss.z_loss_coef belongs to the cross-entropy, which preference pairs have not: set "
+            "it to 0"
+        )
     if recipe.model is not None and recipe.model.expert_count:
         yield (
             f"preference pairs are not for experts ({recipe.model.model_type}), whose balancing "

@@ -11,10 +11,11 @@ from pydantic import Field, PlainValidator, model_validator
 
 from firstlight.checkpoint.history import CheckpointConfig
 from firstlight.data.loader import DataConfig
-from firstlight.efficiency import EfficiencyConfig
+from firstlight.efficiency import EfficiencyConfig, LossConfig
 from firstlight.errors import ConfigError
 from firstlight.lora.layers import LoraConfig
 from firstlight.models import ModelConfig
+from firstlight.models.language_model import InitConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
 from firstlight.parallel.engine import DistributedConfig
@@ -219,6 +220,8 @@ class Recipe(Section):
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    init: InitConfig = InitConfig()
+    loss: LossConfig = LossConfig()
     efficiency: EfficiencyConfig = EfficiencyConfig()
     distributed: DistributedConfig = DistributedConfig()
     lora: LoraConfig | None = None
@@ -227,6 +230,15 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     planning: PlanningConfig = PlanningConfig()
+
+    @model_validator(mode="after")
+    def _one_head(self) -> Self:
+        if self.model is not None and self.model.tie_word_embeddings and self.init.head_std:
+            raise ValueError(
+                "init.head_std is for a head of its own, and model.tie_word_embeddings is true: "
+                "set init.embedding_std, or model.tie_word_embeddings to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _falling_rate(self) -> Self:

@@ -67,7 +67,13 @@ class TrainingProgram:
         # A model that will be sharded may not fit whole.
         self.model = model if self.engine.keeps_shards else model.to(hardware.device)
         # Before the engine: DDP and FSDP2 wrap layers that have their checkpointing already.
-        apply_methods(self.model, config, hardware, documents=recipe.data.document_masking)
+        apply_methods(
+            self.model,
+            config,
+            hardware,
+            documents=recipe.data.document_masking,
+            z_loss_coef=recipe.loss.z_loss_coef,
+        )
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":

@@ -28,6 +28,7 @@ from firstlight.lora.layers import add_lora
 from firstlight.lora.quantized import require_nf4
 from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
+from firstlight.models.language_model import InitConfig
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
@@ -87,12 +88,18 @@ def first_model(
     if recipe.lora is not None and newest is not None:
         return resumed_base(recipe, newest)
     base = None if recipe.lora is None else starting_base(init_from)
+    if init_from is not None and recipe.init != InitConfig():
+        raise ConfigError(
+            "the init section is for new weights, and --init-from names trained ones: leave one of "
+            "them out"
+        )
     if newest is not None:
         return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
     if init_from is not None:
         return _starting_model(recipe, tokenizer, init_from, new_rows, tell), base
     generator = torch.Generator().manual_seed(recipe.run.seed)
-    return engine.new_model(_new_config(recipe, tokenizer, engine), multiple, generator), None
+    config = _new_config(recipe, tokenizer, engine)
+    return engine.new_model(config, multiple, generator, recipe.init), None
 
 
 def starting_base(init_from: str | Path | None) -> AdapterBase:
