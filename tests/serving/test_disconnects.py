@@ -20,10 +20,10 @@ import pytest
 from live import Direct, Live, Request, live, new_direct, request_for, sample
 from tiny import PATIENCE, WatchedDecoder
 
+from firstlight.serving.access import ClientGoneError
 from firstlight.serving.config import Limits
-from firstlight.serving.errors import ClientGoneError
-from firstlight.serving.limits import LimitedProtocol
 from firstlight.serving.scheduler import ScheduledSequence, Update
+from firstlight.serving.server import LimitedProtocol
 from firstlight.serving.service import Progress
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -17,7 +17,7 @@ from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.estimate import Estimate
-    from firstlight.planner.plan.plan import Plan
+    from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
 
 _TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -84,8 +84,7 @@ def plan_command(
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
         from firstlight.planner.plan.machine import find_machine, parse_bytes
-        from firstlight.planner.plan.plan import Budget, make_plan
-        from firstlight.planner.plan.text import blocks
+        from firstlight.planner.plan.plan import make_plan
         from firstlight.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
@@ -96,20 +95,12 @@ def plan_command(
                 recipe,
                 machine,
                 init_from=init_from,
-                budget=Budget(
-                    None if budget is None else parse_time(budget),
-                    None if tokens is None else parse_count(tokens),
-                    price_per_hour,
-                ),
+                budget=_budget(budget, tokens, price_per_hour),
                 searches=search,
                 estimator=Estimator(processes),
                 tell=lambda what: bar.update(task, description=f"plan: {what}"),
             )
-        for block in blocks(plan):
-            if isinstance(block, str):
-                show(block)
-            else:
-                show_table(block)
+        _show(plan)
         written = _written(plan, write, search)
         found = plan.suggested or (None if written is None else plan.best) or plan.as_it_stands
         if not found.fits:
@@ -128,6 +119,31 @@ def _refuse_early(write: Path | None, *, buys: bool, price_per_hour: float | Non
         raise ConfigError(f"{write} exists: --write makes a new file")
     if price_per_hour is not None and not buys:
         raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
+
+
+def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
+    """The budget of --budget, --tokens and --price-per-hour.
+
+    Raises:
+        ConfigError: an invalid time or number.
+    """
+    from firstlight.planner.plan.plan import Budget
+
+    return Budget(
+        None if time is None else parse_time(time),
+        None if tokens is None else parse_count(tokens),
+        price_per_hour,
+    )
+
+
+def _show(plan: Plan) -> None:
+    from firstlight.planner.plan.text import blocks
+
+    for block in blocks(plan):
+        if isinstance(block, str):
+            show(block)
+        else:
+            show_table(block)
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:

@@ -1,19 +1,23 @@
-"""Access control: the checks of host, origin and API key before a request is read."""
+"""Refused requests: their errors in OpenAI's format, and the checks before a request is answered:
+host, origin, API key, and the sizes of head and body.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import json
 import re
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firstlight.serving.config import Limits
-from firstlight.serving.errors import RequestError, new_request_id
-from firstlight.serving.limits import header_values, require_body_size, require_head_size
 from firstlight.serving.loopback import is_loopback
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
@@ -22,6 +26,142 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 #: Status in metrics of a request whose client disconnected; nginx's number.
 CLIENT_GONE = 499
+
+#: `type` of an error by its status; others are "invalid_request_error" below 500.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+
+#: Message of an internal failure; its cause goes to the log alone.
+FAILED = "the server failed to answer this; its log says why"
+
+
+class RequestError(Exception):
+    """A request that is refused, or that failed.
+
+    Args:
+        status: HTTP status.
+        message: problem and remedy, for the client.
+        param: the request field that the error is about.
+        code: error code for programs.
+        headers: additional headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(status, message, param=param, code=code)
+        self.response = json_response(self.body, status, headers)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection, or stopped reading."""
+
+
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error in OpenAI's format."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response of plain data as JSON."""
+    body = json.dumps(content, ensure_ascii=False).encode()
+    return Response(body, status, headers, "application/json")
+
+
+def new_request_id() -> str:
+    """The id of a request, for the header x-request-id and the log."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+def unsupported_schema(message: str) -> RequestError:
+    """The error of a JSON Schema that can't be followed."""
+    return RequestError(400, message, param="response_format", code="unsupported_schema")
+
+
+def header_values(scope: Scope, name: bytes) -> list[bytes]:
+    """All values of a header, which a client may send several times."""
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def require_head_size(scope: Scope, limits: Limits) -> None:
+    """Refuse a head that is too long; uvicorn does so only if it arrives in several pieces.
+
+    Raises:
+        RequestError: 431.
+    """
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    if size + sum(len(k) + len(v) for k, v in scope["headers"]) > limits.max_header_bytes:
+        raise RequestError(
+            431, f"the head of the request is longer than {limits.max_header_bytes:,} bytes"
+        )
+
+
+def require_body_size(scope: Scope, limits: Limits) -> None:
+    """Refuse a body by its declared size, before any of it is read.
+
+    Raises:
+        RequestError: 413, it is too large; 400, the size is no number.
+    """
+    for value in header_values(scope, b"content-length"):
+        if not re.fullmatch(rb"\d{1,20}", value):
+            raise RequestError(400, "the header Content-Length is no number")
+        _require_size(int(value), limits)
+
+
+def _require_size(size: int, limits: Limits) -> None:
+    if size > limits.max_body_bytes:
+        raise RequestError(
+            413,
+            f"the body is larger than {limits.max_body_bytes:,} bytes: send less",
+            code="body_too_large",
+        )
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """The body of a JSON request.
+
+    Raises:
+        RequestError: 408, the body arrives too slowly; 413, it is too large; 415, it is not
+            declared as JSON.
+        ClientGoneError: the client closed the connection.
+    """
+    kinds = header_values(scope, b"content-type")
+    kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
+    if kind != b"application/json" or header_values(scope, b"content-encoding"):
+        raise RequestError(
+            415, "the body must be JSON, not compressed: send Content-Type: application/json"
+        )
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                _require_size(len(body), limits)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise RequestError(
+            408, f"the body did not arrive within {limits.body_timeout:g} seconds", code="timeout"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,17 @@ from starlette.types import Receive, Scope, Send
 
 from firstlight.console import say
 from firstlight.errors import FirstlightError
-from firstlight.serving.access import CLIENT_GONE, Access, RequestGuard
-from firstlight.serving.errors import (
+from firstlight.serving.access import (
+    CLIENT_GONE,
     FAILED,
+    Access,
     ClientGoneError,
     RequestError,
+    RequestGuard,
     error_body,
     json_response,
+    read_body,
 )
-from firstlight.serving.limits import read_body
 from firstlight.serving.openapi import (
     ChatCompletion,
     Completion,

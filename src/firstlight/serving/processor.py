@@ -18,7 +18,7 @@ from firstlight.generation.continuation import Continuation, require_biased_toke
 from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.models import Model
-from firstlight.serving.errors import RequestError, unsupported_schema
+from firstlight.serving.access import RequestError, unsupported_schema
 from firstlight.serving.request import (
     ChatRequest,
     CompletionRequest,

@@ -13,7 +13,7 @@ import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from firstlight.errors import nearest
-from firstlight.serving.errors import RequestError
+from firstlight.serving.access import RequestError
 
 #: Choices of one prompt; prompts of one request.
 MAX_CHOICES, MAX_PROMPTS = 8, 64

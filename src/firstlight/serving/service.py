@@ -24,8 +24,8 @@ from firstlight.console import say
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
 from firstlight.models.accounting import cache_bytes_per_token
+from firstlight.serving.access import FAILED, ClientGoneError, RequestError, unsupported_schema
 from firstlight.serving.config import Limits
-from firstlight.serving.errors import FAILED, ClientGoneError, RequestError, unsupported_schema
 from firstlight.serving.processor import PreparedRequest, RequestProcessor
 from firstlight.serving.scheduler import (
     QueueFullError,
