@@ -269,11 +269,11 @@ def stubbed_compiler() -> Iterator[None]:
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
-        replaced(async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
+        replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
         # Without a look at the machine's vector units, for which it would start the C++ compiler.
         replaced(vector_units, "valid_vec_isa_list", list),
         # For logs and caches that are not kept.
-        replaced(torch.fx.GraphModule, "print_readable", _no_text),
+        replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
         config.patch(options),
         quickly,
         functorch_config.patch(enable_autograd_cache=False),
@@ -370,14 +370,6 @@ def _reinterpret(
     tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
-def _no_kernel(*_: object, **__: object) -> Callable[..., None]:
-    return _nothing
-
-
-def _no_text(*_: object, **__: object) -> str:
-    return ""
 
 
 def _nothing(*_: object) -> None:

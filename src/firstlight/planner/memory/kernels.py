@@ -184,6 +184,7 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     # `library_bytes`.
     if target.kind == "cuda":
         return 0
+    # Other kernels are taken to allocate nothing inside but operands that they convert.
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)

@@ -117,7 +117,14 @@ def _backward(
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
     """The parameters of a module that is put into training mode."""
     if checkpoints:
-        _enable_checkpointing(model)
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no gradient_checkpointing_enable: leave "
+                "activation_checkpointing out, or put torch.utils.checkpoint into the model "
+                "yourself"
+            )
+        enable()
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -165,12 +172,12 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 def _fake_copy(model: nn.Module) -> nn.Module:
     """The same module with tensors without memory."""
+    # By identity, so that tied parameters stay one.
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for value in (*module._parameters.values(), *_tensors(vars(module))):
-            if value is not None and id(value) not in memo:
-                memo[id(value)] = _fake_tensor(value)
-        for value in module._buffers.values():
+        # Modules keep tensors in plain attributes, too, which deepcopy would copy for real.
+        own = (*module._parameters.values(), *_tensors(vars(module)))
+        for value in (*own, *module._buffers.values()):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = _fake_tensor(value)
     # deepcopy takes the tensors in the memo for copied already, so no real tensor is copied.
@@ -224,16 +231,6 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
             "function of the model's output"
         )
     return found
-
-
-def _enable_checkpointing(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable: leave "
-            "activation_checkpointing out, or put torch.utils.checkpoint into the model yourself"
-        )
-    enable()
 
 
 # Generation

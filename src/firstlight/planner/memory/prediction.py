@@ -144,6 +144,7 @@ def predict(
         phase=phase,
         parts=peaks[phase].parts,
         phases=peaks,
+        # Workspaces are in the peak, and not among the storages that the allocator was asked for.
         reserved_bytes=max(reserved, peak),
         overhead_bytes=target.context_bytes,
         host_bytes=trace.host_bytes,

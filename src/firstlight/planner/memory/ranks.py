@@ -363,6 +363,7 @@ def with_peaks(
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
+    # What the allocator holds beyond its peak is taken to stay as it is.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

@@ -303,13 +303,7 @@ def _implementation(func: Any) -> Callable[..., Any] | None:
 
 def _is_composite(func: Any) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return isinstance(func, OpOverload) and has_kernel(
-        str(func._schema.name) + _overload(func), _COMPOSITE
-    )
-
-
-def _overload(func: OpOverload) -> str:
-    return f".{func._schema.overload_name}" if func._schema.overload_name else ""
+    return isinstance(func, OpOverload) and has_kernel(str(func._name), _COMPOSITE)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

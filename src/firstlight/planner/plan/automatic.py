@@ -221,6 +221,7 @@ def planned_elsewhere(
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise TrainingError(f"--plan auto failed: {lines[-1]}")
+    # Libraries may print as well: the answer is the last line.
     found = json.loads(done.stdout.splitlines()[-1])
     for line in found["told"]:
         tell(line)

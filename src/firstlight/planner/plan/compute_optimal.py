@@ -156,6 +156,7 @@ def suggest(
     best: tuple[float, Suggestion] | None = None
     for config in models:
         speed = rate(config)
+        # The models rise in size: no larger one fits either.
         if speed is None:
             break
         in_time = useful_tokens(speed * (seconds or 0.0), unique_tokens)

@@ -159,6 +159,7 @@ class Estimator:
             return estimate
         seconds = 0.0
         if self._measures:
+            # The longer tracing took, the less is left for measuring.
             left = self._until - time.monotonic()
             seconds = min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
         try:

@@ -277,7 +277,7 @@ def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
             "to start from with --init-from"
         )
     if not model.vocab_size:
-        folder = recipe.data.mix[0].dir if recipe.data.mix else str(recipe.data.dir)
+        folder = _folders(recipe)[0]
         prepared = prepared_vocabulary(folder)
         tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
         if tokens is None:

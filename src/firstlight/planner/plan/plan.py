@@ -229,7 +229,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) ->
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
-
+        # Its limits are bound at once: the next turn of the loop has other values.
         def rate(
             config: ModelConfig, most: float = most_parameters, flops: float = flops
         ) -> float | None:

@@ -260,6 +260,7 @@ class RunForecaster:
             self._end()
         if code != 0:
             raise TrainingError(f"the process that predicts {_ending(code)}")
+        # Libraries may print as well: the answer is the last line.
         return json.loads(said.splitlines()[-1])
 
     def _end(self) -> None:

@@ -157,6 +157,7 @@ def largest_that_fits(
         first = estimator.estimate(asked(sizes[-1]))
         more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
+        # The two smallest, beside each other in the workers.
         first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first

@@ -131,6 +131,7 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
         work = attention_flops(operator)
         return Features(key, group, (_log2(tokens), _log2(batch * heads)), work, "float32")
     moved = streamed_bytes(operator)
+    # Lists of all parameters are told apart by their number and bytes, not by hundreds of shapes.
     if len(operator.inputs) > 6:
         key += f" {len(operator.inputs)} {moved}"
     dtypes = ",".join(
@@ -315,6 +316,7 @@ class Calibration:
             entry = Entry(features.group, features.sizes, features.work, features.reference)
             self.entries[features.key] = entry
             self._groups.setdefault(entry.group, []).append(entry)
+        # The median is taken of the last few: a single time may be that of a busy moment.
         entry.ratios = [*entry.ratios, seconds / self._now(features.reference)][-_KEPT_TIMES:]
 
     def to_json(self) -> dict[str, Any]:

@@ -331,6 +331,7 @@ def save_measured(path: Path, name: str, measured: MeasuredGpu) -> None:
     """
     gpus = {key: asdict(value) for key, value in read_measured(path).items()}
     write_json(path, {"format": FORMAT, "gpus": {**gpus, name: asdict(measured)}})
+    # The next prediction of this process is to use it.
     _all_measured.cache_clear()
 
 

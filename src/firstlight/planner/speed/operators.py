@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -32,15 +32,7 @@ Kind = Literal[
     "launching",
     "data",
 ]
-KINDS: tuple[Kind, ...] = (
-    "matrix_products",
-    "attention",
-    "elementwise",
-    "optimizer",
-    "communication",
-    "launching",
-    "data",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Phases whose passes over memory are the optimizer's.
 _OPTIMIZER_PHASES = ("optimizer", "clipping")

@@ -90,6 +90,7 @@ def _entry(value: Mapping[str, Any]) -> Entry:
     )
     if entry.reference not in ("float32", "bfloat16", "stream") or not entry.ratios:
         raise ValueError("an entry without times")
+    # Interpolation takes the logarithms of times.
     if min(entry.ratios) <= 0 or entry.work < 0:
         raise ValueError("a time that is not positive")
     return entry

@@ -251,6 +251,7 @@ def _on_gpu(
     launches: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
+        # What is fused is counted below, by the bytes that stand between products.
         if is_free(one) or _fuses(entry, work):
             continue
         seconds = kernel_seconds(one, gpu, work.precision, shares) * entry.count
@@ -258,6 +259,7 @@ def _on_gpu(
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
         memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
+        # A product whose operands take longer than its FLOPs waits for memory.
         if kind in ("matrix_products", "attention") and memory < seconds.expected:
             sums.compute += seconds.expected
         else:
@@ -305,7 +307,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
 def _on_calibrated(
     counts: Sequence[OperatorCount], work: Workload, machine: Calibration
 ) -> tuple[_Sums, float, list[str]]:
-    sums = _Sums()
+    sums, notes = _Sums(), list(machine.notes)
     transposed = transposed_factors(counts)
     calls: dict[str, float] = {}
     guessed = 0.0
@@ -335,7 +337,6 @@ def _on_calibrated(
         # Compiled code calls its kernels without most of Python's and autograd's work for each.
         each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
         sums.add(phase, "launching", Range.around(count * each, 0.5))
-    notes = list(machine.notes)
     if guessed > 0.1 * sums.total.expected:
         notes.append(
             f"{guessed / sums.total.expected:.0%} of the step's time is from operators unlike "
@@ -391,9 +392,8 @@ def exchange_seconds(
     overlapping, waiting = overlapping_bytes(exchange), waiting_bytes(exchange)
 
     def seconds(share: float, overlap: float, computing: float) -> float:
-        sent = overlapping / (rate * share) if rate else 0.0
+        sent, waited = ((size / (rate * share) if rate else 0.0) for size in (overlapping, waiting))
         moved = exchange.offloaded_bytes / (exchange.host_link * share)
-        waited = waiting / (rate * share) if rate else 0.0
         return max(0.0, sent + moved - overlap * computing) + waited
 
     return Range(*map(seconds, shares.link, shares.overlap, beside))
