@@ -16,31 +16,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import gemm
-from firstlight.bench.gemm import (
-    DTYPES,
-    FP8,
-    GemmRun,
-    ceiling,
-    hardware_dtypes,
-    make_multiply,
-    make_operands,
-)
+from firstlight.bench import gemm, gemm_products
+from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
 from firstlight.bench.gemm_products import (
     COMPARED,
+    DTYPES,
+    FP8,
     MODELS,
     MULTIPLES,
     GemmPlan,
     GemmProduct,
     GPT2Shape,
     all_products,
+    ceiling,
     layer_products,
+    make_multiply,
+    make_operands,
     model_products,
     paddings,
     plan_for,
     wave_products,
 )
-from firstlight.bench.gemm_report import compare, draw, step_times, summarize
 from firstlight.bench.options import GemmBench
 from firstlight.cli.bench import gemm_command
 from firstlight.errors import ConfigError
@@ -268,7 +264,7 @@ def test_the_ceiling_is_the_best_of_all_rounds_and_products(
         seen.extend((one.layout, dtype, count) for one in products)
         return [[float(number), 7.5 - number] for number, _ in enumerate(products)]
 
-    monkeypatch.setattr(gemm, "product_rates", rounds)
+    monkeypatch.setattr(gemm_products, "product_rates", rounds)
     assert ceiling(_CPU, torch.bfloat16, rounds=4) == 7.5
     assert set(seen) == {("nt", torch.bfloat16, 4), ("nn", torch.bfloat16, 4)}
 
@@ -291,7 +287,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
         return 1.0
 
     monkeypatch.setattr(gemm, "measure", measured)
-    monkeypatch.setattr(gemm, "_warm_up", lambda multiply, device: 1.0)
+    monkeypatch.setattr(gemm, "warm_up", lambda multiply, device: 1.0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -306,7 +302,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
 def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
     order: list[tuple[str, torch.dtype]] = []
 
-    def measured(product: GemmProduct, operands: gemm.Operands, *_: object) -> float:
+    def measured(product: GemmProduct, operands: gemm_products.Operands, *_: object) -> float:
         order.append((product.name, operands[0].dtype))
         return 1.0
 
@@ -332,7 +328,7 @@ def test_rounds_fill_the_time_that_is_there(
     run = GemmRun(GemmBench(device="cpu", dtype=["fp32"]), plan)
     # All products of a round together take a second, and none is repeated.
     once = 1 / len(run.products)
-    monkeypatch.setattr(gemm, "_warm_up", lambda multiply, device: once)
+    monkeypatch.setattr(gemm, "warm_up", lambda multiply, device: once)
     monkeypatch.setattr(gemm, "measure", lambda *_: once)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     run.measure()
@@ -367,7 +363,7 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
 def test_an_interruption_leaves_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    really = gemm.measure
+    really = gemm_products.measure
     count = 0
 
     def measured(*arguments: Any) -> float:
@@ -399,7 +395,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(
     def interrupted(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gemm, "_warm_up", interrupted)
+    monkeypatch.setattr(gemm, "warm_up", interrupted)
     with pytest.raises((KeyboardInterrupt, click.Abort)):
         gemm_command.main(
             ["--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)], standalone_mode=False

@@ -11,49 +11,42 @@ the machine does falls on both.
 
 from __future__ import annotations
 
-import contextlib
-import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import Tensor
 
 from firstlight.bench.gemm_products import (
     COMPARED,
+    DTYPES,
     MODELS,
     STEP_TOKENS,
+    TILE_EDGE,
     GemmPlan,
     GemmProduct,
-    Layout,
+    GPT2Shape,
+    Operands,
     all_products,
+    fp32_products,
+    make_multiply,
+    make_operands,
+    measure,
+    paddings,
     plan_for,
+    repeats_of,
+    unaligned,
+    warm_up,
 )
-from firstlight.bench.gemm_report import summarize
 from firstlight.bench.options import GemmBench, require_known
+from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import machine_facts
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, find_hardware, synchronize
-
-#: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-#: Multiplied by `torch._scaled_mm`, which takes the layout "nt" and multiples of 16 alone, so that
-#: shapes are not compared in it.
-FP8 = torch.float8_e4m3fn
-_LARGE_CPU = ((2048, 2048, 2048), (4096, 4096, 1024), (1024, 3072, 768))
-_LARGE_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 3072, 768))
-#: A measurement repeats its product at most so often.
-_MOST_REPEATS = 10_000
-
-Operands = tuple[Tensor, Tensor, Tensor]
+from firstlight.hardware.device import Hardware, find_hardware
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
@@ -69,118 +62,6 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
     else:
         fp16 = True
     return [*names, *(["bf16"] if hardware.bf16 else []), *(["fp16"] if fp16 else [])]
-
-
-@contextlib.contextmanager
-def fp32_products(name: str) -> Iterator[None]:
-    """fp32 products in full, or as tf32; torch's setting is global, so it is put back."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def make_operands(
-    products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
-) -> Operands:
-    """Memory for A, B and C that is large enough for each of `products`; random A and B."""
-    sizes = [
-        max(sizes)
-        for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
-    ]
-    # fp8 has no random numbers of its own, and its products are written as bf16.
-    drawn = torch.bfloat16 if dtype == FP8 else dtype
-    a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # Not all zeros or ones: a GPU multiplies those with less power, so at a higher clock.
-    return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
-
-
-def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C; fp8, whose units take
-    the layout "nt" alone, into memory of its own."""
-    m, n, k = product.m, product.n, product.k
-    a, b, c = operands
-    left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
-    right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()
-    if a.dtype == FP8:
-        one = torch.ones((), device=a.device)
-        return lambda: torch._scaled_mm(
-            left, right, one, one, out_dtype=c.dtype, use_fast_accum=True
-        )
-    out = c[: m * n].view(m, n)
-    return lambda: torch.mm(left, right, out=out)
-
-
-def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds that one product takes, over `repeats`."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        multiply()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
-
-
-def _warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Build kernels and touch memory; the seconds that one product takes, roughly."""
-    multiply()
-    best = math.inf
-    for _ in range(3):
-        best = min(best, _seconds(multiply, 1, device))
-        if best > 0.1:
-            break
-    return best
-
-
-def _repeats(product_seconds: float, measure_seconds: float) -> int:
-    return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
-
-
-def measure(product: GemmProduct, operands: Operands, repeats: int, device: torch.device) -> float:
-    """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
-    multiply = make_multiply(product, operands)
-    if repeats > 1:
-        multiply()
-    return _seconds(multiply, repeats, device)
-
-
-def product_rates(
-    products: Sequence[GemmProduct],
-    dtype: torch.dtype,
-    device: torch.device,
-    rounds: int,
-    measure_seconds: float,
-) -> list[list[float]]:
-    """The FLOP/s of each product in each of some interleaved rounds."""
-    operands = make_operands(products, dtype, device)
-    repeats = [
-        _repeats(_warm_up(make_multiply(one, operands), device), measure_seconds)
-        for one in products
-    ]
-    rates: list[list[float]] = [[] for _ in products]
-    for _ in range(rounds):
-        for these, one, times in zip(rates, products, repeats, strict=True):
-            these.append(one.flops / measure(one, operands, times, device))
-    return rates
-
-
-def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:
-    """FLOP/s that matrix products reach at best on this machine: the base of shares.
-
-    The best single measurement of three large products in two layouts, in interleaved rounds:
-    what else runs on the machine only takes away. Takes a few seconds on two CPU cores. fp32
-    products on GPUs run as torch.get_float32_matmul_precision() says at the time.
-    """
-    shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
-    layouts: tuple[Layout, ...] = ("nt", "nn")
-    products = [
-        GemmProduct("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
-        for m, n, k in shapes
-        for layout in layouts
-    ]
-    return max(max(rates) for rates in product_rates(products, dtype, device, rounds, 0.03))
 
 
 class GemmRun:
@@ -268,8 +149,8 @@ class GemmRun:
         for number, product in enumerate(self.products):
             for name in names:
                 with fp32_products(name):
-                    once = _warm_up(make_multiply(product, operands[name]), device)
-                costs[number, name] = _repeats(once, self.plan.measure_seconds), once
+                    once = warm_up(make_multiply(product, operands[name]), device)
+                costs[number, name] = repeats_of(once, self.plan.measure_seconds), once
                 progress.advance(task, product.flops)
         progress.remove_task(task)
         return operands, costs
@@ -297,3 +178,212 @@ class GemmRun:
             "rounds": self.rounds,
             **summary,
         }
+
+
+#: Products of fewer FLOPs, whose operands lie in a cache, don't set a ceiling.
+_CEILING_FLOPS = 1e9
+
+#: For one number format: each product that was measured, and its seconds in each round.
+Times = Mapping[GemmProduct, Sequence[float]]
+
+
+def summarize(
+    products: Sequence[GemmProduct],
+    seconds: Mapping[str, Sequence[Sequence[float]]],
+    shape: GPT2Shape,
+    plan: GemmPlan,
+) -> dict[str, Any]:
+    """Rates and ratios of what was measured; products without a measurement are left out.
+
+    Args:
+        products: all products.
+        seconds: seconds of one product in each round, by number format and product.
+        shape: the model's shape.
+        plan: amount of measuring.
+
+    Returns:
+        "ceilings": by format the best single measurement, FLOP/s, of a large product (small ones
+        where there is no large one). "rows": each product in each format; its times, the median
+        rate, the lowest and the highest, and the share that the median is of the ceiling.
+        "step": the time of a training step's products. "padding", "tile", "wave": `compare`'s
+        ratios of sizes within a dimension.
+    """
+    result: dict[str, Any] = {"ceilings": {}}
+    result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}
+    for dtype, times in seconds.items():
+        found = {one: t for one, t in zip(products, times, strict=True) if t}
+        if not found:
+            continue
+        large = [one for one in found if one.flops >= _CEILING_FLOPS] or list(found)
+        ceiling = max(one.flops / min(found[one]) for one in large)
+        result["ceilings"][dtype] = ceiling
+        result["rows"] += [{"dtype": dtype, **_row(one, found[one], ceiling)} for one in found]
+        result["step"] += [
+            {"dtype": dtype, **one} for one in step_times(products, found, plan.tokens, ceiling)
+        ]
+        for name, rows in (
+            ("padding", _padding(found, unaligned(shape, plan.base))),
+            ("tile", _against(found, "tile", TILE_EDGE)),
+            ("wave", _against(found, "wave", None)),
+        ):
+            result[name] += [{"dtype": dtype, **row} for row in rows]
+    return result
+
+
+def _row(product: GemmProduct, times: Sequence[float], ceiling: float) -> dict[str, Any]:
+    rate = product.flops / statistics.median(times)
+    return {
+        **asdict(product),
+        "flops_per_second": rate,
+        "lowest": product.flops / max(times),
+        "highest": product.flops / min(times),
+        "share_of_ceiling": rate / ceiling,
+        "seconds": list(times),
+    }
+
+
+def step_times(
+    products: Sequence[GemmProduct], times: Times, tokens: int, ceiling: float
+) -> list[dict[str, Any]]:
+    """The time that all matrix products of a training step of STEP_TOKENS take.
+
+    Products were measured with `tokens` rows; the time of more is taken to grow in proportion.
+
+    Returns:
+        For weights stored as "conv1d" and as "linear", and for each vocabulary of the head:
+        "seconds", "flops", "share_of_ceiling". Empty as long as a product has no time.
+    """
+    model = [one for one in products if one.part == "model"]
+    if not model or any(one not in times for one in model):
+        return []
+    result = []
+    for weights in ("conv1d", "linear"):
+        for vocabulary in sorted({one.value for one in model if one.group == "vocabulary"}):
+            these = [
+                one
+                for one in model
+                if (one.group, one.value) in ((weights, 0), ("vocabulary", vocabulary))
+            ]
+            scale = STEP_TOKENS / tokens
+            seconds = scale * sum(one.count * statistics.median(times[one]) for one in these)
+            flops = scale * sum(one.count * one.flops for one in these)
+            result.append(
+                {
+                    "weights": weights,
+                    "vocabulary": vocabulary,
+                    "seconds": seconds,
+                    "flops": flops,
+                    "share_of_ceiling": flops / seconds / ceiling,
+                }
+            )
+    return result
+
+
+def compare(
+    times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
+) -> dict[str, Any]:
+    """Some products against others, round by round; times of several are added up.
+
+    Returns:
+        "time_ratio", the median of the rounds' ratios of time, its "lowest" and "highest";
+        "work_ratio", of FLOPs; "rate_ratio", of FLOP/s.
+    """
+    size, base = list(size), list(base)
+    ratios = [
+        sum(above) / sum(below)
+        for above, below in zip(
+            zip(*(times[one] for one in size), strict=False),
+            zip(*(times[one] for one in base), strict=False),
+            strict=False,
+        )
+    ]
+    work = sum(one.flops for one in size) / sum(one.flops for one in base)
+    time = statistics.median(ratios)
+    return {
+        "time_ratio": time,
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "work_ratio": work,
+        "rate_ratio": work / time,
+    }
+
+
+def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Each aligned size against the one beside it that is not, in all products of a dimension."""
+    result = []
+    for group, base in off.items():
+        these: dict[int, list[GemmProduct]] = {}
+        for one in times:
+            if one.part in ("alignment", "model") and one.group == group:
+                these.setdefault(one.value, []).append(one)
+        if base not in these:
+            continue
+        for size, products in these.items():
+            if size == base or len(products) < len(these[base]):
+                continue
+            multiples = [multiple for multiple, to in paddings(base).items() if to == size]
+            ratios = compare(times, products, these[base])
+            result.append(
+                {"group": group, "from": base, "to": size, "multiples": multiples, **ratios}
+            )
+    return result
+
+
+def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
+    """Each product of a part against that of a size; of "wave" against one tile each SM."""
+    these = [one for one in times if one.part == part]
+    if value is None:
+        value = these[0].value if these else None
+    base = [one for one in these if one.value == value]
+    if not base:
+        return []
+    return [{"to": one.value, **compare(times, [one], base)} for one in these]
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of a result: rates by size, the model's products, padding, and the steps at a tile."""
+    figure = new_figure(14, 11)
+    (size, model), (padding, tile) = figure.subplots(2, 2)
+    height = 0.8 / len(result["ceilings"])
+    for number, dtype in enumerate(result["ceilings"]):
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        color = f"C{number}"
+        _draw_sizes(size, [row for row in rows if row["part"] == "size"], dtype, color)
+        these = [row for row in rows if row["part"] == "model"]
+        places = [place + height * number for place in range(len(these))]
+        model.barh(places, [row["share_of_ceiling"] for row in these], height=height, color=color)
+        if these:
+            model.set_yticks(places, [f"{row['name']} {row['layout']}" for row in these])
+        rows = [row for row in result["padding"] if row["dtype"] == dtype]
+        places = [place + height * number for place in range(len(rows))]
+        padding.barh(places, [row["time_ratio"] for row in rows], height=height, color=color)
+        if rows:
+            names = [f"{row['group']} {row['from']} -> {row['to']}" for row in rows]
+            padding.set_yticks(places, names)
+        rows = [row for row in result["tile"] if row["dtype"] == dtype]
+        tile.plot(
+            [row["to"] for row in rows], [row["time_ratio"] for row in rows], "o-", color=color
+        )
+    if result["tile"]:
+        work = sorted({(row["to"], row["work_ratio"]) for row in result["tile"]})
+        tile.plot(*zip(*work, strict=True), color="black", linestyle="--", linewidth=0.8)
+    size.set(xlabel="size of a square product", ylabel="TFLOP/s", ylim=(0, None))
+    size.set_xscale("log", base=2)
+    size.legend()
+    model.set(xlabel="share of the ceiling")
+    model.tick_params(axis="y", labelsize=7)
+    model.invert_yaxis()
+    padding.set(xlabel="time of the padded product / time of the one that is not")
+    padding.axvline(1, color="black", linestyle="--", linewidth=0.8)
+    padding.invert_yaxis()
+    tile.set(xlabel="N", ylabel=f"time / time at N = {TILE_EDGE} (dashed: work)", ylim=(0, None))
+    machine = result["machine"]
+    figure.suptitle(f"matrix products: {machine['name']}, {machine['threads']} threads")
+    return png_of(figure)
+
+
+def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]], dtype: str, color: str) -> None:
+    x = [row["m"] for row in rows]
+    axes.plot(x, [row["flops_per_second"] / 1e12 for row in rows], "o-", color=color, label=dtype)
+    low, high = ([row[end] / 1e12 for row in rows] for end in ("lowest", "highest"))
+    axes.fill_between(x, low, high, color=color, alpha=0.2)

@@ -1,4 +1,5 @@
-"""The matrix products that `firstlight bench gemm` measures: C [M, N] = A [M, K] @ B [K, N].
+"""The matrix products that `firstlight bench gemm` measures, C [M, N] = A [M, K] @ B [K, N], and
+their rates.
 
 The layout of a product is two letters as in BLAS, one for A and one for B: "n" lies in memory
 row by row as it is written, "t" is stored the other way round. A linear layer with weight W
@@ -13,9 +14,17 @@ GPT-2's Conv1D stores W as [in, out]: x @ W "nn", g @ W.T "nt", x.T @ g "tn".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+from firstlight.hardware.device import synchronize
 
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
@@ -232,3 +241,137 @@ def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> 
         *tile_products(plan.base, plan.tile_sizes),
     ]
     return products + wave_products(multiprocessors) if multiprocessors else products
+
+
+#: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+#: Multiplied by `torch._scaled_mm`, which takes the layout "nt" and multiples of 16 alone, so that
+#: shapes are not compared in it.
+FP8 = torch.float8_e4m3fn
+
+_LARGE_CPU = ((2048, 2048, 2048), (4096, 4096, 1024), (1024, 3072, 768))
+
+_LARGE_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 3072, 768))
+
+#: A measurement repeats its product at most so often.
+_MOST_REPEATS = 10_000
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+@contextlib.contextmanager
+def fp32_products(name: str) -> Iterator[None]:
+    """fp32 products in full, or as tf32; torch's setting is global, so it is put back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def make_operands(
+    products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
+) -> Operands:
+    """Memory for A, B and C that is large enough for each of `products`; random A and B."""
+    sizes = [
+        max(sizes)
+        for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
+    ]
+    # fp8 has no random numbers of its own, and its products are written as bf16.
+    drawn = torch.bfloat16 if dtype == FP8 else dtype
+    a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
+    # Not all zeros or ones: a GPU multiplies those with less power, so at a higher clock.
+    return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
+
+
+def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
+    """A function that multiplies once, in the product's layout, into C; fp8, whose units take
+    the layout "nt" alone, into memory of its own."""
+    m, n, k = product.m, product.n, product.k
+    a, b, c = operands
+    left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
+    right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()
+    if a.dtype == FP8:
+        one = torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(
+            left, right, one, one, out_dtype=c.dtype, use_fast_accum=True
+        )
+    out = c[: m * n].view(m, n)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Seconds that one product takes, over `repeats`."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        multiply()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
+    """Build kernels and touch memory; the seconds that one product takes, roughly."""
+    multiply()
+    best = math.inf
+    for _ in range(3):
+        best = min(best, _seconds(multiply, 1, device))
+        if best > 0.1:
+            break
+    return best
+
+
+def repeats_of(product_seconds: float, measure_seconds: float) -> int:
+    return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
+
+
+def measure(product: GemmProduct, operands: Operands, repeats: int, device: torch.device) -> float:
+    """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
+    multiply = make_multiply(product, operands)
+    if repeats > 1:
+        multiply()
+    return _seconds(multiply, repeats, device)
+
+
+def product_rates(
+    products: Sequence[GemmProduct],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    measure_seconds: float,
+) -> list[list[float]]:
+    """The FLOP/s of each product in each of some interleaved rounds."""
+    operands = make_operands(products, dtype, device)
+    repeats = [
+        repeats_of(warm_up(make_multiply(one, operands), device), measure_seconds)
+        for one in products
+    ]
+    rates: list[list[float]] = [[] for _ in products]
+    for _ in range(rounds):
+        for these, one, times in zip(rates, products, repeats, strict=True):
+            these.append(one.flops / measure(one, operands, times, device))
+    return rates
+
+
+def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:
+    """FLOP/s that matrix products reach at best on this machine: the base of shares.
+
+    The best single measurement of three large products in two layouts, in interleaved rounds:
+    what else runs on the machine only takes away. Takes a few seconds on two CPU cores. fp32
+    products on GPUs run as torch.get_float32_matmul_precision() says at the time.
+    """
+    shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
+    layouts: tuple[Layout, ...] = ("nt", "nn")
+    products = [
+        GemmProduct("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
+        for m, n, k in shapes
+        for layout in layouts
+    ]
+    return max(max(rates) for rates in product_rates(products, dtype, device, rounds, 0.03))

@@ -2,14 +2,22 @@
 
 A token takes at least as long as its weights take to be read. The bandwidth for that is measured in
 the same run, as that of copying a large tensor (bytes read and written). Each row runs in a process
-of its own, the rows take turns, and each number is the median over the turns; see
-`generation_once.py` for what is timed.
+of its own, the rows take turns, and each number is the median over the turns.
+
+A row's process (`python -m firstlight.bench.generation REQUEST`) loads a model, and continues
+prompts of random tokens, greedily and never ending early: all of one length, since transformers
+would have to pad others. Of each number of prompts, one continuation is made first that isn't
+timed; then the clock runs until the first token of all prompts is chosen (prefill), and from there
+to the last token of all (decoding). transformers' `generate` is timed from outside, once for one
+new token and once for all of them; the difference is the decoding.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,23 +25,21 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.generation_once import copy_rate
+from firstlight.bench.memory import begin_peak, copy_rate, peak_resident_bytes
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import GenerationBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import ask, plain_environment
-from firstlight.bench.runner import (
-    Found,
-    RowOutcome,
-    has_package,
-    machine_facts,
-    run_bench,
-)
+from firstlight.bench.process import answer, ask, plain_environment
+from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import new_folder, write_json
-from firstlight.hardware.device import find_hardware
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.engine import load
+from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.environment import for_generation
 from firstlight.models import ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model
@@ -87,9 +93,8 @@ def decided(bench: GenerationBench) -> GenerationBench:
         "repeats": 1 if bench.quick else 3,
         "rows": [row.name for row in ROWS if not (bench.quick and row.compile)],
     }
-    bench = replace(
-        bench, **{k: v for k, v in usual.items() if getattr(bench, k) in (None, (), [])}
-    )
+    open_keys = {k: v for k, v in usual.items() if getattr(bench, k) in (None, (), [])}
+    bench = replace(bench, **open_keys)
     require_positive(prompt_tokens=bench.prompt_tokens or 0, repeats=bench.repeats or 0)
     require_positive(2, new_tokens=bench.new_tokens or 0)
     if not bench.batch_sizes or min(bench.batch_sizes) < 1:
@@ -143,8 +148,7 @@ def bench_generation(
             # The first turn compiles, whatever was compiled before.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
-            of_row = {"program": row.program, "dtype": row.dtype, "compile": row.compile}
-            return ask("firstlight.bench.generation_once", {**request, **of_row}, environment)
+            return ask("firstlight.bench.generation", {**request, **asdict(row)}, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
             found = summarize(rows, outcomes, machine["copy_bytes_per_second"], config)
@@ -186,13 +190,12 @@ def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
     looked_up = {"transformer.wpe.weight"}
     if not config.tie_word_embeddings:
         looked_up.add(embedding_name(model))
-    total = 0
-    for name, parameter in model.named_parameters():
-        rounded = dtype == "int8" and parameter.dim() == 2
-        kept = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
-        if name not in looked_up:
-            total += parameter.numel() * (1 if rounded else kept.itemsize)
-    return total
+    kept = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+    return sum(
+        parameter.numel() * (1 if dtype == "int8" and parameter.dim() == 2 else kept.itemsize)
+        for name, parameter in model.named_parameters()
+        if name not in looked_up
+    )
 
 
 def summarize(
@@ -236,26 +239,26 @@ def _batch_summary(
     def rates(replies: Sequence[Mapping[str, Any]]) -> list[float]:
         return [statistics.median(r["batches"][number]["tokens_per_second"]) for r in replies]
 
-    own, size = rates(runs), runs[0]["batches"][number]["batch_size"]
-    pairs = list(zip(own, rates(base), strict=False))
-    rate = statistics.median(own)
+    own, batches = rates(runs), [run["batches"][number] for run in runs]
+    ratios = [a / b for a, b in zip(own, rates(base), strict=False)]
+    rate, size = statistics.median(own), batches[0]["batch_size"]
     return {
         "batch_size": size,
         "tokens_per_second": rate,
         "tokens_per_second_min": min(own),
         "tokens_per_second_max": max(own),
         "first_token_seconds": statistics.median(
-            s for run in runs for s in run["batches"][number]["first_token_seconds"]
+            seconds for batch in batches for seconds in batch["first_token_seconds"]
         ),
-        "warm_up_seconds": runs[0]["batches"][number]["warm_up_seconds"],
-        "speed_ratio": statistics.median(a / b for a, b in pairs) if pairs else None,
+        "warm_up_seconds": batches[0]["warm_up_seconds"],
+        "speed_ratio": statistics.median(ratios) if ratios else None,
         "share_of_limit": None if weight_bytes is None else rate / size * weight_bytes / limit,
-        "token_ids": runs[0]["batches"][number]["token_ids"],
+        "token_ids": batches[0]["token_ids"],
     }
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Tokens per second of each row by batch size, as a PNG."""
+    """A PNG of a result: tokens per second of each row by batch size."""
     rows = [row for row in result["rows"] if row["batches"]]
     names = [row["name"] for row in rows]
     colors = ["tab:gray" if row["program"] == "transformers" else "tab:blue" for row in rows]
@@ -268,3 +271,130 @@ def draw(result: Mapping[str, Any]) -> bytes:
     machine = result["machine"]
     title = f"{result['model']} · {machine['name']}, {machine['threads']} threads"
     return draw_panels(title, [panels] if panels else [])
+
+
+#: Seconds to the first token, seconds of the other tokens, tokens of the first prompt.
+Timing = tuple[float, float, list[int]]
+
+#: Function that continues prompts of one length.
+Continue = Callable[[list[list[int]]], Timing]
+
+
+def generation_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Load a model and time its continuations.
+
+    Args:
+        request: "program", "folder", "dtype", "compile", "device", "batch_sizes",
+            "prompt_tokens", "new_tokens", "times", "threads", "vocab_size".
+
+    Returns:
+        "load_seconds", "peak_bytes" above the level after the imports, and "batches": for each
+        number of prompts its "warm_up_seconds", lists of "first_token_seconds" and
+        "tokens_per_second", and the "token_ids" of the first text.
+    """
+    torch.set_num_threads(request["threads"])
+    build = _firstlight
+    if request["program"] == "transformers":
+        build = _transformers
+        import transformers
+        from transformers import AutoModelForCausalLM  # noqa: F401
+
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+    before = begin_peak()
+    start = time.perf_counter()
+    continue_texts = build(request)
+    found: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
+    found["batches"] = [_batch(request, n, continue_texts) for n in request["batch_sizes"]]
+    return found | {"peak_bytes": peak_resident_bytes() - before}
+
+
+def _batch(request: dict[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(size)
+    shape = (size, request["prompt_tokens"])
+    prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
+    start = time.perf_counter()
+    continue_texts(prompts)
+    warm_up = time.perf_counter() - start
+    timings = [continue_texts(prompts) for _ in range(request["times"])]
+    new = size * (request["new_tokens"] - 1)
+    return {
+        "batch_size": size,
+        "warm_up_seconds": warm_up,
+        "first_token_seconds": [first for first, _, _ in timings],
+        "tokens_per_second": [new / rest for _, rest, _ in timings],
+        "token_ids": timings[-1][2],
+    }
+
+
+def _firstlight(request: dict[str, Any]) -> Continue:
+    loaded = load(request["folder"], request["device"], dtype=request["dtype"])
+    longest = request["prompt_tokens"] + request["new_tokens"]
+    largest = max(request["batch_sizes"])
+    decoder = BatchDecoder(loaded.model, largest, longest, compile=request["compile"])
+    return continue_with_sampling(decoder, request)
+
+
+def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
+    """A function that continues prompts as `firstlight generate` does, greedily; the decoder is
+    empty, with room for all prompts."""
+    longest = request["prompt_tokens"] + request["new_tokens"]
+    config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
+
+    def continue_texts(prompts: list[list[int]]) -> Timing:
+        start = time.perf_counter()
+        texts = [Continuation(prompt, config, context=longest + 1) for prompt in prompts]
+        for text in texts:
+            text.push(decoder.add(text.prompt_ids))
+        first = time.perf_counter()
+        while texts[0].finish_reason is None:
+            logits_BV = decoder.step([text.token_ids[-1] for text in texts])
+            for text, logits_V in zip(texts, logits_BV, strict=True):
+                text.push(logits_V)
+        end = time.perf_counter()
+        for _ in texts:
+            decoder.remove(0)
+        return first - start, end - first, texts[0].token_ids
+
+    return continue_texts
+
+
+def _transformers(request: dict[str, Any]) -> Continue:
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(request["device"])
+    dtype = getattr(torch, request["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(Path(request["folder"]), dtype=dtype)
+    return continue_with_generate(model.to(device).eval(), device, request)
+
+
+def continue_with_generate(
+    model: Any, device: torch.device, request: Mapping[str, Any]
+) -> Continue:
+    """A function that continues prompts with transformers' `generate`, greedily."""
+
+    def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
+        ids = torch.tensor(prompts, device=device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        synchronize(device)
+        return time.perf_counter() - start, found[0, ids.shape[1] :].tolist()
+
+    def continue_texts(prompts: list[list[int]]) -> Timing:
+        first, _ = seconds(prompts, 1)
+        whole, token_ids = seconds(prompts, request["new_tokens"])
+        return first, whole - first, token_ids
+
+    return continue_texts
+
+
+if __name__ == "__main__":
+    answer(generation_once, sys.argv[1])

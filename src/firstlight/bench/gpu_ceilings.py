@@ -24,17 +24,19 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.bench.gemm import (
+from firstlight.bench.gemm_products import (
     DTYPES,
     FP8,
+    GemmProduct,
+    Layout,
     fp32_products,
+    layer_products,
     make_operands,
     measure,
     product_rates,
 )
-from firstlight.bench.gemm_products import GemmProduct, Layout, layer_products
-from firstlight.bench.generation_once import copy_seconds
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
+from firstlight.bench.memory import copy_seconds
 from firstlight.bench.models import PlannerCase
 from firstlight.bench.pictures import markdown_table, new_figure, png_of
 from firstlight.bench.planner_memory import random_batch

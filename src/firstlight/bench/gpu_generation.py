@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.generation import bytes_per_token
-from firstlight.bench.generation_once import (
+from firstlight.bench.generation import (
     Continue,
     Timing,
+    bytes_per_token,
     continue_with_generate,
     continue_with_sampling,
-    copy_rate,
 )
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
+from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import model_values, random_model
 from firstlight.bench.pictures import draw_bars, markdown_table
 from firstlight.bench.process import answer
@@ -199,9 +199,6 @@ GENERATION = Part(
     _rows,
     _page,
 )
-
-
-#: Continues prompts of one length; the request is that of a measurement.
 
 
 def measure_generation(request: dict[str, Any]) -> dict[str, Any]:

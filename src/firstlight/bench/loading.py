@@ -26,13 +26,7 @@ import torch
 from firstlight.bench.options import LoadingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask
-from firstlight.bench.runner import (
-    Found,
-    RowOutcome,
-    has_package,
-    machine_facts,
-    run_bench,
-)
+from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.files.atomic import new_folder, read_json, storage_errors, write_json

@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import os
 import resource
 import sys
@@ -249,6 +250,32 @@ def _transformers(request: dict[str, Any]) -> _Program:
         ).eval(),
         lambda model, input_ids: model(input_ids, logits_to_keep=1, use_cache=False).logits,
     )
+
+
+_COPY_BYTES = 256 * 2**20
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written a second in copying a tensor larger than the caches."""
+    import torch
+
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source).copy_(source)
+    return 2 * _COPY_BYTES / copy_seconds(target, source, device)
+
+
+def copy_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    """The least of six measurements of a copy, in seconds."""
+    from firstlight.hardware.device import synchronize
+
+    best = math.inf
+    for _ in range(6):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 if __name__ == "__main__":

@@ -229,10 +229,9 @@ def _steps(program: TrainingProgram, batches: list[Any]) -> None:
 
 
 def _generate(recipe: ResolvedRecipe, options: Mapping[str, Any], peaks: _Peaks) -> None:
-    model = random_model(recipe.model, torch.device("cuda"))
     dtype = DTYPES[options["dtype"]]
     assert dtype is not None
-    model = model.to(dtype).eval()
+    model = random_model(recipe.model, torch.device("cuda")).to(dtype).eval()
     with peaks.measured(), torch.inference_mode():
         decode(model, options)
 
@@ -394,7 +393,6 @@ def _answers(
 
 
 def _without_gpu() -> None:
-    """Hide the GPU from a process that predicts."""
     # CUDA reads it when it is first used.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -32,13 +32,7 @@ from firstlight.bench.models import find_model
 from firstlight.bench.options import ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import answer, error_of, last_words, training_environment
-from firstlight.bench.runner import (
-    Found,
-    RowOutcome,
-    has_package,
-    machine_facts,
-    run_bench,
-)
+from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError

@@ -24,17 +24,12 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.gemm import ceiling
+from firstlight.bench.gemm_products import ceiling
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import StepsBench, TrainingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
-from firstlight.bench.runner import (
-    Found,
-    RowOutcome,
-    machine_facts,
-    run_bench,
-)
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.training_once import EPOCH_TOKENS, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError

@@ -198,8 +198,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     multiples of 8, 64 and 128 beside sizes that are not; steps around a tile's edge. Ctrl-C
     leaves what has been measured so far.
     """
-    from firstlight.bench.gemm import GemmRun
-    from firstlight.bench.gemm_report import draw
+    from firstlight.bench.gemm import GemmRun, draw
 
     run = GemmRun(GemmBench(**options))
 
