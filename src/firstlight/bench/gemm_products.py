@@ -1,5 +1,4 @@
-"""The matrix products that `firstlight bench gemm` measures, C [M, N] = A [M, K] @ B [K, N], and
-their rates.
+"""The matrix products of `firstlight bench gemm`, C [M, N] = A [M, K] @ B [K, N], and their rates.
 
 The layout of a product is two letters as in BLAS, one for A and one for B: "n" lies in memory
 row by row as it is written, "t" is stored the other way round. A linear layer with weight W
@@ -329,6 +328,7 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
+    """Number of products that fill a measurement."""
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
