@@ -98,7 +98,7 @@ def test_a_change_is_made_to_the_row_that_it_names() -> None:
     [
         ("befor:optimizer.eps=1", "row 'befor' is unknown"),
         ("before:eps=1", "'eps=1' is not section.key=value"),
-        ("before:run.seed=1", "of one of the sections data, model"),
+        ("before:run.seed=1", "of one of the sections data, model, init"),
         ("before:optimizer.eps={", "--set"),
     ],
 )

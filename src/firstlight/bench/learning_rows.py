@@ -46,16 +46,36 @@ SIZES: dict[str, dict[str, Any]] = {
 #: The demo's recipe of before, and the row whose changes are measured alone.
 BEFORE = "before"
 
+_NANOGPT: dict[str, Any] = {
+    "model.model_type": "gpt2",
+    "model.activation_function": "gelu",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 6e-4,
+    "schedule.min_lr_ratio": 0.1,
+}
+
+_ZERO: dict[str, Any] = {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0}
+
 ROWS: dict[str, LearningRow] = {
+    # Recipes of their own.
     "nanogpt": LearningRow(
-        {
-            "model.model_type": "gpt2",
-            "model.activation_function": "gelu",
-            "optimizer.name": "adamw",
-            "optimizer.learning_rate": 6e-4,
-            "schedule.min_lr_ratio": 0.1,
-        },
+        _NANOGPT,
         about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth",
+    ),
+    "nanogpt-tuned": LearningRow(
+        {**_NANOGPT, "optimizer.learning_rate": 4e-3},
+        about="nanoGPT with a rate for models of this size: 4e-3",
+    ),
+    "nanogpt-cpu": LearningRow(
+        {
+            **_NANOGPT,
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.betas": [0.9, 0.99],
+            "data.seq_len": 64,
+            "batch.micro_batch_size": 12,
+        },
+        about="nanoGPT's commands for Shakespeare by characters on a CPU: 12 rows of 64, AdamW at "
+        "1e-3, second beta 0.99",
     ),
     BEFORE: LearningRow(
         {
@@ -71,6 +91,69 @@ ROWS: dict[str, LearningRow] = {
         about="firstlight's demo of before: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to "
         "a twentieth",
     ),
+    # What it has beyond these lacks a Hugging Face layout: squared ReLU, softcap, value embeddings.
+    "nanochat": LearningRow(
+        {
+            "model.model_type": "qwen3",
+            "model.tie_word_embeddings": False,
+            "init.residual_projections": "zero",
+            "init.embedding_std": 0.8,
+            "init.head_std": 0.001,
+            "optimizer.name": "muon",
+            # 0.02 in its own units at a width of 192.
+            "optimizer.muon_learning_rate": 0.007,
+            "optimizer.muon_coefficients": "polar_express",
+            "optimizer.muon_beta2": 0.95,
+            "optimizer.muon_momentum_warmup_steps": 150,
+            "optimizer.cautious_weight_decay": True,
+            "optimizer.embedding_weight_decay": 0.0,
+            "optimizer.head_weight_decay": 0.0,
+            "optimizer.learning_rate": 0.3,
+            "optimizer.head_lr_multiple": 0.0133,
+            "optimizer.vector_lr_multiple": 0.0133,
+            "optimizer.betas": [0.8, 0.95],
+            "optimizer.max_grad_norm": 0.0,
+            "schedule.warmup_ratio": 0.02,
+            "schedule.kind": "wsd",
+            "schedule.decay_fraction": 0.65,
+            "schedule.min_lr_ratio": 0.05,
+        },
+        about="nanochat as far as the Qwen3 layout carries it: zero-initialised projections, "
+        "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, a line down over the last "
+        "65 %",
+    ),
+    # Single changes.
+    "linear-to-zero": LearningRow(_ZERO, BEFORE, "a line down to zero after the warm-up"),
+    "stable-then-zero": LearningRow(
+        {**_ZERO, "schedule.kind": "wsd", "schedule.decay_fraction": 0.6},
+        BEFORE,
+        "the peak, then a line down to zero over the last 60 %",
+    ),
+    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3 layout: norms on q and k"),
+    "untied-head": LearningRow(
+        {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
+        BEFORE,
+        "a head of its own, at a fifth of the embedding's rate",
+    ),
+    "half-batch": LearningRow({"batch.micro_batch_size": 4}, BEFORE, "4 rows a step, not 8"),
+    "half-rows": LearningRow(
+        {"batch.micro_batch_size": 16, "data.seq_len": 128}, BEFORE, "16 rows of 128 tokens"
+    ),
+    "zero-init": LearningRow(
+        {"init.residual_projections": "zero"}, BEFORE, "each layer begins as the identity"
+    ),
+    "low-adamw": LearningRow({"optimizer.learning_rate": 0.01}, BEFORE, "AdamW at 0.01"),
+    "high-muon": LearningRow({"optimizer.muon_learning_rate": 0.01}, BEFORE, "Muon at 0.01"),
+    "no-embedding-decay": LearningRow(
+        {"optimizer.embedding_weight_decay": 0.0}, BEFORE, "no weight decay on the embedding"
+    ),
+    "cautious-decay": LearningRow(
+        {"optimizer.cautious_weight_decay": True}, BEFORE, "cautious weight decay"
+    ),
+    "polar-express": LearningRow(
+        {"optimizer.muon_coefficients": "polar_express"}, BEFORE, "Muon by the Polar Express"
+    ),
+    "normuon": LearningRow({"optimizer.muon_beta2": 0.95}, BEFORE, "NorMuon"),
 }
 
 #: What all rows have in common unless they change it.
@@ -84,7 +167,7 @@ _COMMON: dict[str, Any] = {
 }
 
 #: Sections that rows may change; the others say where and how long a run is.
-_VARIABLE = ("data", "model", "batch", "schedule", "optimizer", "efficiency")
+_VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", "efficiency")
 
 
 def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
