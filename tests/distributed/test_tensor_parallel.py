@@ -162,7 +162,7 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
             {"activation_offload": True},
             "use efficiency.activation_checkpointing full",
         ),
-        ("optimizer", {"name": "muon"}, "muon is not for .* use adamw, lion or sgd"),
+        ("optimizer", {"name": "adafactor"}, "adafactor is not for .* adamw, lion, muon or sgd"),
         ("lora", {}, "lora is not for distributed.tensor_parallel: leave one out"),
     ],
 )

@@ -39,6 +39,27 @@ def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor.redistribute(placements=parameter.placements).to_local()
 
 
+def gather(shard: Tensor, parameter: Tensor) -> Tensor:
+    """The full tensor of which every process has the shard that it has of a parameter.
+
+    A collective where the parameter is sharded: every rank has to call it. `shard` may have another
+    dtype than the parameter; where nothing is sharded, it is the full tensor itself.
+    """
+    if not is_sharded(parameter):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    # Shape and stride are given: rows need not come out even.
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    ).full_tensor()
+
+
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     """A full tensor that every rank has, sharded like `example`; the tensor itself where `example`
     is not sharded, or has another shape.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from firstlight.optim.cautious import decay_cautiously
+from firstlight.optim.dtensors import gather, is_sharded, own_shard, shard_like
 from firstlight.optim.spec import ForeachOptimizer, Groups, Layout, OptimizerSpec, momentum_layout
 
 _EPS = 1e-7
@@ -47,6 +48,9 @@ class Muon(ForeachOptimizer):
 
     With `beta2`, NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided by the
     root of their averaged mean squares v [..., F, 1], and o is scaled to a root mean square of 0.2.
+
+    Matrices may be sharded (FSDP2, tensor parallelism): moments and weights stay shards, and each
+    matrix is gathered in bf16 when its turn comes.
 
     Args:
         groups: torch's parameter groups, of parameters [..., F, C]; `transposed` ones have their
@@ -95,26 +99,36 @@ class Muon(ForeachOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(parameter, group)
-        average, momentum = state["momentum_buffer"], _momentum(state, group)
+        own, gradient = own_shard(parameter, parameter), own_shard(gradient, parameter)
+        average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         average.lerp_(gradient, 1 - momentum)
-        direction = orthogonalised(gradient.lerp(average, momentum), group["coefficients"])
+        direction = gradient.lerp(average, momentum)
+        if is_sharded(parameter):
+            # Every process computes each matrix whole, from bf16, which is half to send.
+            direction = gather(direction.bfloat16(), parameter)
+        direction = orthogonalised(direction, group["coefficients"])
         # AdamW's typical update has this root mean square, so one learning rate serves both.
         scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
         if group["beta2"] is not None:
             direction = normalised(direction, state["second_moment"], group)
             scale = 0.2
+        direction = own_shard(shard_like(direction, parameter), parameter)
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
-            decay_cautiously(parameter, direction, decay)
+            decay_cautiously(own, direction, decay)
         else:
-            parameter.mul_(1 - decay)
-        parameter.add_(direction, alpha=-group["lr"] * scale)
+            own.mul_(1 - decay)
+        own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The parameter's state, with this step counted where steps are."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
+                if shape == parameter.shape:
+                    # Sharded where the parameter is.
+                    state[key] = torch.zeros_like(parameter)
+                    continue
                 # Python reads the counter: see `spec.rebuild_tensors`.
                 device = torch.device("cpu") if key == "step" else parameter.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
@@ -210,4 +224,6 @@ def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
     return parameter.dim() in (2, 3) and any(part.isdigit() for part in name.split("."))
 
 
-MUON = OptimizerSpec(_muon, _muon_layout, elementwise=False, takes=_is_matrix_of_a_layer)
+MUON = OptimizerSpec(
+    _muon, _muon_layout, elementwise=False, gathers=True, takes=_is_matrix_of_a_layer
+)

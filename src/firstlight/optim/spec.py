@@ -73,6 +73,7 @@ class OptimizerSpec:
             the first step.
         elementwise: True where each number is updated from its own gradient and state alone; a
             process can then update its shard of a parameter without the others.
+        gathers: True where it updates DTensors, gathering what it needs of other processes.
         implementations: possible values of `optimizer.implementation`.
         takes: test by name of the parameters that it updates; AdamW updates the rest.
         flatten: a parameter's state as plain tensors, which may share its memory.
@@ -82,6 +83,7 @@ class OptimizerSpec:
     make: Callable[[Groups, Any], torch.optim.Optimizer]
     layout: Callable[[Tensor, Any, Mapping[str, Any]], Layout]
     elementwise: bool
+    gathers: bool = False
     implementations: tuple[str, ...] = ("auto", "for-loop", "foreach", "fused")
     takes: Callable[[str, Tensor], bool] = takes_all
     flatten: Callable[[Mapping[str, Any]], dict[str, Tensor]] = dict

@@ -5,7 +5,7 @@ torch's AdamW and SGD are described here; each other optimizer is a file with it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -57,8 +57,17 @@ def make_optimizers(
 
 
 def elementwise_optimizers() -> str:
-    """The optimizers that can update shards of parameters: "adamw or sgd"."""
-    *others, last = sorted(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
+    """The optimizers that need nothing of other shards: "adamw or sgd"."""
+    return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
+
+
+def sharded_optimizers() -> str:
+    """The optimizers of parameters that are DTensors: "adamw, muon or sgd"."""
+    return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = sorted(names)
     return f"{', '.join(others)} or {last}"
 
 

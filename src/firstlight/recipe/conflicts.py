@@ -12,7 +12,7 @@ from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
-from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
+from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.sharding import unshardable
 from firstlight.recipe.schema import Recipe
 
@@ -120,11 +120,18 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
             f"efficiency.precision {recipe.efficiency.precision} is not for distributed.engine "
             "fsdp: use bf16, which keeps the shards in fp32 and puts layers together in bf16"
         )
-    if not OPTIMIZERS[recipe.optimizer.name].elementwise:
+    spec = OPTIMIZERS[recipe.optimizer.name]
+    if not (spec.elementwise or spec.gathers):
         yield (
             f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
             "distributed.engine fsdp cuts them: use "
-            f"{elementwise_optimizers()}, or distributed.engine ddp"
+            f"{sharded_optimizers()}, or distributed.engine ddp"
+        )
+    if spec.gathers and recipe.distributed.offload == "cpu":
+        yield (
+            f"optimizer.name {recipe.optimizer.name} computes matrix products in the update, which "
+            "distributed.offload cpu would leave to the CPU: set distributed.offload to none, or "
+            "optimizer.name to adamw"
         )
     if recipe.efficiency.activation_offload:
         yield (
@@ -216,11 +223,9 @@ def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield f"efficiency.precision {config.precision} is not for {key}: use bf16"
-    if not OPTIMIZERS[recipe.optimizer.name].elementwise:
-        yield (
-            f"optimizer.name {recipe.optimizer.name} is not for {key}: use "
-            f"{elementwise_optimizers()}"
-        )
+    spec = OPTIMIZERS[recipe.optimizer.name]
+    if not (spec.elementwise or spec.gathers):
+        yield f"optimizer.name {recipe.optimizer.name} is not for {key}: use {sharded_optimizers()}"
     if config.optimizer_in_backward:
         yield (
             f"efficiency.optimizer_in_backward is not for {key}: switch it off (distributed.engine "

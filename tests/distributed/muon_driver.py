@@ -1,0 +1,84 @@
+"""Fifty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
+differences of weights and state at the end, and the least movement of a weight."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from gradient_driver import DEVICE, T, cut, global_batch, model_of
+from torch import Tensor
+
+from firstlight.hardware.device import find_hardware
+from firstlight.optim.dtensors import full_tensor
+from firstlight.parallel import find_world, process_group
+from firstlight.parallel.collectives import gather_to_main
+from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.selection import make_engine
+from firstlight.recipe import parse_recipe
+from firstlight.training.program import TrainingProgram
+
+STEPS, ROWS = 50, 4
+
+
+def trained(
+    case: dict[str, Any], engine: Engine | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights and the optimizer's state after all steps. Without an engine, in one process."""
+    model = model_of(case["family"], torch.float64, 1)
+    recipe = parse_recipe(
+        {
+            "data": {"dir": "none", "seq_len": T},
+            "batch": {"micro_batch_size": 1},
+            "optimizer": {"name": "muon", "learning_rate": 2e-3, **case["optimizer"]},
+            "efficiency": {"precision": "fp32", "compile": False},
+            "model": {"model_type": "llama"},
+        }
+    ).model_copy(update={"model": model.config})
+    if engine is not None and engine.config.pipeline > 1:
+        values = model.state_dict()
+        model = engine.new_model(model.config, 1).to(torch.float64)
+        model.load_state_dict({name: values[name] for name in model.state_dict()})
+    program = TrainingProgram(recipe, model, find_hardware(str(DEVICE)), engine)
+    ids, labels = global_batch(ROWS, "unequal")
+    rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
+    for step in range(STEPS):
+        turned = (ids + step) % 61
+        program.step(cut(turned, labels, 1, rank, size), 1 / (1 + step / 10))
+    weights = {n: full_tensor(p.detach()) for n, p in program.model.named_parameters()}
+    state = program.optimizer.state_tensors()
+    if engine is not None and engine.config.pipeline > 1:
+        weights, state = gather_to_main(weights), gather_to_main(state)
+    return weights, state
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of two numbers with the same place."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def main() -> None:
+    world = find_world()
+    with process_group(world, DEVICE, 120):
+        for case in json.loads(sys.argv[1]):
+            config = DistributedConfig(**case["distributed"])
+            engine = make_engine(config, world, DEVICE)
+            with engine.session():
+                weights, state = trained(case, engine)
+            if not world.is_main:
+                continue
+            expected, expected_state = trained(case, None)
+            start = dict(model_of(case["family"], torch.float64, 1).named_parameters())
+            moved = min(float((w - start[n]).abs().max()) for n, w in expected.items())
+            found = {
+                "weights": largest_difference(weights, expected),
+                "state": largest_difference(state, expected_state),
+                "moved": moved,
+            }
+            sys.stdout.write(json.dumps(found) + "\n")
+
+
+main()
