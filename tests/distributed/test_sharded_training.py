@@ -249,6 +249,45 @@ def test_processes_go_on_from_pieces(runs: tuple[Path, str], tmp_path: Path, sha
         _require_same(tensors, found[name])
 
 
+def test_muon_goes_on_from_pieces(
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its moments are pieces, the second moments of neurons and the counters whole on each rank."""
+    muon = {
+        "name": "muon",
+        "learning_rate": 2e-3,
+        "muon_beta2": 0.95,
+        "muon_momentum_warmup_steps": 4,
+        "embedding_weight_decay": 0.0,
+    }
+    more: dict[str, Any] = {"optimizer": muon, "distributed": {"engine": "fsdp"}}
+    pieces = _recipe(shards, tmp_path / "pieces", sharded=True, **more)
+    whole = _recipe(shards, tmp_path / "whole", sharded=False, **more)
+    _train([{"recipe": pieces}, {"recipe": whole}], 2)
+    moments = _consolidated(_checkpoint(tmp_path / "pieces", 3), tmp_path / "one")
+    expected = _whole(_checkpoint(tmp_path / "whole", 3))["optimizer.safetensors"]
+    for name, tensor in expected.items():
+        assert torch.equal(moments[name], tensor), name
+    assert expected["model.layers.0.mlp.down_proj.weight.second_moment"].shape == (16, 1)
+    again = _without_last(tmp_path / "pieces", tmp_path / "again")
+    other = _without_last(tmp_path / "whole", tmp_path / "other")
+    resumed = [
+        _recipe(shards, run, sharded=s, **more) for run, s in ((again, True), (other, False))
+    ]
+    _train([{"recipe": recipe, "resume": True} for recipe in resumed], 2)
+    _require_same(
+        _consolidated(_checkpoint(tmp_path / "pieces", 6), tmp_path / "two"),
+        _consolidated(_checkpoint(again, 6), tmp_path / "three"),
+    )
+    last = [_whole(_checkpoint(run, 6)) for run in (tmp_path / "whole", other)]
+    _require_same(last[0]["model.safetensors"], last[1]["model.safetensors"])
+    # One process reads the same moments from the pieces.
+    alone = _without_last(tmp_path / "pieces", tmp_path / "alone")
+    found = _captured(_recipe(shards, alone, sharded=False, optimizer=muon), monkeypatch)
+    for name, tensor in expected.items():
+        assert name.startswith("rng.") or torch.equal(found["optimizer.safetensors"][name], tensor)
+
+
 @pytest.mark.slow
 def test_four_processes_go_on_from_the_pieces_of_two(
     runs: tuple[Path, str], tmp_path: Path, shards: Path
