@@ -16,7 +16,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
-from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
 from firstlight.optim.spec import decay_groups
 from firstlight.recipe import Recipe, load_recipe
 
@@ -64,6 +64,8 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
     if recipe.schedule.warmup_tokens is not None:
         raise ConfigError("the examples know no schedule.warmup_tokens: give warmup_steps")
+    if recipe.batch.ramp_steps is not None:
+        raise ConfigError("the examples know no ramp: leave batch.ramp_start_tokens out")
     if type(recipe.batch.micro_batch_size) is not int:
         raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
     if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
@@ -82,5 +84,6 @@ def parts_of(recipe: Recipe) -> Parts:
     )
     seq_len = recipe.data.seq_len or config.max_position_embeddings
     # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
-    schedule = resolve_schedule(recipe.schedule, wanted.learning_rate, 1, 1, seq_len)
+    batch = BatchSchedule(1, 1)
+    schedule = resolve_schedule(recipe.schedule, wanted.learning_rate, 1, batch, seq_len)
     return Parts(recipe, model, optimizer, dataset, seq_len, schedule)

@@ -89,6 +89,8 @@ _WAYS: dict[str, dict[str, Any]] = {
     "tensor-fsdp": {"engine": "fsdp", "tensor_parallel": 2},
     "pipeline": {"pipeline": 2},
 }
+#: Two rows a step at first, and eight from step 8 on.
+_RAMP = {"batch": {"ramp_start_tokens": 32, "ramp_steps": 7}}
 
 
 def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
@@ -160,14 +162,25 @@ def test_a_run_goes_on_with_and_without_parts_of_layers(tmp_path: Path, shards: 
     _require_elastic(tmp_path, shards, [*ways, (2, "pipeline"), (2, "tensor")])
 
 
-def _require_elastic(tmp_path: Path, shards: Path, ways: list[tuple[int, str]]) -> None:
+def test_a_ramp_of_the_batch_goes_on_with_other_processes(tmp_path: Path, shards: Path) -> None:
+    _require_elastic(tmp_path, shards, [(2, "ddp"), (1, "none")], **_RAMP)
+
+
+@pytest.mark.slow
+def test_a_ramp_of_the_batch_goes_on_in_a_pipeline(tmp_path: Path, shards: Path) -> None:
+    _require_elastic(tmp_path, shards, [(2, "fsdp"), (2, "pipeline"), (2, "tensor")], **_RAMP)
+
+
+def _require_elastic(
+    tmp_path: Path, shards: Path, ways: list[tuple[int, str]], **more: Mapping[str, Any]
+) -> None:
     """Four steps in each way: as if one process had made them all; and what each way begins with
     is, to the last bit, what the one before it saved."""
-    schedule = {"max_steps": 4 * len(ways)}
-    whole = _train(_recipe(shards, tmp_path / "whole", 1, schedule=schedule), 1)
+    more = {"schedule": {"max_steps": 4 * len(ways)}, **more}
+    whole = _train(_recipe(shards, tmp_path / "whole", 1, **more), 1)
     run, parts = tmp_path / "run", []
     for number, (processes, engine) in enumerate(ways):
-        recipe = _recipe(shards, run, processes, schedule=schedule, distributed=_WAYS[engine])
+        recipe = _recipe(shards, run, processes, distributed=_WAYS[engine], **more)
         captured = tmp_path / f"captured-{number}"
         before = _checkpoint(run, 4 * number)
         copy = tmp_path / f"before-{number}"

@@ -715,8 +715,14 @@ def test_the_runs_length_is_that_of_training(data: Path) -> None:
     assert run is not None
     steps = math.ceil(3 * rows / 8)
     assert run.schedule == Schedule(steps, math.ceil(steps / 10), steps, 0.1)
-    assert (run.global_batch_size, run.tokens) == (8, steps * 8 * 32)
+    assert (run.batch.size, run.tokens) == (8, steps * 8 * 32)
     assert run.epochs == steps * 8 / rows
+    ramp = {"global_batch_tokens": 512, "ramp_start_tokens": 256, "ramp_steps": 10}
+    ramped = recipe(**{**values, "batch": {"micro_batch_size": 4, **ramp}}, schedule={"epochs": 3})
+    run = planned_run(resolve_for(ramped, machine), machine)
+    assert run is not None
+    steps = 10 + math.ceil((3 * rows - 80) / 16)
+    assert (run.schedule.max_steps, run.tokens) == (steps, (80 + (steps - 10) * 16) * 32)
     elsewhere = planned_run(resolve_for(recipe(schedule={"max_steps": 9}), machine), machine)
     assert elsewhere is not None
     assert (elsewhere.schedule.max_steps, elsewhere.epochs) == (9, None)

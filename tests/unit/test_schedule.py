@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.optim.schedule import Schedule, ScheduleConfig, ScheduleKind, resolve_schedule
+from firstlight.optim.schedule import (
+    BatchSchedule,
+    Schedule,
+    ScheduleConfig,
+    ScheduleKind,
+    resolve_schedule,
+)
 
 KINDS = typing.get_args(ScheduleKind)
 
@@ -102,7 +108,8 @@ def test_far_beyond_the_last_step_the_minimum_stays(step: int) -> None:
 def resolved(
     rows: int = 1000, a_step: int = 10, seq_len: int = 8, peak: float = 1e-3, **values: Any
 ) -> Schedule:
-    return resolve_schedule(ScheduleConfig.model_validate(values), peak, rows, a_step, seq_len)
+    batch = BatchSchedule(a_step, a_step)
+    return resolve_schedule(ScheduleConfig.model_validate(values), peak, rows, batch, seq_len)
 
 
 def test_nothing_given_is_one_epoch_with_a_twentieth_of_warm_up_down_to_a_tenth() -> None:
@@ -333,3 +340,43 @@ def test_two_answers_to_one_question_are_refused(values: dict[str, float], says:
 def test_impossible_schedules_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         ScheduleConfig.model_validate(values)
+
+
+# The batch size
+
+
+def test_a_step_has_more_rows_in_equal_parts_over_the_ramp() -> None:
+    batch = BatchSchedule(8, 2, 6)
+    assert [batch.at(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+    assert [batch.before(step) for step in range(9)] == [0, 2, 4, 8, 12, 18, 24, 32, 40]
+    # Twice the rows at once; and a ramp that does not come out even.
+    assert [BatchSchedule(8, 4, 3).at(step) for step in range(5)] == [4, 4, 4, 8, 8]
+    assert [BatchSchedule(8, 2, 4).at(step) for step in range(6)] == [2, 2, 4, 6, 8, 8]
+    assert [BatchSchedule(8, 1, 2).at(step) for step in range(4)] == [1, 4, 8, 8]
+    assert (batch.in_words, BatchSchedule(8, 8).in_words) == ("2 to 8 (from step 7 on)", "8")
+
+
+@given(start=st.integers(1, 9), parts=st.integers(1, 40), ramp=st.integers(0, 60), step=st.data())
+def test_the_position_is_the_sum_of_the_steps_before(
+    start: int, parts: int, ramp: int, step: st.DataObject
+) -> None:
+    batch = BatchSchedule(start * parts, start, ramp if parts > 1 else 0)
+    sizes = [batch.at(number) for number in range(90)]
+    assert sizes == sorted(sizes)
+    assert set(sizes) <= {start * part for part in range(1, parts + 1)}
+    assert sizes[batch.ramp_steps :] == [start * parts] * (90 - batch.ramp_steps)
+    for number in range(90):
+        assert batch.before(number) == sum(sizes[:number])
+    rows = step.draw(st.fractions(0, batch.before(89)))
+    steps = batch.steps_for(rows)
+    assert batch.before(steps) >= rows
+    assert steps == 0 or batch.before(steps - 1) < rows
+
+
+def test_epochs_and_warm_up_tokens_count_the_rows_of_the_ramp() -> None:
+    batch = BatchSchedule(8, 2, 6)  # 24 rows in the first 6 steps
+    config = ScheduleConfig.model_validate({"epochs": 1, "warmup_tokens": 80})
+    found = resolve_schedule(config, 1e-3, 40, batch, 10)
+    assert (found.max_steps, found.warmup_steps) == (8, 3)
+    config = ScheduleConfig.model_validate({"epochs": 1.025})
+    assert resolve_schedule(config, 1e-3, 40, batch, 10).max_steps == 9

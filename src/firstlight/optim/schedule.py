@@ -1,7 +1,8 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Schedules of the learning rate and of the batch size: pure functions of the step."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -194,11 +195,56 @@ class Schedule:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Sequences of each optimizer step, all processes together.
+
+    In a ramp they rise from `start` to `size` in equal parts of `start`, each for the same number
+    of steps, as far as that comes out even.
+
+    Attributes:
+        size: sequences of a step after the ramp.
+        start: sequences of the first step, a divisor of `size`.
+        ramp_steps: steps of the ramp; 0 if there is none.
+    """
+
+    size: int
+    start: int
+    ramp_steps: int = 0
+
+    @property
+    def in_words(self) -> str:
+        """The number of sequences of a step, for a person."""
+        if not self.ramp_steps:
+            return f"{self.size:,}"
+        return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
+
+    def at(self, step: int) -> int:
+        """The number of sequences of `step` (0 is the first)."""
+        if step >= self.ramp_steps:
+            return self.size
+        rises = self.size // self.start - 1
+        return self.start * (1 + rises * step // self.ramp_steps)
+
+    def before(self, step: int) -> int:
+        """The number of sequences of all steps before `step`: the loader's position."""
+        ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
+        # Each rise counts from the first step that has it.
+        begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
+        risen = sum(max(ramped - begin, 0) for begin in begins)
+        return self.start * (ramped + risen) + self.size * (step - ramped)
+
+    def steps_for(self, sequences: Fraction) -> int:
+        """The smallest number of steps that have so many sequences."""
+        whole = math.ceil(sequences)
+        return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
+
+
 def resolve_schedule(
     config: ScheduleConfig,
     learning_rate: float,
     rows_per_epoch: int,
-    rows_a_step: int,
+    batch: BatchSchedule,
     seq_len: int,
 ) -> Schedule:
     """The schedule of a run.
@@ -207,7 +253,7 @@ def resolve_schedule(
         config: the recipe's section.
         learning_rate: the peak.
         rows_per_epoch: rows of the training split.
-        rows_a_step: rows of an optimizer step, all processes together.
+        batch: rows of each optimizer step.
         seq_len: tokens of a row.
 
     Raises:
@@ -216,10 +262,10 @@ def resolve_schedule(
     """
     # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
     epochs = Fraction(str(config.epochs or 1))
-    max_steps = config.max_steps or math.ceil(epochs * rows_per_epoch / rows_a_step)
+    max_steps = config.max_steps or batch.steps_for(epochs * rows_per_epoch)
     decay_steps = config.decay_steps or max_steps
     if config.warmup_tokens is not None:
-        warmup_steps = math.ceil(Fraction(config.warmup_tokens, rows_a_step * seq_len))
+        warmup_steps = batch.steps_for(Fraction(config.warmup_tokens, seq_len))
     elif config.warmup_ratio is not None:
         warmup_steps = math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
     elif config.warmup_steps is not None:

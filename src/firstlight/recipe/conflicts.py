@@ -246,7 +246,12 @@ def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
 
 def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:
     accumulation = recipe.batch.accumulation(seq_len)
-    if accumulation > 1:
+    if recipe.batch.ramp_start_tokens is not None:
+        yield (
+            "efficiency.optimizer_in_backward updates after every backward pass, and "
+            "batch.ramp_start_tokens raises the number of passes a step: leave one of them out"
+        )
+    elif accumulation > 1:
         change = f"batch.micro_batch_size to {recipe.batch.rows * accumulation}"
         if recipe.batch.gradient_accumulation_steps is not None:
             change += " and batch.gradient_accumulation_steps to 1"

@@ -257,7 +257,8 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
         recipe.batch.gradient_accumulation_steps,
     )
     if tokens is not None:
-        tokens //= facts.processes
+        # The smallest step has to come out even.
+        tokens = (recipe.batch.ramp_start_tokens or tokens) // facts.processes
     if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
         return tokens // (accumulation * seq_len)
     if tokens is None or tokens % seq_len:

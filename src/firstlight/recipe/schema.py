@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError
 from firstlight.lora.layers import LoraConfig
 from firstlight.models import ModelConfig
 from firstlight.models.language_model import InitConfig
-from firstlight.optim.schedule import ScheduleConfig
+from firstlight.optim.schedule import BatchSchedule, ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.section import Section
@@ -70,6 +70,27 @@ class BatchConfig(Section):
     gradient."""
     global_batch_tokens: int | None = Field(None, gt=0)
     """tokens a step; decides the accumulation instead of it."""
+    ramp_start_tokens: int | None = Field(None, gt=0)
+    """tokens of the first steps, a divisor of global_batch_tokens: the tokens of a step rise to it
+    in equal parts of this size, by accumulation; null is no ramp."""
+    ramp_steps: int | None = Field(None, gt=0)
+    """steps over which the tokens of a step rise: global_batch_tokens from there on."""
+
+    @model_validator(mode="after")
+    def _whole_ramp(self) -> Self:
+        start, whole = self.ramp_start_tokens, self.global_batch_tokens
+        if (start is None) != (self.ramp_steps is None):
+            raise ValueError("ramp_start_tokens and ramp_steps belong together: set both, or none")
+        if start is None:
+            return self
+        if whole is None:
+            raise ValueError("ramp_start_tokens needs global_batch_tokens, where the ramp ends")
+        if whole % start or whole == start:
+            raise ValueError(
+                f"global_batch_tokens {whole} is no multiple (2 or more times) of "
+                f"ramp_start_tokens {start}: change one of them"
+            )
+        return self
 
     @property
     def rows(self) -> int:
@@ -106,22 +127,39 @@ class BatchConfig(Section):
         """
         if self.global_batch_tokens is None:
             return self.gradient_accumulation_steps or 1
-        micro_tokens = self.rows * seq_len * processes
-        steps, rest = divmod(self.global_batch_tokens, micro_tokens)
-        if rest:
-            below = f"{steps * micro_tokens} or " if steps else ""
-            share = f" x {processes} processes" if processes > 1 else ""
-            raise ConfigError(
-                f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
-                f"micro_batch_size x seq_len{share} = {micro_tokens}: "
-                f"take {below}{(steps + 1) * micro_tokens}"
-            )
+        if self.ramp_start_tokens is not None:
+            self._passes("ramp_start_tokens", self.ramp_start_tokens, seq_len, processes)
+        steps = self._passes("global_batch_tokens", self.global_batch_tokens, seq_len, processes)
         if self.gradient_accumulation_steps not in (None, steps):
             raise ConfigError(
                 f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
                 f"global_batch_tokens (which makes it {steps}) disagree: leave one out"
             )
         return steps
+
+    def _passes(self, key: str, tokens: int, seq_len: int, processes: int) -> int:
+        """Forward passes of each process for a step of so many tokens."""
+        micro_tokens = self.rows * seq_len * processes
+        steps, rest = divmod(tokens, micro_tokens)
+        if rest:
+            below = f"{steps * micro_tokens} or " if steps else ""
+            share = f" x {processes} processes" if processes > 1 else ""
+            raise ConfigError(
+                f"batch.{key} {tokens} is not a multiple of "
+                f"micro_batch_size x seq_len{share} = {micro_tokens}: "
+                f"take {below}{(steps + 1) * micro_tokens}"
+            )
+        return steps
+
+    def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
+        """The rows of each optimizer step of all of so many processes together.
+
+        Raises:
+            ConfigError: see `accumulation`.
+        """
+        size = self.rows * self.accumulation(seq_len, processes) * processes
+        start = size if self.ramp_start_tokens is None else self.ramp_start_tokens // seq_len
+        return BatchSchedule(size, start, self.ramp_steps or 0)
 
 
 class EvaluationConfig(Section):

@@ -37,6 +37,7 @@ _SHOWN = {
     "val/loss",
     "train_eval/loss",
     "learning_rate",
+    "global_batch_tokens",
     "grad_norm",
     "tokens_per_second",
     "learned_tokens_per_second",
@@ -225,6 +226,7 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
     memory = metrics.series("memory_bytes")
     for identity, title, unit_name, series, colour, zero in (
         ("rate", "Learning rate", "", metrics.series("learning_rate"), 2, True),
+        ("batch", "Tokens a step", "", metrics.series("global_batch_tokens"), 6, True),
         ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3, True),
         ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5, True),
         ("memory", "Memory", f"{unit}, peak so far", Series(memory.x, memory.y / size), 4, True),

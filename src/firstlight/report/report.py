@@ -97,6 +97,10 @@ def picture_of(run: RunRecord) -> bytes:
     rows = max((len(column) for column in samples), default=0)
     heights = [_CHART_INCHES, _CHART_INCHES]
     mosaic = [["loss", "loss", "rate"], ["loss", "loss", "speed"]]
+    batch = run.metrics.series("global_batch_tokens")
+    if len(batch):
+        heights.append(_CHART_INCHES)
+        mosaic.append(["loss", "loss", "batch"])
     if rows:
         heights.append(_TITLE_INCHES + rows * _LINE_INCHES)
         mosaic.append(["text"] * 3)
@@ -111,6 +115,10 @@ def picture_of(run: RunRecord) -> bytes:
             _draw_line(grid["loss"], one.since_step, "lowest validation loss", "tab:orange")
     _draw_rate(grid["rate"], run.metrics)
     _draw_speed(grid["speed"], run.metrics)
+    if len(batch):
+        grid["batch"].plot(*_points(batch), color="tab:brown", drawstyle="steps-mid")
+        grid["batch"].set(xlabel="step", ylabel="tokens a step", ylim=(0, 1.1 * batch.y.max()))
+        grid["batch"].grid(alpha=0.3)
     if rows:
         _draw_samples(grid["text"], samples, run.samples[-1]["step"])
     draw_title(figure, f"firstlight · {shown(run.name)}", notes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import resource
 import subprocess
@@ -71,13 +72,21 @@ def largest_micro_batch(
         )
     # The trial runs in one process with that process's share of the batch.
     tokens = total * recipe.data.seq_len
+    # The first steps of a ramp have to come out even too.
+    first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     recipe = recipe.model_copy(
         update={
-            "batch": recipe.batch.model_copy(update={"global_batch_tokens": tokens}),
+            "batch": recipe.batch.model_copy(
+                update={
+                    "global_batch_tokens": tokens,
+                    "ramp_start_tokens": None,
+                    "ramp_steps": None,
+                }
+            ),
             "distributed": DistributedConfig(),
         }
     )
-    for rows in cuts(total):
+    for rows in cuts(math.gcd(total, first)):
         if try_rows(recipe, hardware, rows) is not None:
             tell(f"micro-batch of {rows} rows: the largest that fits of a step's {total}")
             return rows

@@ -185,9 +185,11 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         before = load_recipe(run_folder / RECIPE_NAME)
     except ConfigError:
         return {}
-    same = (before.data.seq_len, before.batch.global_batch_tokens) == (
+    was, now = before.batch, recipe.batch
+    same = (before.data.seq_len, was.global_batch_tokens, was.ramp_start_tokens) == (
         recipe.data.seq_len or before.data.seq_len,
-        recipe.batch.global_batch_tokens,
+        now.global_batch_tokens,
+        now.ramp_start_tokens,
     )
     # Another batch is cut anew.
     return before.model_dump(exclude=None if same else {"batch"})

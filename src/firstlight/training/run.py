@@ -76,7 +76,7 @@ class Run:
         save_stall_seconds: time that training stood still for the last save.
         loader, logs: the data and the log files, once `open`.
         schedule: learning-rate schedule of the whole run.
-        global_batch_size: sequences of an optimizer step, all processes together.
+        batch: sequences of each optimizer step, all processes together.
         data_identity: see `state.data_identity`.
     """
 
@@ -106,13 +106,12 @@ class Run:
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.seq_len, self.guard = recipe.data.seq_len, Guard(recipe.guard)
-        self.accumulation = recipe.batch.accumulation(self.seq_len, self.engine.size)
-        self.global_batch_size = recipe.batch.rows * self.accumulation * self.engine.size
+        self.batch = recipe.batch.schedule(self.seq_len, self.engine.size)
         self.schedule = resolve_schedule(
             recipe.schedule,
             recipe.optimizer.learning_rate,
             self.dataset.num_rows(self.seq_len),
-            self.global_batch_size,
+            self.batch,
             self.seq_len,
         )
         self.data_identity = data_identity(
@@ -205,7 +204,7 @@ class Run:
                 world_size=self.engine.size,
                 workers=data.workers,
                 # A step takes all its micro-batches at its beginning.
-                prefetch=max(data.prefetch, self.accumulation),
+                prefetch=max(data.prefetch, self._micro_batches_of(self.max_steps)),
                 pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
             ) as self.loader,
             self._open_logs() as self.logs,
@@ -240,11 +239,16 @@ class Run:
         batches = []
         # All at once: no micro-batch of a step is trained on when another can't be read.
         try:
-            batches = [self.loader.next_batch() for _ in range(self.accumulation)]
+            count = self._micro_batches_of(self.state.step)
+            batches = [self.loader.next_batch() for _ in range(count)]
         except DataError as error:
             self.unreadable = str(error)
         self._data_wait_seconds = time.perf_counter() - self._step_began
         return batches
+
+    def _micro_batches_of(self, step: int) -> int:
+        """Micro-batches that the loader gives this process for a step, counted from 0."""
+        return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
     def begin_step(self) -> float:
         """Count a step; return its learning rate as a fraction of the peak."""
@@ -338,7 +342,8 @@ class Run:
     def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
         """The step's line of metrics.jsonl, before any evaluation."""
         program, state, hardware = self.program, self.state, self.program.hardware
-        tokens_per_second = self.global_batch_size * self.seq_len / seconds
+        sequences = self.batch.at(state.step - 1)
+        tokens_per_second = sequences * self.seq_len / seconds
         # All devices, also those that share the sequences of one part (tensor parallel, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
@@ -354,7 +359,7 @@ class Run:
             "epoch": state.rows_seen / self.loader.rows_per_epoch,
             "tokens_per_second": tokens_per_second,
             "learned_tokens_per_second": result.tokens / seconds,
-            "samples_per_second": self.global_batch_size / seconds,
+            "samples_per_second": sequences / seconds,
             "mfu": self._flops_per_token * tokens_per_second / peak,
             "memory_bytes": peak_memory_bytes(hardware.device),
             "seconds": seconds,
@@ -362,6 +367,7 @@ class Run:
             "save_stall_seconds": self.save_stall_seconds,
             "skipped_steps": state.skipped_steps,
             **{f"epoch/{name}": seen for name, seen in epochs.items()},
+            **({"global_batch_tokens": sequences * self.seq_len} if self.batch.ramp_steps else {}),
             **({"skipped": True} if result.skipped else {}),
             **({"loss_scale": program.scaler.scale} if program.scaler else {}),
             **router,

@@ -152,7 +152,7 @@ def _assembled(
         take_up(run, newest)
     elif resolved.schedule.resume:
         continue_schedule(run, init_from)
-    rows_of_run = run.max_steps * run.global_batch_size
+    rows_of_run = run.batch.before(run.max_steps)
     start = describe_start(run) if run.goes_on else ()
     for line in (*dataset.describe_run(rows_of_run, run.seq_len), *start):
         tell(line)
@@ -357,11 +357,11 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 def describe_start(run: Run) -> Iterator[str]:
     """How long a run is, and the rates and weight decay of each group of parameters."""
-    schedule, optimizer, rows = run.schedule, run.recipe.optimizer, run.global_batch_size
-    epochs = schedule.max_steps * rows / run.dataset.num_rows(run.seq_len)
+    schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
+    epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
     peak = optimizer.learning_rate
     yield (
-        f"schedule: {schedule.max_steps:,} steps of {rows} x {run.seq_len} tokens "
+        f"schedule: {schedule.max_steps:,} steps of {batch.in_words} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
         f"{schedule.in_words(peak)}"
     )

@@ -20,7 +20,7 @@ from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, find_gpu
-from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu
@@ -305,13 +305,13 @@ class PlannedRun:
 
     Attributes:
         schedule: its steps, as `train` works them out.
-        global_batch_size: sequences of an optimizer step, all devices together.
+        batch: sequences of each optimizer step, all devices together.
         tokens: tokens of the whole run.
         epochs: passes over the training split; None where the data are not here.
     """
 
     schedule: Schedule
-    global_batch_size: int
+    batch: BatchSchedule
     tokens: int
     epochs: float | None
 
@@ -323,18 +323,14 @@ def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
         ConfigError: the schedule can't be; see `resolve_schedule`.
     """
     seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
-    global_batch_size = (
-        recipe.batch.micro_batch_size * recipe.batch.accumulation(seq_len, copies) * copies
-    )
+    batch = recipe.batch.schedule(seq_len, copies)
     rows = _rows_per_epoch(recipe, seq_len)
     if rows is None and recipe.schedule.max_steps is None:
         return None
     peak = recipe.optimizer.learning_rate
-    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, global_batch_size, seq_len)
-    seen = schedule.max_steps * global_batch_size
-    return PlannedRun(
-        schedule, global_batch_size, seen * seq_len, None if not rows else seen / rows
-    )
+    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, batch, seq_len)
+    seen = batch.before(schedule.max_steps)
+    return PlannedRun(schedule, batch, seen * seq_len, None if not rows else seen / rows)
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:

@@ -131,7 +131,10 @@ class Plan:
         if self.run is not None:
             run = {**dataclasses.asdict(self.run), "seconds": self.run_seconds}
             # The key that readers of --json know.
-            run["rows_a_step"] = run.pop("global_batch_size")
+            batch = run.pop("batch")
+            run["rows_a_step"] = batch["size"]
+            if batch["ramp_steps"]:
+                run |= {"rows_at_start": batch["start"], "ramp_steps": batch["ramp_steps"]}
         return {
             "machine": machine,
             "parameters": self.parameters,

@@ -64,7 +64,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 def _run(plan: Plan, run: PlannedRun) -> str:
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
     text = (
-        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.global_batch_size:,} rows, "
+        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.batch.in_words} rows, "
         f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
     )
     if plan.run_seconds is None:
