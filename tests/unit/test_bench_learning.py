@@ -93,6 +93,15 @@ def test_a_change_is_made_to_the_row_that_it_names() -> None:
     assert values == {**before, "optimizer": {**before["optimizer"], **changed}}
 
 
+def test_rows_are_recipes_of_their_own_unless_changes_are_asked_for() -> None:
+    assert not any(row.of for row in choose_rows([], []).values())
+    assert len(choose_rows([], [])) > 3
+    baseline, *changes = choose_rows(["changes"], []).items()
+    assert baseline[0] == BEFORE
+    assert len(changes) > 5
+    assert all(row.of == BEFORE for _, row in changes)
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
@@ -285,5 +294,5 @@ def test_the_page_names_all_recipes_and_verdicts() -> None:
     machine = {"name": "a CPU", "threads": 2, "torch": "2"}
     text = page({"runs": runs, "machine": machine, "problems": {}}, "x.png")
     assert "## a, 2.6m, 200 tokens" in text
-    assert f"| {_CHANGE} | not kept: no gain above twice the spread |" in text
+    assert f"- `{_CHANGE}`: not kept: no gain above twice the spread" in text
     assert "![" in text

@@ -46,6 +46,9 @@ SIZES: dict[str, dict[str, Any]] = {
 #: The demo's recipe of before, and the row whose changes are measured alone.
 BEFORE = "before"
 
+#: The name that stands for all single changes.
+CHANGES = "changes"
+
 _NANOGPT: dict[str, Any] = {
     "model.model_type": "gpt2",
     "model.activation_function": "gelu",
@@ -171,13 +174,21 @@ _VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", 
 
 
 def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
-    """The rows of these names in their order, all if there are none; and those of the variants.
+    """The rows of these names in their order; and those of the variants.
+
+    Args:
+        names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
+            none are all recipes of their own.
+        variants: see `find_row`.
 
     Raises:
-        ConfigError: see `find_row`.
+        ConfigError: a name is unknown, or a variant is wrong.
     """
-    require_known("row", names, ROWS)
-    return {name: find_row(name) for name in (*(names or ROWS), *variants)}
+    require_known("row", names, [*ROWS, CHANGES])
+    changes = [BEFORE, *(name for name, row in ROWS.items() if row.of == BEFORE)]
+    chosen = [one for name in names for one in (changes if name == CHANGES else [name])]
+    chosen = chosen or [name for name, row in ROWS.items() if not row.of]
+    return {name: find_row(name) for name in (*chosen, *variants)}
 
 
 def find_row(name: str) -> LearningRow:
