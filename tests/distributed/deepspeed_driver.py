@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gradient_driver import T, V, cut, difference, global_batch, model_of
+from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.data.loader import Batch
@@ -20,7 +21,6 @@ from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import parse_recipe
 from firstlight.training.program import TrainingProgram
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def bytes_in_files(case: dict[str, Any]) -> int:
 def program_of(case: dict[str, Any], engine: Engine | None) -> TrainingProgram:
     family = case["family"]
     model = _large() if family == "large" else model_of(family, torch.float32, 1)
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "data": {"dir": "none", "seq_len": T},
             "batch": {"micro_batch_size": 1},

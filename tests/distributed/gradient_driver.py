@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from plain_recipe import plain_recipe
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
@@ -26,7 +27,7 @@ from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.collectives import gather_to_main
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 
 T, V = 12, 61
@@ -90,8 +91,8 @@ def model_of(family: str, dtype: torch.dtype, vocab_multiple: int) -> Model:
     return model.to(dtype)
 
 
-def recipe_of(case: dict[str, Any]) -> Recipe:
-    return parse_recipe(
+def recipe_of(case: dict[str, Any]) -> ResolvedRecipe:
+    return plain_recipe(
         {
             "data": {"dir": "none", "seq_len": T},
             "batch": {"micro_batch_size": 1},

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.bench.memory import measured_memory
@@ -16,7 +17,7 @@ from firstlight.optim.dtensors import is_sharded
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import Engine
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 
 
@@ -33,10 +34,8 @@ def held(program: TrainingProgram) -> int:
     return sum(local.untyped_storage().nbytes() for local in found.values())
 
 
-def measured(recipe: Recipe, engine: Engine) -> list[int]:
+def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
     """The peaks of some steps, once one has made the optimizer's state."""
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     generator = torch.Generator().manual_seed(0)
     model = engine.new_model(recipe.model, 1, generator)
     program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
@@ -59,7 +58,7 @@ def main(request: list[dict[str, Any]]) -> None:
     world = find_world()
     with process_group(world, torch.device("cpu"), 120):
         for values in request:
-            recipe = parse_recipe(values)
+            recipe = plain_recipe(values)
             engine = make_engine(recipe.distributed, world, torch.device("cpu"))
             sys.stdout.write(json.dumps({"peaks": measured(recipe, engine)}) + "\n")
             sys.stdout.flush()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 from spawned import run_ranks
 
 from firstlight.errors import ConfigError, MissingDependencyError
@@ -18,7 +19,6 @@ from firstlight.parallel import World
 from firstlight.parallel.deepspeed_model import import_deepspeed, require_asynchronous_io
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
 pytest.importorskip("deepspeed")
@@ -201,4 +201,4 @@ def test_what_deepspeed_can_not_do_is_refused_by_name(
         section: values,
     }
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        require_combination(parse_recipe(recipe), find_hardware("cpu"), "deepspeed")
+        require_combination(plain_recipe(recipe), find_hardware("cpu"), "deepspeed")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 from spawned import run_ranks
 
 from firstlight.errors import ConfigError
@@ -17,7 +18,6 @@ from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
@@ -164,4 +164,4 @@ def test_what_stages_do_not_know_is_refused(
     }
     recipe[section] = {**recipe.get(section, {}), **values}
     with pytest.raises(ConfigError, match=said):
-        require_combination(parse_recipe(recipe), find_hardware("cpu"), pipeline=2)
+        require_combination(plain_recipe(recipe), find_hardware("cpu"), pipeline=2)

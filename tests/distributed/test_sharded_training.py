@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from plain_recipe import plain_recipe
 from spawned import free_port, run_ranks
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
@@ -23,7 +24,6 @@ from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, ModelError
 from firstlight.hardware.device import find_hardware
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.run import Run
@@ -334,8 +334,8 @@ def test_what_can_not_be_in_pieces_is_refused(tmp_path: Path, shards: Path) -> N
     recipe = _recipe(shards, tmp_path / "run", sharded=True)
     with pytest.raises(ConfigError, match=r"distributed\.engine none cuts no model"):
         firstlight.train(recipe)
-    parsed = parse_recipe({**recipe, "lora": {"rank": 2}})
+    parsed = plain_recipe({**recipe, "lora": {"rank": 2}})
     with pytest.raises(ConfigError, match="lora's are small"):
         require_combination(parsed, find_hardware("cpu"), "fsdp")
     with pytest.raises(ConfigError, match=r"distributed\.tensor_parallel's shards"):
-        require_combination(parse_recipe(recipe), find_hardware("cpu"), "fsdp", 2)
+        require_combination(plain_recipe(recipe), find_hardware("cpu"), "fsdp", 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 from spawned import run_ranks
 
 from firstlight.errors import ConfigError
@@ -16,7 +17,6 @@ from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
@@ -178,4 +178,4 @@ def test_what_can_not_be_cut_is_refused(section: str, values: dict[str, Any], sa
     if values.get("model_type") == "gpt2":
         recipe["model"] = values
     with pytest.raises(ConfigError, match=said):
-        require_combination(parse_recipe(recipe), find_hardware("cpu"), tensor_parallel=4)
+        require_combination(plain_recipe(recipe), find_hardware("cpu"), tensor_parallel=4)

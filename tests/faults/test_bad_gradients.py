@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from driven import one_thread
+from plain_recipe import plain_recipe
 from scale import cases
 from small import LLAMA, SEQ_LEN, batch_of, new_model
 from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
-from firstlight.recipe import GuardConfig, parse_recipe
+from firstlight.recipe import GuardConfig
 from firstlight.training.guard import Guard
 from firstlight.training.program import TrainingProgram
 
@@ -84,7 +85,7 @@ def quick() -> Iterator[None]:
 
 
 def make_program(settings: dict[str, Any]) -> TrainingProgram:
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": LLAMA.model_dump(),
             "data": {"dir": "none", "seq_len": SEQ_LEN},
@@ -99,7 +100,6 @@ def make_program(settings: dict[str, Any]) -> TrainingProgram:
             },
         }
     )
-    assert recipe.model is not None
     return TrainingProgram(recipe, new_model(LLAMA), find_hardware("cpu"))
 
 

@@ -22,7 +22,7 @@ from switches import (
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
-from firstlight.recipe import Recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 
 from .conftest import DEVICE
@@ -212,7 +212,7 @@ def _everything(program: TrainingProgram) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _with(recipe: Recipe, **sections: dict[str, object]) -> Recipe:
+def _with(recipe: ResolvedRecipe, **sections: dict[str, object]) -> ResolvedRecipe:
     """The recipe with other values in some sections."""
     changed = {
         name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()

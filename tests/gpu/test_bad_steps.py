@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 from small import LLAMA, SEQ_LEN, batch_of, new_model
 from test_bad_gradients import Spoiler
 from torch import Tensor
@@ -164,7 +165,7 @@ _MICRO_BATCHES, _BAD_STEPS = 3, 6
 
 
 def program_of(settings: dict[str, Any], hardware: Hardware) -> TrainingProgram:
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": LLAMA.model_dump(),
             "data": {"dir": "none", "seq_len": SEQ_LEN},

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from plain_recipe import plain_recipe
 from small import LLAMA, SEQ_LEN, batch_of, new_model
 from spawned import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +23,6 @@ from firstlight.parallel import World
 from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.sharding import FSDPEngine
-from firstlight.recipe import parse_recipe
 from firstlight.report.records import read_json_lines
 from firstlight.training.program import TrainingProgram
 
@@ -44,7 +44,7 @@ def steps(
     hardware: Hardware, engine: Engine | None, precision: str
 ) -> tuple[list[float], dict[str, Any]]:
     """Six steps of two micro-batches: losses and norms, and the weights after them."""
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": LLAMA.model_dump(),
             "data": {"dir": "none", "seq_len": SEQ_LEN},

@@ -17,7 +17,7 @@ from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.schedule import Schedule
-from firstlight.recipe import Recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -82,7 +82,7 @@ class Runs:
 
     def recipe(
         self, combination: Combination, further: Mapping[str, object] | None = None
-    ) -> Recipe:
+    ) -> ResolvedRecipe:
         """A combination's recipe, with settings by `section.key` beside those of all runs."""
         return recipe_of(combination, str(self.data), {**self.further, **(further or {})})
 
@@ -91,7 +91,7 @@ class Runs:
         return self.of(of_kinds(combination, "mathematics"))
 
 
-def train_recipe(recipe: Recipe, seed: int = SEED, hardware: Hardware = CPU) -> Outcome:
+def train_recipe(recipe: ResolvedRecipe, seed: int = SEED, hardware: Hardware = CPU) -> Outcome:
     """20 steps of a recipe; the seed decides the order of the rows and dropout."""
     # What was compiled before counts towards a limit.
     torch._dynamo.reset()
@@ -109,13 +109,11 @@ def train_recipe(recipe: Recipe, seed: int = SEED, hardware: Hardware = CPU) -> 
     )
 
 
-def make_program(recipe: Recipe, hardware: Hardware = CPU) -> TrainingProgram:
+def make_program(recipe: ResolvedRecipe, hardware: Hardware = CPU) -> TrainingProgram:
     """A recipe's methods on a device, around a model with the weights of every other run."""
-    assert recipe.model is not None
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(SEED))
-    if recipe.lora is not None:
-        attach(model, recipe, hardware)
+    attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     if program.scaler is not None:
         # A run finds a scale that fits by skipping some of its first steps; a comparison can't.

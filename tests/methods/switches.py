@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from covering import Choice, covering_set, legal_pairs
+from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 
 #: "plain": the value of the plain run. "mathematics": asks for other numbers, so the plain run
@@ -278,7 +279,7 @@ def of_kinds(combination: Combination, *kinds: Kind) -> Combination:
 
 def recipe_of(
     combination: Combination, data: str = "data", further: Mapping[str, Any] | None = None
-) -> Recipe:
+) -> ResolvedRecipe:
     """20 steps of a model small enough to be trained in a fraction of a second.
 
     Args:
@@ -305,7 +306,7 @@ def recipe_of(
     for name, value in [*settings, *(further or {}).items()]:
         section, key = name.split(".")
         values.setdefault(section, {})[key] = value
-    return parse_recipe(values)
+    return plain_recipe(values)
 
 
 _SHAPE: dict[str, Any] = {

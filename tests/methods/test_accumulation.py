@@ -16,7 +16,7 @@ from firstlight.data.loader import IGNORE_INDEX, Batch, rows_to_batch
 from firstlight.efficiency import apply_methods
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.recipe import Recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.step import StepResult, train_step
 
 _SEQ_LEN = 32
@@ -52,7 +52,7 @@ def _cut(batch: Batch, sizes: list[int]) -> list[Batch]:
     ]
 
 
-def _step(recipe: Recipe, batches: list[Batch]) -> tuple[StepResult, dict[str, Tensor]]:
+def _step(recipe: ResolvedRecipe, batches: list[Batch]) -> tuple[StepResult, dict[str, Tensor]]:
     """One step in fp64; its gradients."""
     assert recipe.model is not None
     model = empty_model(

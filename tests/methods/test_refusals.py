@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 from switches import CPU, refused_pairs
 
 from firstlight.efficiency import apply_methods
@@ -14,7 +15,6 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import ineffective, require_combination
 from firstlight.training.starting_model import attach
 
@@ -203,7 +203,7 @@ def check(settings: Settings, hardware: Hardware) -> None:
     for name, value in settings.items():
         section, key = name.split(".")
         values.setdefault(section, {})[key] = value
-    require_combination(parse_recipe(values), hardware)
+    require_combination(plain_recipe(values), hardware)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -265,7 +265,7 @@ def test_all_conflicts_are_said_at_once() -> None:
 
 
 def _recipe(**sections: Settings) -> Any:
-    return parse_recipe(
+    return plain_recipe(
         {
             "model": {
                 "hidden_size": 32,

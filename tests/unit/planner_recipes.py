@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from plain_recipe import plain_recipe
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
-from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -33,17 +33,10 @@ LLAMA = {
     "max_position_embeddings": 256,
 }
 
-_PLAIN = {"precision": "fp32", "attention": "sdpa", "compile": False, "loss_chunk_tokens": 0}
-
-
-def resolved(values: Mapping[str, Any]) -> ResolvedRecipe:
-    """A recipe with plain choices for the keys that `values` leaves open."""
-    return parse_resolved_recipe({**values, "efficiency": _PLAIN | values.get("efficiency", {})})
-
 
 def recipe(model: dict[str, Any] = GPT2, **sections: Any) -> ResolvedRecipe:
     """A tiny recipe; sections change its own."""
-    return resolved(
+    return plain_recipe(
         {
             "model": model,
             "data": {"dir": "nowhere", "seq_len": 128} | sections.pop("data", {}),
@@ -58,8 +51,7 @@ def real_steps(recipe: ResolvedRecipe) -> None:
     hardware = Hardware(torch.device("cpu"), "CPU", 2**40, bf16=True)
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0))
-    if recipe.lora is not None:
-        attach(model, recipe, hardware)
+    attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     shape = (recipe.batch.rows, recipe.data.seq_len)
     ids = torch.randint(512, shape)

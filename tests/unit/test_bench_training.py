@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from plain_recipe import plain_recipe
 from torch import nn
 
 from firstlight.bench import training
@@ -49,7 +50,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import SHORT_SPIN, TRAINING
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
-from firstlight.recipe import BatchConfig, Recipe, parse_recipe
+from firstlight.recipe import BatchConfig, Recipe, ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
@@ -85,7 +86,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tiny_recipe(**sections: Any) -> Recipe:
+def tiny_recipe(**sections: Any) -> ResolvedRecipe:
     values = {
         "run": {"device": "cpu"},
         "model": _TINY.model_dump(),
@@ -93,7 +94,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
         "batch": {"micro_batch_size": 4, "global_batch_tokens": 128},
         "efficiency": {"compile": False, "precision": "fp32", "attention": "sdpa"},
     }
-    return parse_recipe({**values, **sections})
+    return plain_recipe({**values, **sections})
 
 
 # The numbers.

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_recipe import plain_recipe
 
 from firstlight.efficiency import EfficiencyConfig, require_same_bits, same_bits
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware
-from firstlight.recipe import parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
 CPU = find_hardware("cpu")
@@ -90,6 +90,8 @@ def test_cudnn_attention_is_refused_where_bits_are_to_be_the_same() -> None:
         "efficiency": {"attention": "cudnn", "precision": "bf16"},
     }
     with pytest.raises(ConfigError, match=r"cudnn adds up in no fixed order: set it to flash"):
-        require_combination(parse_recipe(values), GPU)
-    require_combination(parse_recipe(values | {"run": {}}), GPU)
-    require_combination(parse_recipe(values | {"efficiency": {"attention": "flash"}}), GPU)
+        require_combination(plain_recipe(values), GPU)
+    require_combination(plain_recipe(values | {"run": {}}), GPU)
+    require_combination(
+        plain_recipe(values | {"efficiency": {"attention": "flash", "precision": "bf16"}}), GPU
+    )

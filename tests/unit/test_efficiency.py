@@ -11,6 +11,7 @@ import torch
 import torch.utils._python_dispatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_recipe import plain_recipe
 from torch import Tensor, nn
 
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
@@ -37,7 +38,6 @@ from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.parallel.sharding import TensorParallelEngine
-from firstlight.recipe import parse_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -518,7 +518,7 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
         return model
 
     model = small_model()
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": model.config.model_dump(),
             "data": {"dir": "data", "seq_len": 24},
@@ -548,7 +548,7 @@ def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params"])
 def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) -> None:
     model = small_model()
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": model.config.model_dump(),
             "data": {"dir": "data", "seq_len": 24},

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.training.fit import cuts, largest_micro_batch, try_step
 from firstlight.training.loop import train
 from firstlight.training.program import TrainingProgram
@@ -24,8 +25,8 @@ from firstlight.training.step import StepResult
 _CPU = find_hardware("cpu")
 
 
-def recipe_of(rows: int | str = "auto", total: int = 12, **sections: Any) -> Recipe:
-    return parse_recipe(
+def recipe_of(rows: int = 1, total: int = 12, **sections: Any) -> ResolvedRecipe:
+    return plain_recipe(
         {
             "model": {
                 "hidden_size": 32,
@@ -81,7 +82,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | str
     def run(command: list[str], **options: Any) -> Any:
         request = json.loads(options["input"])
         assert request["device"] == "cpu"
-        recipe = parse_recipe(request["recipe"])
+        recipe = plain_recipe(request["recipe"])
         asked.append(recipe.batch.rows)
         said = answer(recipe.batch.rows)
         if isinstance(said, str):
@@ -132,17 +133,16 @@ def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "batch,said",
     [
-        ({"micro_batch_size": "auto"}, r"needs batch\.global_batch_tokens.*multiple of .* 16"),
+        ({}, r"needs batch\.global_batch_tokens.*multiple of .* 16"),
         (
             {
-                "micro_batch_size": "auto",
                 "global_batch_tokens": 64,
                 "gradient_accumulation_steps": 2,
             },
             r"no batch\.gradient_accumulation_steps",
         ),
-        ({"micro_batch_size": "auto", "global_batch_tokens": 40}, "take 32 or 48"),
-        ({"micro_batch_size": "auto", "global_batch_tokens": 4}, "take 16$"),
+        ({"global_batch_tokens": 40}, "take 32 or 48"),
+        ({"global_batch_tokens": 4}, "take 16$"),
     ],
 )
 def test_auto_needs_a_batch_to_cut(batch: dict[str, Any], said: str) -> None:
@@ -208,7 +208,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
 ) -> None:
     # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: 0.7 GB hold
     # fewer than 4 rows, and one.
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "model": {
                 "hidden_size": 16,
@@ -218,7 +218,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
                 "max_position_embeddings": 512,
             },
             "data": {"dir": "data", "seq_len": 512},
-            "batch": {"micro_batch_size": "auto", "global_batch_tokens": 4 * 512},
+            "batch": {"micro_batch_size": 1, "global_batch_tokens": 4 * 512},
             "efficiency": {"precision": "fp32", "attention": "sdpa", "compile": False},
         }
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner_recipes import resolved
+from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig
@@ -22,7 +22,7 @@ _CONFIG = {"model_type": "gpt2", "vocab_size": 300, "hidden_size": 32, "num_atte
 
 
 def recipe(accumulation: int = 1, **distributed: Any) -> ResolvedRecipe:
-    return resolved(
+    return plain_recipe(
         {
             "data": {"dir": "/nowhere", "seq_len": 64},
             "model": _CONFIG,
@@ -126,7 +126,7 @@ def test_what_is_sent_counts_micro_batches_and_what_waits_on_the_host() -> None:
 
 
 def llama(accumulation: int = 1, tied: bool = False, **distributed: Any) -> ResolvedRecipe:
-    return resolved(
+    return plain_recipe(
         {
             "data": {"dir": "/nowhere", "seq_len": 64},
             "model": {

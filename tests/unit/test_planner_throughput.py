@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_recipes import resolved
+from plain_recipe import plain_recipe
 
 from firstlight.bench.planner_speed import (
     draw_speed,
@@ -374,7 +374,7 @@ def test_the_grid_has_twenty_recipes_of_different_names() -> None:
 def test_published_rates_lie_in_the_range(
     gpu: str, rows: int, attention: str, published: float
 ) -> None:
-    recipe = resolved(
+    recipe = plain_recipe(
         {
             "data": {"dir": "-", "seq_len": 1024},
             "model": {"model_type": "gpt2", "vocab_size": 50304},
@@ -418,7 +418,7 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         "batch": {"micro_batch_size": 1},
         "efficiency": {"precision": "bf16", "compile": False},
     }
-    recipe = resolved(values)
+    recipe = plain_recipe(values)
     counted = count_operators(recipe, cuda_target("x", (9, 0)))
     experts = [e for e in counted.operators if "grouped_linear" in e.operator.name]
     found = {}
@@ -434,7 +434,7 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         (2, rows, 96, 32): 1,
         (2, rows, 32, 48): 1,
     }
-    compiled = resolved({**values, "efficiency": {"precision": "bf16", "compile": True}})
+    compiled = plain_recipe({**values, "efficiency": {"precision": "bf16", "compile": True}})
     gpu = find_gpu("H100")
     rest = replace(counted, operators=tuple(e for e in counted.operators if e not in experts))
     least = sum(kernel_seconds(e.operator, gpu, "bf16").expected * e.count for e in experts)

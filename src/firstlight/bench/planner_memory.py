@@ -266,8 +266,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
     with measured_memory() as whole:
         model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
         model.init_weights(torch.Generator().manual_seed(0))
-        if recipe.lora is not None:
-            attach(model, recipe, hardware)
+        attach(model, recipe, hardware)
         program = TrainingProgram(recipe, model, hardware)
         batch = random_batch(recipe)
         batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)

@@ -192,8 +192,7 @@ def _train(
     hardware = find_hardware(request["device"])
     device = hardware.device
     model = random_model(recipe.model, device, recipe.efficiency.vocab_multiple)
-    if recipe.lora is not None:
-        attach(model, recipe, hardware)
+    attach(model, recipe, hardware)
     batch = random_batch(recipe).to(device)
     batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
     with measured():

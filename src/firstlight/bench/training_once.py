@@ -180,8 +180,7 @@ def _firstlight(
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
-    if decided.lora is not None:
-        attach(model, decided, hardware)
+    attach(model, decided, hardware)
     program = TrainingProgram(decided, model, hardware)
     micro, count = decided.batch.rows, decided.batch.accumulation(tokens.seq_len)
     masked = decided.data.document_masking

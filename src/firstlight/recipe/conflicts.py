@@ -14,11 +14,11 @@ from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.sharding import unshardable
-from firstlight.recipe.schema import Recipe
+from firstlight.recipe.schema import ResolvedRecipe
 
 
 def require_combination(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     hardware: Hardware,
     engine: str = "none",
     tensor_parallel: int = 1,
@@ -27,7 +27,7 @@ def require_combination(
     """Refuse a recipe whose methods can't work together on this hardware.
 
     Args:
-        recipe: recipe whose model, row length and micro-batch size are decided.
+        recipe: recipe of the run.
         hardware: hardware of the run.
         engine: engine that several processes share the model by: "none", "ddp", "fsdp" or
             "deepspeed".
@@ -37,7 +37,6 @@ def require_combination(
     Raises:
         ConfigError: all conflicts, each with the nearest combination that works.
     """
-    assert recipe.model is not None
     problems = [
         *_conflicts(recipe),
         *_missing_hardware(recipe, hardware),
@@ -57,7 +56,7 @@ def require_combination(
         raise ConfigError("; ".join(problems))
 
 
-def ineffective(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     """A sentence for each method of the recipe that changes nothing on this hardware."""
     config, device = recipe.efficiency, hardware.device.type
     if device == "cuda":
@@ -68,22 +67,20 @@ def ineffective(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
         yield "efficiency.activation_offload gains nothing on a CPU, where all is in its memory"
     if config.empty_cache_steps:
         yield f"efficiency.empty_cache_steps does nothing on a {device} device"
-    if config.compile is True and config.compile_mode != "default":
+    if config.compile and config.compile_mode != "default":
         yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
 
 
-def _conflicts(recipe: Recipe) -> Iterator[str]:
+def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
     config, model = recipe.efficiency, recipe.model
-    assert model is not None
-    assert recipe.data.seq_len is not None
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
-    if config.activation_checkpointing == "budget" and config.compile is not True:
+    if config.activation_checkpointing == "budget" and not config.compile:
         yield (
             "efficiency.activation_checkpointing budget is torch.compile's: set "
             "efficiency.compile to true, or activation_checkpointing to selective"
         )
-    if config.compile is not True and (config.compile_regional or config.compile_mode != "default"):
+    if not config.compile and (config.compile_regional or config.compile_mode != "default"):
         yield (
             "efficiency.compile_regional and compile_mode say how to compile: set "
             "efficiency.compile to true, or leave them out"
@@ -105,7 +102,7 @@ def _conflicts(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
+def _conflicts_with(engine: str, recipe: ResolvedRecipe) -> Iterator[str]:
     if engine == "none":
         return
     if recipe.efficiency.optimizer_in_backward:
@@ -146,7 +143,7 @@ def _conflicts_with(engine: str, recipe: Recipe) -> Iterator[str]:
 
 
 def _conflicts_of_pairs(
-    recipe: Recipe, engine: str, tensor_parallel: int, pipeline: int
+    recipe: ResolvedRecipe, engine: str, tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
     """Conflicts of preference pairs, whose loss is over whole answers."""
     if recipe.preference is None:
@@ -167,21 +164,21 @@ def _conflicts_of_pairs(
             "loss.z_loss_coef belongs to the cross-entropy, which preference pairs have not: set "
             "it to 0"
         )
-    if recipe.model is not None and recipe.model.expert_count:
+    if recipe.model.expert_count:
         yield (
             f"preference pairs are not for experts ({recipe.model.model_type}), whose balancing "
             "loss is not part of theirs: use a dense model"
         )
 
 
-def _conflicts_with_deepspeed(recipe: Recipe) -> Iterator[str]:
+def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (
             f"efficiency.precision {config.precision} is not for distributed.engine deepspeed: use "
             "bf16 or fp16, with fp32 parameters"
         )
-    if config.compile is True:
+    if config.compile:
         yield (
             "efficiency.compile does not see through distributed.engine deepspeed: set it to "
             "false, or distributed.engine to fsdp"
@@ -201,7 +198,9 @@ def _conflicts_with_deepspeed(recipe: Recipe) -> Iterator[str]:
         yield "lora is not for distributed.engine deepspeed: set it to ddp or fsdp"
 
 
-def _conflicts_of_sharded(recipe: Recipe, engine: str, tensor_parallel: int) -> Iterator[str]:
+def _conflicts_of_sharded(
+    recipe: ResolvedRecipe, engine: str, tensor_parallel: int
+) -> Iterator[str]:
     if not recipe.checkpoint.sharded:
         return
     if engine != "fsdp":
@@ -218,7 +217,7 @@ def _conflicts_of_sharded(recipe: Recipe, engine: str, tensor_parallel: int) -> 
         yield "checkpoint.sharded is for large checkpoints, and lora's are small: leave it out"
 
 
-def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
+def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
     """Conflicts of tensor parallelism or of a pipeline (`key`)."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
@@ -233,7 +232,7 @@ def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
         )
     if recipe.lora is not None:
         yield f"lora is not for {key}: leave one out (distributed.engine fsdp works with lora)"
-    if config.compile is True:
+    if config.compile:
         yield f"efficiency.compile is not for {key}: set it to false"
     if config.activation_offload:
         yield (
@@ -244,7 +243,7 @@ def _conflicts_in_parts(recipe: Recipe, key: str) -> Iterator[str]:
         yield f"efficiency.loss_chunk_tokens is not for {key}: set it to 0"
 
 
-def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:
+def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str]:
     accumulation = recipe.batch.accumulation(seq_len)
     if recipe.batch.ramp_start_tokens is not None:
         yield (
@@ -272,7 +271,7 @@ def _conflicts_in_backward(recipe: Recipe, seq_len: int) -> Iterator[str]:
         )
 
 
-def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     config, device = recipe.efficiency, hardware.device.type
     if device != "cuda" and config.attention in ("efficient", "cudnn", "flex"):
         yield (
@@ -284,8 +283,6 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
             f"efficiency.attention flash is for CPUs and CUDA GPUs, and the device is {device}: "
             "use auto, sdpa, math, blockwise or plain"
         )
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
     if fast_only and (recipe.data.document_masking or _window(recipe.model) < recipe.data.seq_len):
         yield (
@@ -308,14 +305,14 @@ def _missing_hardware(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
 
 
-def _missing_units(recipe: Recipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
+def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
     config = recipe.efficiency
     if config.precision == "fp8" and capability < FP8_CAPABILITY:
         yield (
             "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
             f"or higher), and this is {name}: use bf16"
         )
-    compiles = config.compile is True and config.compile_backend == "inductor"
+    compiles = config.compile and config.compile_backend == "inductor"
     if compiles and capability < TRITON_CAPABILITY:
         yield (
             "efficiency.compile needs triton, and so a GPU of compute capability 7.0 or higher "

@@ -58,7 +58,7 @@ class Facts:
     processes: int = 1
     epoch_tokens: int | None = None
     earlier: Mapping[str, Any] = field(default_factory=dict)
-    largest_micro_batch: Callable[[Recipe], int] | None = None
+    largest_micro_batch: Callable[[ResolvedRecipe], int] | None = None
 
 
 def facts_here(hardware: Hardware, **more: Any) -> Facts:
@@ -98,7 +98,7 @@ def resolve(
     seq_len = sequence_length(recipe, recipe.model)
     values: dict[str, Any] = dict(recipe)
     values["data"] = {**dict(recipe.data), "seq_len": seq_len}
-    efficiency = _resolve_efficiency(recipe, seq_len, facts)
+    efficiency = _resolve_efficiency(recipe, recipe.model, seq_len, facts)
     if efficiency != recipe.efficiency:
         compiling = "compiled" if efficiency.compile is True else "not compiled"
         tell(
@@ -111,17 +111,18 @@ def resolve(
     rows = recipe.batch.micro_batch_size
     if rows in (None, "auto"):
         rows = facts.earlier.get("batch", {}).get("micro_batch_size")
-    if rows is None:
-        decided = recipe.model_copy(
-            update={
-                "data": recipe.data.model_copy(update={"seq_len": seq_len}),
-                "efficiency": efficiency,
-                "optimizer": values["optimizer"],
-            }
-        )
-        rows = _micro_batch_size(decided, seq_len, facts)
-    values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows}
-    return ResolvedRecipe.model_validate(values)
+    # One row stands for a size that is still to be found.
+    values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows or 1}
+    resolved = ResolvedRecipe.model_validate(values)
+    if rows is not None:
+        return resolved
+    if recipe.batch.micro_batch_size is None or facts.largest_micro_batch is None:
+        rows = default_micro_batch_size(recipe, seq_len, facts)
+    else:
+        rows = _largest_micro_batch(resolved, facts.largest_micro_batch)
+    return resolved.model_copy(
+        update={"batch": resolved.batch.model_copy(update={"micro_batch_size": rows})}
+    )
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
@@ -140,21 +141,24 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
     return seq_len
 
 
-def attention_backend(recipe: Recipe, seq_len: int, facts: Facts, precision: str) -> str:
+def attention_backend(
+    recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
+) -> str:
     """Attention backend that a recipe takes in a precision if it leaves the choice open."""
-    assert recipe.model is not None
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
         dtype_of(precision),
-        recipe.model,
+        model,
         seq_len,
         documents=recipe.data.document_masking,
         compiles=facts.compiles,
     )
 
 
-def _resolve_efficiency(recipe: Recipe, seq_len: int, facts: Facts) -> EfficiencyConfig:
+def _resolve_efficiency(
+    recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
+) -> EfficiencyConfig:
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
@@ -163,12 +167,14 @@ def _resolve_efficiency(recipe: Recipe, seq_len: int, facts: Facts) -> Efficienc
     if config.compile == "auto":
         pays = earlier.get("compile")
         if pays is None:
-            pays = _ideal_seconds(recipe, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
+            pays = (
+                _ideal_seconds(recipe, model, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
+            )
         # `conflicts.py` refuses the others.
         pays = pays is True and _is_whole(recipe) and recipe.distributed.engine != "deepspeed"
         chosen["compile"] = _says_how_to_compile(config) or (pays and facts.compiles)
     if config.loss_chunk_tokens is None:
-        chunk = _loss_chunk_tokens(recipe, facts.device, precision)
+        chunk = _loss_chunk_tokens(recipe, model, facts.device, precision)
         chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
@@ -179,7 +185,7 @@ def _resolve_efficiency(recipe: Recipe, seq_len: int, facts: Facts) -> Efficienc
     of_gpus = ("flex", "efficient", "cudnn")
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else of_gpus):
         kept = None
-    attention = kept or attention_backend(recipe, seq_len, facts, precision)
+    attention = kept or attention_backend(recipe, model, seq_len, facts, precision)
     return config.model_copy(update={"attention": attention})
 
 
@@ -218,14 +224,13 @@ def _says_how_to_compile(config: EfficiencyConfig) -> bool:
     )
 
 
-def _loss_chunk_tokens(recipe: Recipe, device: str, precision: str) -> int:
+def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
     """In fp32 on a CPU the chunks cost no time, and all logits much memory; where torch.compile
     fuses bf16's head and loss, chunks would be slower."""
-    assert recipe.model is not None
     worth_it = (
         device == "cpu"
         and dtype_of(precision) == torch.float32
-        and recipe.model.vocab_size >= _LARGE_VOCABULARY
+        and model.vocab_size >= _LARGE_VOCABULARY
         and recipe.lora is None
         and recipe.preference is None
         and _is_whole(recipe)
@@ -233,9 +238,7 @@ def _loss_chunk_tokens(recipe: Recipe, device: str, precision: str) -> int:
     return 512 if worth_it else 0
 
 
-def _micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
-    if recipe.batch.micro_batch_size is None or facts.largest_micro_batch is None:
-        return default_micro_batch_size(recipe, seq_len, facts)
+def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe], int]) -> int:
     if recipe.preference is not None:
         raise ConfigError(
             "batch.micro_batch_size auto tries rows of text, not preference pairs: give a number"
@@ -246,7 +249,7 @@ def _micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
                 f"batch.micro_batch_size auto tries the whole model, of which distributed.{key} "
                 "gives each process a part: give a number"
             )
-    return facts.largest_micro_batch(recipe)
+    return find(recipe)
 
 
 def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
@@ -269,10 +272,11 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
     return next(rows for rows in range(most, 0, -1) if total % rows == 0)
 
 
-def _ideal_seconds(recipe: Recipe, seq_len: int, precision: str, facts: Facts) -> float:
+def _ideal_seconds(
+    recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, facts: Facts
+) -> float:
     """Seconds of the run if the hardware did nothing but multiply, at its peak rate; infinite
     where the rate or the length of the run is unknown."""
-    assert recipe.model is not None
     flops = facts.flops(dtype_of(precision))
     batch, steps = recipe.batch, recipe.schedule.max_steps
     if steps is not None:
@@ -285,4 +289,4 @@ def _ideal_seconds(recipe: Recipe, seq_len: int, precision: str, facts: Facts) -
         tokens = math.inf
     if flops is None:
         return math.inf
-    return train_flops_per_token(meta_model(recipe.model), seq_len) * tokens / flops
+    return train_flops_per_token(meta_model(model), seq_len) * tokens / flops

@@ -34,7 +34,7 @@ from firstlight.hardware.device import (
 )
 from firstlight.models import empty_model
 from firstlight.parallel.engine import DistributedConfig
-from firstlight.recipe import Recipe, parse_recipe
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -45,7 +45,7 @@ _FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
 
 
 def largest_micro_batch(
-    recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
+    recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
     """The largest micro-batch whose training step fits into the memory that is free now.
 
@@ -53,7 +53,7 @@ def largest_micro_batch(
     evenly, at most half as many, and so on: the batch of a step stays as it is.
 
     Args:
-        recipe: a recipe with model, row length and batch.global_batch_tokens.
+        recipe: recipe with batch.global_batch_tokens; its micro-batch size is not looked at.
         hardware: the device to run on.
         tell: called with a message about the result.
         processes: number of processes that share each step; the trial is one's part, on its own.
@@ -62,7 +62,6 @@ def largest_micro_batch(
         ConfigError: the step can't be shared evenly; not even one row fits, or the recipe's
             methods can't work together.
     """
-    assert recipe.data.seq_len is not None
     whole = recipe.batch.global_rows(recipe.data.seq_len)
     total, rest = divmod(whole, processes)
     if rest:
@@ -124,12 +123,12 @@ class Trial:
     step_seconds: float
 
 
-def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
+def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
     """Try a micro-batch of so many rows for two steps; None if it does not fit. A process that is
     killed needed too much.
 
     Args:
-        recipe: the recipe of one process, with model and row length.
+        recipe: recipe of one process; its micro-batch size is not looked at.
         hardware: the device to run on.
 
     Raises:
@@ -172,20 +171,17 @@ def ask_module(
     )
 
 
-def try_step(recipe: Recipe, hardware: Hardware) -> Trial:
+def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     """Do two steps: the first makes the optimizer's state, the second has it.
 
     Raises:
         RuntimeError, MemoryError: it does not fit.
     """
-    assert recipe.model is not None
-    assert recipe.data.seq_len is not None
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0))
-    if recipe.lora is not None:
-        attach(model, recipe, hardware)
+    attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     shape = (recipe.batch.rows, recipe.data.seq_len)
     input_ids = torch.randint(recipe.model.vocab_size, shape)
@@ -211,7 +207,7 @@ def main() -> int:
     request = json.loads(sys.stdin.read())
     hardware = find_hardware(request["device"])
     try:
-        recipe = parse_recipe(request["recipe"])
+        recipe = parse_resolved_recipe(request["recipe"])
         if hardware.device.type == "cpu":
             _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
         trial = try_step(recipe, hardware)

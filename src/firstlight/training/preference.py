@@ -41,7 +41,7 @@ from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
 from firstlight.parallel import all_reduce_sum
-from firstlight.recipe import PreferenceConfig, Recipe
+from firstlight.recipe import PreferenceConfig, Recipe, ResolvedRecipe
 from firstlight.weights.huggingface import base_identity, load_model
 
 
@@ -188,7 +188,7 @@ def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Reci
 
 
 def give_references(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     splits: Sequence[Corpus | None],
     model: Model,
     newest: Path | None,
@@ -248,7 +248,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
 
 def take_references(
     dataset: PreferenceDataset,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     identity: str,
     model: Callable[[], Model],
     hardware: Hardware,
@@ -283,7 +283,9 @@ def take_references(
     dataset.references = found
 
 
-def _place(dataset: PreferenceDataset, recipe: Recipe, identity: str, hardware: Hardware) -> Path:
+def _place(
+    dataset: PreferenceDataset, recipe: ResolvedRecipe, identity: str, hardware: Hardware
+) -> Path:
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     content = {
         "version": _VERSION,
@@ -318,7 +320,7 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 
 @torch.no_grad()
 def reference_log_probs(
-    dataset: PreferenceDataset, recipe: Recipe, model: Model, hardware: Hardware
+    dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
     """The log-probability of each example's answer [examples]; NaN of those that are left out.
 
@@ -326,7 +328,6 @@ def reference_log_probs(
         ModelError: one is not finite.
     """
     seq_len, config = recipe.data.seq_len, recipe.efficiency
-    assert seq_len is not None
     result = np.full(len(dataset.lengths), np.nan)
     model.to(hardware.device).eval()
     if config.attention != "auto":

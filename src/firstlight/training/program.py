@@ -25,7 +25,7 @@ from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
 from firstlight.parallel import all_reduce_sum
 from firstlight.parallel.engine import Engine, one_process
-from firstlight.recipe import Recipe
+from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.training.guard import LossScaler
 from firstlight.training.preference import PreferenceObjective
@@ -54,7 +54,7 @@ class TrainingProgram:
     """
 
     def __init__(
-        self, recipe: Recipe, model: Model, hardware: Hardware, engine: Engine | None = None
+        self, recipe: ResolvedRecipe, model: Model, hardware: Hardware, engine: Engine | None = None
     ) -> None:
         self.engine = engine or one_process(hardware.device)
         cut = self.engine.config

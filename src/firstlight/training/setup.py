@@ -134,15 +134,14 @@ def _assembled(
     _seed(recipe)
     model, base = first_model(recipe, tokenizer, newest, init_from, new_rows, engine, tell)
     recipe = _with_model(recipe, model.config, dataset, validation, tell)
-    _require_fitting_prompts(recipe, tokenizer, answered=dataset.has_examples)
+    _require_fitting_prompts(recipe, model.config, tokenizer, answered=dataset.has_examples)
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     resolved = _resolved(recipe, hardware, dataset, engine, earlier, tell)
     # Before adapters and the optimizer: references are those of the model as it was.
     give_references(resolved, (dataset, validation), model, newest, init_from, hardware, tell)
-    if resolved.lora is not None:
-        attach(model, resolved, hardware)
+    attach(model, resolved, hardware)
     program = TrainingProgram(resolved, model, hardware, engine)
     # From here on random numbers are for dropout, which differs from row to row.
     torch.manual_seed(resolved.run.seed + engine.rank)
@@ -273,10 +272,11 @@ def _with_model(
     return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
 
 
-def _require_fitting_prompts(recipe: Recipe, tokenizer: Tokenizer, *, answered: bool) -> None:
+def _require_fitting_prompts(
+    recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer, *, answered: bool
+) -> None:
     """Refuse sample prompts that would end the run at its first evaluation."""
-    assert recipe.model is not None
-    context = recipe.model.max_position_embeddings
+    context = model.max_position_embeddings
     for prompt in recipe.evaluation.sample_prompts:
         count, limit = len(tokenizer.encode_prompt(prompt)), context
         if answered and prompt.strip():

@@ -30,7 +30,7 @@ from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
 from firstlight.models.language_model import InitConfig
 from firstlight.parallel.engine import Engine
-from firstlight.recipe import Recipe
+from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import (
     LoadedModel,
@@ -153,20 +153,23 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
     return model, base
 
 
-def attach(model: Model, recipe: Recipe, hardware: Hardware) -> None:
+def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
     """Put the adapters of the recipe's `lora` section into the model, its other weights frozen.
+
+    Without that section, nothing is changed.
 
     Frozen matrices are kept in the dtype that they are multiplied in.
 
     Args:
-        recipe: a recipe whose precision is decided.
+        recipe: recipe of the run.
         hardware: the device that the model will be moved to.
 
     Raises:
         ConfigError: a target is no linear layer, or 4 bits don't work here.
         MissingDependencyError: 4 bits need bitsandbytes.
     """
-    assert recipe.lora is not None
+    if recipe.lora is None:
+        return
     if recipe.lora.quantize == "nf4":
         require_nf4(hardware.device)
     frozen = {

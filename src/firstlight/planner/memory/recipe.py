@@ -309,8 +309,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
     ):
         model = _model(recipe)
         mark_weights(model, tracer)
-        if recipe.lora is not None:
-            attach(model, recipe, PLANNED)
+        attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
             # Made on the CPU, and moved then. What references are made with is there before.
             tracer.start_again()

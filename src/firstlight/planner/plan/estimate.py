@@ -309,8 +309,10 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
     """With it goes the attention that depends on it."""
     config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
-    if config.attention == attention_backend(recipe, seq_len, facts, config.precision):
-        attention = attention_backend(recipe, seq_len, facts, precision)
+    if config.attention == attention_backend(
+        recipe, recipe.model, seq_len, facts, config.precision
+    ):
+        attention = attention_backend(recipe, recipe.model, seq_len, facts, precision)
         if attention != config.attention:
             changes["efficiency.attention"] = attention
     return changes
