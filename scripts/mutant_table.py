@@ -444,8 +444,8 @@ MUTANTS = [
     Mutant(
         "retention after a rollback by step",
         "firstlight/checkpoint/saver.py",
-        "after = self.saved_step if self.saved_step >= 0 else None",
-        "after = None",
+        "        after = self._parent\n",
+        "        after = None\n",
         (_CHECKPOINTS + "after_a_rollback_the_newest_save_is_deleted",),
     ),
     Mutant(

@@ -20,7 +20,7 @@ from firstlight.checkpoint.history import CheckpointConfig, prune_checkpoints
 from firstlight.hardware.device import free_memory_bytes
 
 #: Share of the memory that is free at the first save, at most, for the copies of all processes.
-COPY_SHARE = 0.5
+_COPY_SHARE = 0.5
 
 
 class Saver:
@@ -71,7 +71,49 @@ class Saver:
         """Give threads and memory back."""
 
 
-class CheckpointSaver(Saver):
+class BackgroundSaver(Saver):
+    """The parts of a saver that copies the state and writes the copy while training goes on: memory
+    that is kept from copy to copy, and one thread.
+
+    Args:
+        run_folder: the run's.
+        config: the recipe's `checkpoint` section.
+    """
+
+    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
+        self._run_folder, self._config = run_folder, config
+        self._asynchronous = config.asynchronous
+        self._copies = Snapshot()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @property
+    def _parent(self) -> int | None:
+        """The step of the checkpoint that the next one comes after; None for the first."""
+        return self.saved_step if self.saved_step >= 0 else None
+
+    def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
+        """Whether memory for copies is free, in each of so many processes of this machine."""
+        free = free_memory_bytes(torch.device("cpu")) / processes
+        return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
+
+    def _prune(self, newest: Path) -> None:
+        """Delete the checkpoints that are too many, once `newest` is one."""
+        config = self._config
+        prune_checkpoints(
+            self._run_folder,
+            newest,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+        )
+
+    def _release(self) -> None:
+        """End the thread, and give the memory back."""
+        self._executor.shutdown()
+        self._copies.clear()
+
+
+class CheckpointSaver(BackgroundSaver):
     """Writes a run's checkpoints, verifies each, and deletes those that are too many.
 
     Asynchronously, the tensors are copied into memory that is kept from save to save, and one
@@ -90,11 +132,8 @@ class CheckpointSaver(Saver):
         config: CheckpointConfig,
         require_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(run_folder, config)
         self._require_folder = require_folder
-        self._run_folder, self._config = run_folder, config
-        self._asynchronous = config.asynchronous
-        self._copies = Snapshot()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
@@ -129,15 +168,13 @@ class CheckpointSaver(Saver):
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
-            self._copies.clear()
+            self._release()
 
     def _is_asynchronous(self, checkpoint: Checkpoint) -> bool:
         if self._asynchronous is None:
             if checkpoint.is_copy:
                 return True
-            needed = sum(tensor.nbytes for _, tensor in _tensors(checkpoint))
-            self._asynchronous = needed <= COPY_SHARE * free_memory_bytes(torch.device("cpu"))
+            self._asynchronous = self._have_room(tensor for _, tensor in _tensors(checkpoint))
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -151,19 +188,13 @@ class CheckpointSaver(Saver):
         return Checkpoint(dict(checkpoint.files), model, optimizer, state)
 
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
-        after = self.saved_step if self.saved_step >= 0 else None
+        after = self._parent
         self._require_folder()
         folder = save_checkpoint(self._run_folder, step, checkpoint, after)
         verify_checkpoint(folder, from_disk=True)
         self.saved_step = step
         self._require_folder()
-        prune_checkpoints(
-            self._run_folder,
-            folder,
-            keep_last=self._config.keep_last,
-            keep_every=self._config.keep_every,
-            keep_best=self._config.keep_best,
-        )
+        self._prune(folder)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:

@@ -6,11 +6,9 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from firstlight.checkpoint.checkpoint import (
     Checkpoint,
@@ -18,7 +16,7 @@ from firstlight.checkpoint.checkpoint import (
     require_finite,
     saved_vocab_multiple,
 )
-from firstlight.checkpoint.history import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.history import CheckpointConfig
 from firstlight.checkpoint.manifest import (
     checkpoint_folder,
     file_marks,
@@ -26,7 +24,7 @@ from firstlight.checkpoint.manifest import (
     write_manifest,
     write_texts,
 )
-from firstlight.checkpoint.saver import COPY_SHARE, Saver, Snapshot
+from firstlight.checkpoint.saver import BackgroundSaver
 from firstlight.checkpoint.sharded import (
     MOMENTS,
     WEIGHTS,
@@ -40,7 +38,6 @@ from firstlight.errors import CheckpointError, FirstlightError, StorageError
 from firstlight.files.atomic import forget_cached, sha256_of, storage_errors
 from firstlight.files.disk import HashedFile
 from firstlight.files.tensor_file import write_tensors
-from firstlight.hardware.device import free_memory_bytes
 from firstlight.parallel import agree, broadcast_object, gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
@@ -53,7 +50,7 @@ class _DiscardedError(Exception):
     """The checkpoint being written will not be finished."""
 
 
-class ShardedSaver(Saver):
+class ShardedSaver(BackgroundSaver):
     """Saves checkpoints of which each process writes its shards; all processes of a run call the
     methods, at the same places.
 
@@ -71,12 +68,9 @@ class ShardedSaver(Saver):
     def __init__(
         self, run_folder: Path, config: CheckpointConfig, engine: Engine, last_step: int
     ) -> None:
-        self._run_folder, self._config = run_folder, config
+        super().__init__(run_folder, config)
         self._world, self._is_main = engine.world, engine.is_main
         self._last_step = last_step
-        self._asynchronous = config.asynchronous
-        self._copies = Snapshot()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._folder = contextlib.ExitStack()
         self._writing: Future[dict[str, Any]] | None = None
         self._finish: Callable[[list[dict[str, Any]]], None]
@@ -146,8 +140,7 @@ class ShardedSaver(Saver):
                     raise _DiscardedError
             self._wait_for_deleting()
         finally:
-            self._executor.shutdown()
-            self._copies.clear()
+            self._release()
 
     def _wait_for_deleting(self) -> None:
         deleting, self._deleting = self._deleting, None
@@ -157,9 +150,8 @@ class ShardedSaver(Saver):
     def _is_asynchronous(self, shards: _Shards) -> bool:
         """Whether there is memory for the copies of all: decided once, by all together."""
         if self._asynchronous is None:
-            needed = sum(p.tensor.nbytes for part in shards.values() for p in part.values())
-            free = free_memory_bytes(torch.device("cpu")) / self._world.local_size
-            self._asynchronous = not agree(needed > COPY_SHARE * free)
+            tensors = (p.tensor for part in shards.values() for p in part.values())
+            self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
@@ -221,20 +213,13 @@ class ShardedSaver(Saver):
                         step,
                         marks,
                         val_loss=state.get("val_loss"),
-                        after=self.saved_step if self.saved_step >= 0 else None,
+                        after=self._parent,
                     )
         self.saved_step = step
         if self._is_main:
-            self._deleting = self._executor.submit(self._prune, step)
-
-    def _prune(self, step: int) -> None:
-        prune_checkpoints(
-            self._run_folder,
-            checkpoint_folder(self._run_folder, step),
-            keep_last=self._config.keep_last,
-            keep_every=self._config.keep_every,
-            keep_best=self._config.keep_best,
-        )
+            self._deleting = self._executor.submit(
+                self._prune, checkpoint_folder(self._run_folder, step)
+            )
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
