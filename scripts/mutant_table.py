@@ -420,7 +420,7 @@ MUTANTS = [
     ),
     Mutant(
         "limit of one deletes all",
-        "firstlight/checkpoint/history.py",
+        "firstlight/checkpoint/manifest.py",
         "if one.folder not in kept:",
         "if one.folder not in kept or keep_last == 1:",
         (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
@@ -450,14 +450,14 @@ MUTANTS = [
     ),
     Mutant(
         "dead branches count",
-        "firstlight/checkpoint/history.py",
+        "firstlight/checkpoint/manifest.py",
         "if one.sequence and not any(two.leaves_behind(one) for two in saved)",
         "if one.sequence",
         (_CHECKPOINTS + "a_damaged_newest_checkpoint_takes_a_good_ones_place",),
     ),
     Mutant(
         "best is worst",
-        "firstlight/checkpoint/history.py",
+        "firstlight/checkpoint/manifest.py",
         "best_first(past)[:keep_best]",
         "best_first(past)[-keep_best:]",
         (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),

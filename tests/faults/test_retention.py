@@ -37,8 +37,15 @@ from firstlight.checkpoint.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import kept_checkpoints, own_past, prune_checkpoints
-from firstlight.checkpoint.manifest import Saved, checkpoint_folder, saved_checkpoints, step_of
+from firstlight.checkpoint.manifest import (
+    Saved,
+    checkpoint_folder,
+    kept_checkpoints,
+    own_past,
+    prune_checkpoints,
+    saved_checkpoints,
+    step_of,
+)
 from firstlight.checkpoint.saver import CheckpointSaver
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, StorageError

@@ -24,8 +24,7 @@ from firstlight.checkpoint.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import prune_checkpoints
-from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, sealed
+from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, prune_checkpoints, sealed
 from firstlight.checkpoint.selection import (
     list_checkpoints,
     newest_checkpoint,

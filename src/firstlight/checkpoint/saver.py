@@ -16,7 +16,7 @@ from firstlight.checkpoint.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.manifest import CheckpointConfig, prune_checkpoints
 from firstlight.hardware.device import free_memory_bytes
 
 #: Share of the memory that is free at the first save, at most, for the copies of all processes.

@@ -12,11 +12,12 @@ from firstlight.checkpoint.checkpoint import (
     load_trainer_state,
     verify_checkpoint,
 )
-from firstlight.checkpoint.history import best_saved, own_past
 from firstlight.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST_NAME,
     Saved,
+    best_saved,
+    own_past,
     saved_checkpoints,
 )
 from firstlight.console import say
@@ -38,7 +39,7 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
 
-    One of a dead branch (see history.py) is taken only where no other verifies.
+    One of a dead branch (see manifest.py) is taken only where no other verifies.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.

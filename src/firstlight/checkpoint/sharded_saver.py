@@ -16,8 +16,8 @@ from firstlight.checkpoint.checkpoint import (
     require_finite,
     saved_vocab_multiple,
 )
-from firstlight.checkpoint.history import CheckpointConfig
 from firstlight.checkpoint.manifest import (
+    CheckpointConfig,
     checkpoint_folder,
     file_marks,
     new_checkpoint,

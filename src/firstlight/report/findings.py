@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firstlight.checkpoint.history import best_saved
-from firstlight.checkpoint.manifest import Saved
+from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.report.records import Floats, RunRecord, Series
