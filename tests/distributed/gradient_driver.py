@@ -24,8 +24,8 @@ from firstlight.hardware.device import find_hardware
 from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World, find_world, process_group
-from firstlight.parallel.collectives import gather_to_main
 from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram

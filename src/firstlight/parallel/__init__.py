@@ -2,19 +2,20 @@
 
 `elastic` starts the processes. `world` reads rank and size from the launcher's variables;
 `rendezvous` connects the processes and compares what they are about to do; `heartbeat` notices a
-process that failed or stopped; `group` joins these into torch's process group. `collectives` are
-the exchanges between the processes, which do nothing in a world of one. `engine` and the modules of
-the other engines share a model between the processes; `selection` selects the engine of a run.
+process that failed or stopped; `group` joins these into torch's process group, and has the
+exchanges between the processes, which do nothing in a world of one. `engine` and the modules of the
+other engines share a model between the processes; `selection` selects the engine of a run.
 """
 
-from firstlight.parallel.collectives import (
+from firstlight.parallel.group import (
     agree,
     all_reduce_sum,
     barrier,
     broadcast_object,
     gather_objects,
+    own_device,
+    process_group,
 )
-from firstlight.parallel.group import own_device, process_group
 from firstlight.parallel.heartbeat import RankError
 from firstlight.parallel.world import World, find_world
 

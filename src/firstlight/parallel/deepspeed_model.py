@@ -28,10 +28,9 @@ from firstlight.console import say
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.models import Model
-from firstlight.parallel.collectives import barrier, broadcast_object
 from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig
-from firstlight.parallel.group import is_exchange_error
+from firstlight.parallel.group import barrier, broadcast_object, is_exchange_error
 
 #: Numbers in a buffer that is sent, as DeepSpeed's own default.
 _BUCKET = 500_000_000

@@ -17,7 +17,7 @@ from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.optim.dtensors import is_sharded
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.parallel.collectives import all_reduce_sum
+from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section
 

@@ -19,8 +19,8 @@ from firstlight.errors import ConfigError
 from firstlight.models import Model, ModelConfig, build_model, families_with
 from firstlight.models.language_model import InitConfig
 from firstlight.optim.optimizer import Optimizer
-from firstlight.parallel.collectives import all_reduce_sum, gather_to_main
 from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
+from firstlight.parallel.group import all_reduce_sum, gather_to_main
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle

@@ -30,8 +30,7 @@ from firstlight.recipe import (
     ResolvedRecipe,
     parse_resolved_recipe,
 )
-from firstlight.recipe.deepspeed_recipe import with_deepspeed_file
-from firstlight.recipe.resolve import Facts, facts_here, resolve
+from firstlight.recipe.resolve import Facts, facts_here, resolve, with_deepspeed_file
 from firstlight.weights.huggingface import read_config
 
 #: Of the memory of a GPU that is not in the table.
