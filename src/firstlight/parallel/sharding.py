@@ -81,6 +81,7 @@ class TensorParallelEngine(Engine):
         # Only here: importing it takes most of a second.
         from torch.distributed.device_mesh import init_device_mesh
 
+        # Fewer shards than processes: copies of the model, whose gathering stays in a machine.
         shard = self.config.shard or self.size
         sizes = {
             "replicate": self.size // shard,
@@ -133,6 +134,7 @@ class FSDPEngine(TensorParallelEngine):
         mesh = self._mesh()
         if self.config.tensor_parallel > 1:
             self._shard_tensors(model, mesh)
+        # Layers are gathered in bf16, half of the traffic; sums of gradients need fp32's digits.
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":

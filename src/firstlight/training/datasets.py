@@ -86,15 +86,15 @@ def _prepared(
     progress: bool,
 ) -> Path:
     """The folder of the cache with the conversations of `files`."""
-    if data.tokenizer is None and tokenizer is None:
+    if data.tokenizer:
+        place = Path(data.tokenizer).expanduser()
+    elif tokenizer is not None:
+        place = tokenizer()
+    else:
         raise ConfigError(
             "conversations need a tokenizer: start from a model with --init-from, or name the "
             "folder of one as data.tokenizer"
         )
-    place = Path(data.tokenizer).expanduser() if data.tokenizer else None
-    if place is None:
-        assert tokenizer is not None
-        place = tokenizer()
     return cached_chat(
         data.files or (),
         data.val_files or (),

@@ -138,6 +138,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     values = recipe.model_copy(update={"batch": batch}).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
     done = ask_module("firstlight.training.fit", request)
+    # A negative code is a signal, such as the system's SIGKILL when memory ran out: no refusal.
     if done.returncode == _REFUSED:
         raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
     if done.returncode > 0 and done.returncode != _TOO_LARGE:

@@ -40,14 +40,14 @@ class TrainState:
         step: optimizer steps done.
         tokens_seen: valid tokens trained on.
         rows_seen: rows the loader has handed out, those of steps that were gone back on too.
-        skipped: whether the last step was made without an update.
-        skipped_steps: of `step`, how many were.
+        skipped: True if the last step was made without an update.
+        skipped_steps: number of the steps so far that made no update.
         micro_batch_rows: rows of a forward pass; fewer than the recipe's once they were too many
             for the memory. 0: the recipe's.
-        val_loss: found at this very step.
-        best_val_loss: the lowest so far.
+        val_loss: validation loss at this very step; None if it was not measured.
+        best_val_loss: lowest validation loss so far; None before the first.
         pending: this step's metrics, as long as something is missing in them.
-        events: what happened to the run, in order, as lines of events.jsonl.
+        events: the lines of events.jsonl, in order: divergences, rollbacks, lack of memory.
     """
 
     step: int = 0
@@ -72,9 +72,9 @@ def capture(
     """The checkpoint of a run as it is now; with `checkpoint.sharded` this process' part of it.
 
     Args:
-        base: of a run with `lora`.
-        origin: what the run is made of, and where its parts stand, as JSON values: recipe, data,
-            init_from, loader, guard.
+        base: frozen base model of a run with `lora`; None without adapters.
+        origin: further entries of the trainer's state, as JSON values: recipe, data, init_from,
+            loader, guard.
     """
     model, scaler, engine = program.model, program.scaler, program.engine
     engine.reshard()
@@ -210,6 +210,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
+        # Not isinstance: JSON's true would pass for the number 1.
         if type(count) is not int or count < 0:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if type(state.best_val_loss) not in (float, type(None)):
@@ -242,6 +243,7 @@ def _restore_weights(checkpoint: Checkpoint, model: Model, elsewhere: Container[
 def torch_random_states() -> dict[str, Tensor]:
     """The states of torch's generators, which dropout draws from."""
     states = {f"{_RNG_PREFIX}cpu": torch.get_rng_state()}
+    # On a GPU that nothing has used, asking would make a context of hundreds of MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {
             f"{_RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())
