@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 import torch
+from firstlight.parallel.collectives import gather_to_main
 from gradient_driver import DEVICE, T, cut, global_batch, model_of
 from torch import Tensor
 
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
-from firstlight.parallel.collectives import gather_to_main
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe import parse_recipe
