@@ -8,16 +8,16 @@ import sys
 from typing import Any
 
 import torch
-from firstlight.parallel.collectives import gather_to_main
 from gradient_driver import DEVICE, T, cut, global_batch, model_of
+from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
-from firstlight.recipe import parse_recipe
 from firstlight.training.program import TrainingProgram
 
 STEPS, ROWS = 50, 4
@@ -28,7 +28,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights and the optimizer's state after all steps. Without an engine, in one process."""
     model = model_of(case["family"], torch.float64, 1)
-    recipe = parse_recipe(
+    recipe = plain_recipe(
         {
             "data": {"dir": "none", "seq_len": T},
             "batch": {"micro_batch_size": 1},
