@@ -16,8 +16,8 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
+from firstlight.optim.groups import parameter_groups, parameter_kinds
 from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
-from firstlight.optim.spec import decay_groups
 from firstlight.recipe import Recipe, load_recipe
 
 
@@ -70,15 +70,15 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
     if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
         raise ConfigError("the examples know optimizer.name adamw, no lora, no document_masking")
+    if recipe.loss.z_loss_coef:
+        raise ConfigError("the examples know no loss.z_loss_coef: leave it out")
     dataset = TokenDataset(recipe.data.dir, "train")
     config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
     model = empty_model(config)
-    model.init_weights(torch.Generator().manual_seed(recipe.run.seed))
+    model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
     wanted = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(dict(model.named_parameters()), wanted.weight_decay),
-        lr=wanted.learning_rate,
-        betas=(wanted.betas[0], wanted.betas[1]),
+        parameter_groups(dict(model.named_parameters()), parameter_kinds(model), wanted),
         eps=wanted.eps,
         fused=True,
     )

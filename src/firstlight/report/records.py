@@ -1,5 +1,5 @@
-"""A run folder, read for its report at any moment of the run: the columns of metrics.jsonl as
-arrays, their thinning to what a picture can show, and the other files."""
+"""A run folder, read for its report at any moment of the run: columns of metrics.jsonl as arrays,
+thinned to what a picture can show, and the other files."""
 
 from __future__ import annotations
 
@@ -380,10 +380,8 @@ def require_run(folder: Path) -> None:
     run = folder.resolve().parent.parent
     if (run / METRICS_NAME).exists():
         raise InputError(f"{folder} is a checkpoint: name its run folder, {run}")
-    raise InputError(
-        f"{folder} is no run folder: it has no {METRICS_NAME} (name one that `firstlight train` "
-        "wrote)"
-    )
+    hint = "name one that `firstlight train` wrote"
+    raise InputError(f"{folder} is no run folder: it has no {METRICS_NAME} ({hint})")
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
