@@ -249,6 +249,33 @@ def test_processes_go_on_from_pieces(runs: tuple[Path, str], tmp_path: Path, sha
         _require_same(tensors, found[name])
 
 
+def test_every_engine_averages_the_last_checkpoints(tmp_path: Path, shards: Path) -> None:
+    engines: dict[str, dict[str, Any]] = {
+        "ddp": {"engine": "ddp"},
+        "fsdp": {"engine": "fsdp"},
+        "tensor": {"tensor_parallel": 2},
+    }
+    kept = {"every_steps": 2, "keep_last": 3, "keep_best": 0, "average_last": 3}
+    recipes = {
+        name: _recipe(shards, tmp_path / name, sharded=False, distributed=engine)
+        | {"checkpoint": kept}
+        for name, engine in engines.items()
+    }
+    _train([{"recipe": recipe} for recipe in recipes.values()], 2)
+    losses = []
+    for name in engines:
+        found = safetensors.torch.load_file(tmp_path / name / "averaged" / "model.safetensors")
+        weights = [
+            _whole(_checkpoint(tmp_path / name, step))["model.safetensors"] for step in (2, 4, 6)
+        ]
+        for key, tensor in found.items():
+            mean = torch.stack([one[key] for one in weights]).mean(0)
+            torch.testing.assert_close(tensor, mean, rtol=1e-5, atol=1e-8)
+        written = (tmp_path / name / "averaged" / "averaged.json").read_text(encoding="utf-8")
+        losses.append(json.loads(written)["val/loss"])
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+
+
 def test_muon_goes_on_from_pieces(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -399,6 +399,57 @@ def test_a_recipes_init_section_and_z_loss_reach_the_run(
         train(changed(values, model={"tie_word_embeddings": True}))
 
 
+def test_the_last_checkpoints_are_averaged_and_evaluated(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a run that is resumed as well, without a step left to do."""
+    values = changed(
+        recipe,
+        run={"dir": str(tmp_path / "averaged")},
+        schedule={"max_steps": 6, "warmup_steps": 1},
+        checkpoint={"every_steps": 2, "keep_last": 2, "keep_best": 0, "average_last": 2},
+        evaluation={"max_rows": 0},
+        efficiency={"precision": "fp32"},
+    )
+    result = train(values, progress=True)
+    folder = result.run_folder / "averaged"
+    four, six = (
+        safetensors.torch.load_file(result.run_folder / f"checkpoints/step-{n:08}/{WEIGHTS_NAME}")
+        for n in (4, 6)
+    )
+    found = safetensors.torch.load_file(folder / WEIGHTS_NAME)
+    assert found.keys() == six.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, (four[name] + six[name]) / 2, rtol=1e-6, atol=0)
+    told = json.loads((folder / "averaged.json").read_text(encoding="utf-8"))
+    assert told["steps"] == [4, 6]
+    assert result.evaluation is not None
+    # `evaluate` predicts the first token of the split as well.
+    own, last = (
+        evaluate(f, values["data"]["dir"], seq_len=32).loss for f in (folder, result.checkpoint)
+    )
+    assert told["val/loss"] - result.evaluation.loss == pytest.approx(own - last, abs=1e-5)
+    assert "averaged weights of steps 4, 6: val/loss" in capsys.readouterr().err
+    (folder / "averaged.json").unlink()
+    train(values, resume=True)
+    assert json.loads((folder / "averaged.json").read_text(encoding="utf-8")) == told
+
+
+@pytest.mark.parametrize(
+    "checkpoint, says",
+    [
+        ({"average_last": 3}, "set keep_last to 3"),
+        ({"average_last": 1}, "average_last to 2 at least"),
+        ({"average_last": 2, "sharded": True}, "average_last reads whole checkpoints"),
+    ],
+)
+def test_an_average_that_can_not_be_made_is_refused(
+    recipe: dict[str, Any], checkpoint: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train(changed(recipe, checkpoint=checkpoint))
+
+
 def test_a_minimum_above_the_peak_is_refused(recipe: dict[str, Any]) -> None:
     values = changed(recipe, schedule={"min_learning_rate": 1e-2})
     refused(values, ConfigError, "min_learning_rate 0.01 is above optimizer.learning_rate 0.001")

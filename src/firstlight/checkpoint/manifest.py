@@ -19,9 +19,9 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from firstlight.errors import CheckpointError, InputError, describe_os_error
 from firstlight.files.atomic import (
@@ -284,6 +284,11 @@ class CheckpointConfig(Section):
     """number of checkpoints with the lowest val/loss at their step that are kept, too; each new
     lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
     none."""
+    average_last: int = Field(0, ge=0)
+    """number of newest checkpoints, of those that keep_last keeps, whose weights are averaged when
+    the run is done: into the model folder averaged/ of the run folder, with its validation loss
+    beside that of the last weights; 0 is none. Weights averaged over the last tenth of a run are
+    often better than the last ones where the learning rate is still high."""
     asynchronous: bool | None = None
     """copy the state and write the copy while training goes on; null decides at the first save:
     true if memory for the copy is free."""
@@ -292,6 +297,16 @@ class CheckpointConfig(Section):
     model: for models that are too large for that. Any engine resumes from it, with any number of
     processes. The last checkpoint of a run is a Hugging Face model folder too; `firstlight convert`
     makes one of an earlier one."""
+
+    @model_validator(mode="after")
+    def _keeps_enough(self) -> Self:
+        if self.average_last == 1 or self.average_last > self.keep_last:
+            raise ValueError(
+                f"average_last {self.average_last} averages checkpoints that keep_last "
+                f"{self.keep_last} keeps: set keep_last to {max(self.average_last, 2)}, and "
+                "average_last to 2 at least, or to 0"
+            )
+        return self
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:

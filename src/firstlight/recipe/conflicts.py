@@ -49,6 +49,7 @@ def require_combination(
         *(_conflicts_in_parts(recipe, "distributed.pipeline") if pipeline > 1 else ()),
         *_conflicts_of_pairs(recipe, engine, tensor_parallel, pipeline),
         *_conflicts_of_sharded(recipe, engine, tensor_parallel),
+        *_conflicts_of_average(recipe),
         *(_conflicts_with_deepspeed(recipe) if engine == "deepspeed" else ()),
         *(unshardable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
     ]
@@ -196,6 +197,18 @@ def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
         )
     if recipe.lora is not None:
         yield "lora is not for distributed.engine deepspeed: set it to ddp or fsdp"
+
+
+def _conflicts_of_average(recipe: ResolvedRecipe) -> Iterator[str]:
+    if recipe.checkpoint.average_last == 0:
+        return
+    if recipe.checkpoint.sharded:
+        yield (
+            "checkpoint.average_last reads whole checkpoints, and checkpoint.sharded writes "
+            "shards: leave one of them out"
+        )
+    if recipe.lora is not None:
+        yield "checkpoint.average_last is not for lora: set it to 0"
 
 
 def _conflicts_of_sharded(

@@ -22,6 +22,7 @@ from firstlight.recipe.resolve import with_deepspeed_file
 from firstlight.report.findings import Finding, best_checkpoint, findings_of
 from firstlight.report.records import read_run
 from firstlight.report.report import draw_report
+from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.processes import (
@@ -146,6 +147,7 @@ def train(
             watch = _watched(run, comparison, on_step)
             training_loop(run, checkpoints, stopping, watch)
             checkpoints.finish()
+            write_average(run)
             return _result(run, stopping, comparison)
 
 

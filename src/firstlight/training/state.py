@@ -176,11 +176,7 @@ def _restore_tensors(
         except ModelError as error:
             raise CheckpointError(str(error)) from error
     else:
-        with (
-            program.optimizer.master_weights(changed=True),
-            full_parameters(program.model, changed=True),
-        ):
-            _restore_weights(checkpoint, program.model, elsewhere)
+        set_weights(program, checkpoint.model)
     randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
     moments = {
         name: tensor
@@ -223,10 +219,24 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
     return state
 
 
+def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None:
+    """Give a program's model, and the master weights, the weights of a checkpoint's file.
+
+    Raises:
+        CheckpointError: they don't fit the model.
+    """
+    elsewhere = program.engine.absent_parameters(program.model)
+    with (
+        program.optimizer.master_weights(changed=True),
+        full_parameters(program.model, changed=True),
+    ):
+        _fill_weights(weights, program.model, elsewhere)
+
+
 @torch.no_grad()
-def _restore_weights(checkpoint: Checkpoint, model: Model, elsewhere: Container[str]) -> None:
+def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Container[str]) -> None:
     places = file_tensors(model)
-    own = {n: t for n, t in checkpoint.model.items() if n not in elsewhere}
+    own = {n: t for n, t in weights.items() if n not in elsewhere}
     for name in sorted(places.keys() ^ own.keys()):
         raise CheckpointError(
             f"the checkpoint's weights don't fit the model: '{name}' is in only one"

@@ -1,0 +1,87 @@
+"""The average of a run's last weights (Izmailov et al. 2018, arXiv 1803.05407; of checkpoints:
+Kaddour 2022, arXiv 2209.14981).
+
+It is made of the checkpoints that are there when a run is done, so that it takes no memory in the
+steps before, and a resumed run has the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.checkpoint.checkpoint import load_checkpoint
+from firstlight.checkpoint.manifest import Saved, own_past, saved_checkpoints
+from firstlight.files.atomic import new_folder, write_json
+from firstlight.training.processes import wait_for_main
+from firstlight.training.run import Run
+from firstlight.training.state import set_weights
+from firstlight.training.validation import evaluate_dataset
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.stored import WEIGHTS_NAME, save_tensors
+
+#: Folder of the averaged weights in a run folder, a Hugging Face model folder.
+AVERAGED_NAME = "averaged"
+_EVALUATION_NAME = "averaged.json"
+
+
+def write_average(run: Run) -> None:
+    """Average the weights of a finished run's last checkpoints, evaluate and write them. Afterwards
+    the model has the averaged weights.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+        StorageError: the disk refuses.
+    """
+    count = run.recipe.checkpoint.average_last
+    if not count or run.goes_on:
+        return
+    # Every process reads them: they are on a disk that all see, as for resuming.
+    found = own_past(saved_checkpoints(run.folder))[-count:]
+    average = mean_weights(found)
+    set_weights(run.program, average)
+    steps = [saved.step for saved in found]
+    losses: dict[str, float] = {}
+    if run.validation is not None:
+        run.program.optimizer.zero_grad()
+        run.program.model.eval()
+        evaluation, _ = evaluate_dataset(
+            run.program,
+            run.validation,
+            run.seq_len,
+            lambda: None,
+            key="val/loss",
+            max_rows=run.recipe.evaluation.max_rows,
+        )
+        losses["val/loss"] = evaluation.loss
+        last = "" if run.evaluation is None else f" (the last weights: {run.evaluation.loss:.4f})"
+        run.tell(
+            f"averaged weights of steps {', '.join(map(str, steps))}: "
+            f"val/loss {evaluation.loss:.4f}{last}"
+        )
+    wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))
+
+
+def mean_weights(checkpoints: list[Saved]) -> dict[str, Tensor]:
+    """The mean of each tensor over checkpoints, added up in fp64, in fp32.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    sums: dict[str, Tensor] = {}
+    for saved in checkpoints:
+        for name, tensor in load_checkpoint(saved.folder).model.items():
+            if name in sums:
+                sums[name] += tensor
+            else:
+                sums[name] = tensor.to(torch.float64, copy=True)
+    return {name: (total / len(checkpoints)).float() for name, total in sums.items()}
+
+
+def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:
+    run.require_folder()
+    with new_folder(run.folder / AVERAGED_NAME, replace=True) as folder:
+        for name, text in model_files(run.program.model.config, run.tokenizer).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        save_tensors(average, folder / WEIGHTS_NAME)
+        write_json(folder / _EVALUATION_NAME, record)
