@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from firstlight.errors import ConfigError
 from firstlight.recipe import (
     BatchConfig,
+    key_of_other_name,
     known_keys,
     load_recipe,
     parse_recipe,
@@ -450,3 +451,12 @@ def test_every_recipe_of_the_project_parses(path: Path) -> None:
 def test_every_key_of_a_section_is_documented(section: str) -> None:
     kind: type[BaseModel] = _SECTIONS[section]
     assert all(field.description for field in kind.model_fields.values())
+
+
+def test_another_programs_name_of_the_schedules_kind_is_not_that_of_the_datas() -> None:
+    assert key_of_other_name("lr_scheduler_type") == "schedule.kind"
+    assert key_of_other_name("decay_ratio") == "schedule.decay_fraction"
+    with pytest.raises(ConfigError, match=r"schedule.lr_decay_style \(did you mean 'kind'"):
+        parse_recipe({"data": {"dir": "x"}, "schedule": {"lr_decay_style": "linear"}})
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type \(did you mean 'schedule.kind'"):
+        parse_recipe({"data": {"dir": "x"}, "optimizer": {"lr_scheduler_type": "linear"}})

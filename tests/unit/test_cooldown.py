@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
@@ -17,7 +19,8 @@ from firstlight.cli.main import main
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_json_lines, read_run
+from firstlight.report.findings import findings_of
+from firstlight.report.records import Metrics, read_json_lines, read_run
 from firstlight.report.report import draw_report
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import TrainResult, train
@@ -202,6 +205,18 @@ def test_a_cooldown_of_a_wsd_run_keeps_its_shape_and_minimum(
         cooldown_recipe(place, 6)
 
 
+def test_a_cooldown_whose_loss_stays_has_not_diverged(trunk: dict[str, Any]) -> None:
+    """Its model was trained before: a loss that does not fall is no finding."""
+    run = read_run(folder_of(trunk))
+    losses = (np.arange(40), np.full(40, 3.0))
+    flat = Metrics(np.arange(1.0, 41.0), {"train/loss": losses})
+    still = dataclasses.replace(run, metrics=flat)
+    assert [one.kind for one in findings_of(still)] == ["diverged"]
+    start = {**run.start, "branched_from": "trunk/checkpoints/step-00000008"}
+    branched = dataclasses.replace(still, starts=[start, run.start])
+    assert findings_of(branched) == []
+
+
 def refused(place: Path, kind: type[FirstlightError], says: str, *more: tuple[str, str]) -> None:
     with pytest.raises(kind, match=says) as error:
         cool(place, 2, *more)
@@ -256,6 +271,7 @@ def test_the_command_line_takes_a_run_or_its_checkpoint(
         ((str(place), "--cooldown", "2", "--resume"), "name the one to branch off, such as"),
         ((str(place),), "is a run folder, and train takes a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
+        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: a cooldown takes"),
     ):
         assert main(["train", *arguments]) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -190,6 +190,9 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
     machine = find_machine(memory_bytes=24 * _GIB)
     plain = resolve_for(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
     assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
+    ramp = {"ramp_start_tokens": 4 * plain.data.seq_len, "ramp_steps": 5}
+    ramped = with_changes(plain, {"batch": {**dict(plain.batch), **ramp}})
+    assert list(search.micro_batches(ramped, machine)) == [4, 2, 1]
     # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
     best = search.best_estimate(plain, machine)
     assert best is not None

@@ -159,7 +159,7 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
 def key_of_other_name(name: str) -> str | None:
     """The `section.key` of another program's name of it, or of a key without its section."""
     key = _OTHER_NAMES.get(name, name)
-    return next((full for full in known_keys() if full.split(".")[1] == key), None)
+    return next((full for full in known_keys() if key in (full, full.split(".")[1])), None)
 
 
 def known_keys() -> list[str]:
@@ -175,7 +175,7 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
                 yield section, kind, key
 
 
-#: Names of our keys in other programs.
+#: Names of our keys in other programs; with the section where several have the key.
 _OTHER_NAMES = {
     "dpo_beta": "beta",
     "pref_beta": "beta",
@@ -195,8 +195,8 @@ _OTHER_NAMES = {
     "num_epochs": "epochs",
     "warmup_iters": "warmup_steps",
     "lr_decay_iters": "decay_steps",
-    "lr_scheduler_type": "kind",
-    "lr_decay_style": "kind",
+    "lr_scheduler_type": "schedule.kind",
+    "lr_decay_style": "schedule.kind",
     "decay_type": "decay_shape",
     "decay_ratio": "decay_fraction",
     "num_decay_steps": "cooldown_steps",
@@ -270,12 +270,12 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 def _suggest(key: str, known: Sequence[str]) -> str:
     """A hint for an unknown key: the nearest key of its section, or the same name in another."""
     other = _OTHER_NAMES.get(key, key)
-    if other in known:
-        return f" (did you mean '{other}'?)"
+    if (own := other.rpartition(".")[2]) in known:
+        return f" (did you mean '{own}'?)"
     hint = nearest(key, known)
     if hint:
         return hint
-    elsewhere = [name for name in known_keys() if name.split(".")[1] == other]
+    elsewhere = [name for name in known_keys() if other in (name, name.split(".")[1])]
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
 
 

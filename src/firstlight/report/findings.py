@@ -219,7 +219,9 @@ def loss_of_guessing(run: RunRecord) -> float | None:
 
 def starts_from_model(run: RunRecord) -> bool:
     """Whether the run began with weights of another."""
-    return run.start.get("init_from") is not None or run.recipe.get("lora") is not None
+    is_branch = any(start.get("branched_from") is not None for start in run.starts)
+    has_weights = run.start.get("init_from") is not None or is_branch
+    return has_weights or run.recipe.get("lora") is not None
 
 
 def _warmup_steps(run: RunRecord) -> int:

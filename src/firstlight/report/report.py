@@ -98,7 +98,7 @@ def picture_of(run: RunRecord) -> bytes:
     heights = [_CHART_INCHES, _CHART_INCHES]
     mosaic = [["loss", "loss", "rate"], ["loss", "loss", "speed"]]
     batch = run.metrics.series("global_batch_tokens")
-    if len(batch):
+    if has_ramp := len(np.unique(batch.y)) > 1:
         heights.append(_CHART_INCHES)
         mosaic.append(["loss", "loss", "batch"])
     if rows:
@@ -115,7 +115,7 @@ def picture_of(run: RunRecord) -> bytes:
             _draw_line(grid["loss"], one.since_step, "lowest validation loss", "tab:orange")
     _draw_rate(grid["rate"], run.metrics)
     _draw_speed(grid["speed"], run.metrics)
-    if len(batch):
+    if has_ramp:
         grid["batch"].plot(*_points(batch), color="tab:brown", drawstyle="steps-mid")
         grid["batch"].set(xlabel="step", ylabel="tokens a step", ylim=(0, 1.1 * batch.y.max()))
         grid["batch"].grid(alpha=0.3)

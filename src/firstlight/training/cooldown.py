@@ -46,6 +46,10 @@ def cooldown_recipe(
             a cooldown.
         CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
     """
+    if Path(trunk).is_file():
+        raise ConfigError(
+            f"{trunk} is a file: a cooldown takes the run folder of its trunk, or a checkpoint"
+        )
     folder = resolve_model_folder(trunk)
     if not (folder / STATE_NAME).is_file() or not (
         (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -189,9 +190,13 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Micro-batch sizes that divide a device's part of the step evenly, each at most half of the
+    """Micro-batch sizes that divide a device's part of each step evenly, each at most half of the
     one before."""
     total = sequences_per_step(recipe, machine)
+    if recipe.batch.ramp_start_tokens is not None:
+        # The first step of a ramp has to come out even too.
+        share = recipe.data.seq_len * copies_of(recipe, machine.count)
+        total = math.gcd(total, recipe.batch.ramp_start_tokens // share)
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
