@@ -32,9 +32,10 @@ def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
         if field == 1 and isinstance(value, bytes):
             entry = dict(_protobuf_fields(value))
             text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
-            if not isinstance(text, bytes) or not isinstance(score, bytes) or kind not in range(7):
+            is_score = isinstance(score, bytes) and len(score) == 4
+            if not isinstance(text, bytes) or not is_score or kind not in range(7):
                 raise ValueError("not a sentencepiece entry")
-            yield text.decode("utf-8"), struct.unpack("<f", score)[0], cast(int, kind)
+            yield text.decode("utf-8"), struct.unpack("<f", cast(bytes, score))[0], cast(int, kind)
 
 
 def unsupported_features(content: bytes) -> list[str]:
