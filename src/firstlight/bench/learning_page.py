@@ -10,7 +10,7 @@ from typing import Any
 from firstlight.bench.learning_rows import LearningRow, find_row
 from firstlight.bench.pictures import cell, markdown_table, new_figure, png_of
 
-#: Seeds without which nothing is decided, and the gain that counts, in units of the seeds' spread.
+#: Seeds without which nothing is decided, and the gain that counts, in units of its spread.
 _SEEDS, _LEAST_GAIN = 3, 2.0
 
 #: Lines in a panel of the picture.
@@ -25,7 +25,7 @@ class RowFigures:
         name: name of the row.
         row: the recipe.
         runs: its lines of results.jsonl.
-        compared: the runs of the row that it changes, or of the baseline; empty without one.
+        compared: the runs of the row that it changes, or of the baseline; empty for the baseline.
         goal: bits per byte at the end of the baseline's curve.
     """
 
@@ -43,22 +43,24 @@ class RowFigures:
     @property
     def spread(self) -> float | None:
         """Standard deviation of that over the seeds; None of one seed."""
-        return _spread(self.runs)
+        return statistics.stdev(_final(self.runs)) if len(self.runs) > 1 else None
 
     @property
-    def gain(self) -> float | None:
-        """Bits per byte fewer than the compared row; None without one."""
-        return (
-            statistics.mean(_final(self.compared)) - self.bits_per_byte if self.compared else None
-        )
+    def gains(self) -> list[float]:
+        """Bits per byte fewer than the compared row, of each seed that both have: runs with one
+        seed read the same rows in the same order, so that they differ less than two seeds do."""
+        other = {run["seed"]: run["bits_per_byte"] for run in self.compared}
+        return [
+            other[run["seed"]] - run["bits_per_byte"] for run in self.runs if run["seed"] in other
+        ]
 
     @property
     def gain_in_spreads(self) -> float | None:
-        """The gain in units of the larger spread of both rows; None with fewer than three seeds."""
-        spreads = [_spread(runs) for runs in (self.runs, self.compared)]
-        if self.gain is None or min(len(self.runs), len(self.compared)) < _SEEDS:
+        """The mean gain in units of its standard deviation over the seeds; None with fewer than
+        three."""
+        if len(self.gains) < _SEEDS:
             return None
-        return self.gain / max(*(spread or 0.0 for spread in spreads), 1e-6)
+        return statistics.mean(self.gains) / max(statistics.stdev(self.gains), 1e-6)
 
     @property
     def seconds(self) -> float:
@@ -92,10 +94,6 @@ class RowFigures:
 
 def _final(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [run["bits_per_byte"] for run in runs]
-
-
-def _spread(runs: Sequence[Mapping[str, Any]]) -> float | None:
-    return statistics.stdev(_final(runs)) if len(runs) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
 
 
 def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
-    """Of each changed row whether the change is kept: it gains more than twice the spread on two
-    corpora and at two sizes, and loses as much nowhere."""
+    """The verdict on each single change: it is kept if it gains more than twice the gain's spread
+    on two corpora and at two sizes, and loses as much nowhere."""
     found: dict[str, list[tuple[LearningGroup, RowFigures]]] = {}
     for group in groups:
         for row in group.rows:
@@ -154,7 +152,7 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
     if len(corpora) > 1 and len(sizes) > 1:
         return "kept"
     if not better:
-        return "not kept: no gain above twice the spread"
+        return "not kept: no gain above twice its spread"
     return f"open: a gain on {len(corpora)} corpora, at {len(sizes)} sizes so far"
 
 
@@ -175,9 +173,15 @@ def row_cells(row: RowFigures) -> tuple[str, ...]:
         "never" if goal is None else f"{goal[1]:,.0f}",
         f"{row.seconds:,.0f}",
         (row.row.of or "the baseline") if row.compared else "",
-        cell("{:+.4f}", row.gain),
+        _gain_cell(row.gains),
         cell("{:+.1f}", row.gain_in_spreads),
     )
+
+
+def _gain_cell(gains: Sequence[float]) -> str:
+    if len(gains) < 2:
+        return "".join(f"{gain:+.4f}" for gain in gains)
+    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains):.4f}"
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
@@ -248,10 +252,11 @@ Each run is `firstlight train` in a process of its own. Bits per byte are those 
 held-out text at the end of a run, mean and standard deviation over the seeds. Tokens and seconds to
 the baseline are those at which a row's curve reaches the end of the baseline's; curves are of
 32,768 held-out tokens. Seconds are those of training steps: evaluations, checkpoints and the start
-of the process do not count. A gain is in bits per byte over the row that is changed; a spread is
-the larger one of the two rows. A change is kept if it gains more than twice the spread on two
-corpora and at two sizes with three seeds, and loses as much nowhere. Of a corpus whose tokens are
-bytes, a nat is 1.4427 bits: a loss of 1.88 nats is 2.7123 bits per byte.
+of the process do not count. A gain is in bits per byte over the row that is changed, mean and
+standard deviation over pairs of runs with one seed, which read the same text in the same order. A
+change is kept if it gains more than twice that deviation on two corpora and at two sizes with three
+seeds, and loses as much nowhere. Of a corpus whose tokens are bytes, a nat is 1.4427 bits: a loss
+of 1.88 nats is 2.7123 bits per byte.
 
 Machine: {machine}.
 """
