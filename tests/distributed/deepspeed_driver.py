@@ -25,6 +25,17 @@ from firstlight.training.program import TrainingProgram
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "learning_rate": 0.01, "max_grad_norm": 0.5},
+    # A group for each role, and the decay before DeepSpeed's step.
+    "groups": {
+        "name": "adamw",
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.5,
+        "cautious_weight_decay": True,
+        "embedding_lr_multiple": 3.0,
+        "embedding_weight_decay": 0.0,
+        "head_betas": [0.8, 0.9],
+        "vector_weight_decay": 0.05,
+    },
     "sgd": {
         "name": "sgd",
         "learning_rate": 0.1,

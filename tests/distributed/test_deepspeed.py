@@ -71,6 +71,7 @@ def test_two_processes_make_the_steps_of_one() -> None:
     cases = [
         _case(2, family="gpt2", masks="unequal", optimizer="sgd"),
         _case(3, accumulation=3, micro=1),
+        *(_case(stage, family="llama", optimizer="groups") for stage in (2, 3)),
     ]
     _require_equal(cases, 2)
 
