@@ -34,6 +34,8 @@ _FAKE_TEXT = "tests/gpu/test_fake_generation.py::test_"
 _FAKE_RANKS = "tests/gpu/test_fake_processes.py::test_"
 _LATE = "tests/gpu/test_late_copies.py::test_"
 _COMPILED = "tests/unit/test_compiled.py::test_"
+_MUON = "tests/unit/test_muon.py::test_"
+_GROUPS = "tests/unit/test_optimizer_groups.py::test_"
 _SAME_BITS = "tests/unit/test_determinism.py::test_"
 _ORDER = (
     "tests/faults/test_loader_order.py::"
@@ -127,6 +129,37 @@ MUTANTS = [
         (_STEPS + "a_step_without_update_moves_the_moments",),
     ),
     # Schedule, optimizer, loss scale
+    Mutant(
+        "cautious decay away from zero",
+        "firstlight/optim/cautious.py",
+        "(direction * parameter >= 0)",
+        "(direction * parameter <= 0)",
+        (_MUON + "only_numbers_that_move_towards_zero_decay",),
+    ),
+    Mutant(
+        "neurons of the wrong side",
+        "firstlight/optim/muon.py",
+        '-2 if group["transposed"] else -1',
+        '-1 if group["transposed"] else -2',
+        (_MUON + "rows_are_divided_by_their_averaged_size",),
+    ),
+    Mutant(
+        "every role at one rate",
+        "firstlight/optim/table.py",
+        'self.learning_rate * own.get("lr_multiple", 1.0)',
+        "self.learning_rate",
+        (_GROUPS + "every_optimizer_takes_a_roles_own_rate",),
+    ),
+    Mutant(
+        "z-loss in evaluations",
+        "firstlight/models/ops.py",
+        "if z_loss_coef and torch.is_grad_enabled():",
+        "if z_loss_coef:",
+        (
+            "tests/unit/test_efficiency.py::"
+            "test_the_z_loss_is_the_squared_logarithm_of_the_softmaxs_divisor",
+        ),
+    ),
     Mutant(
         "warmup begins at zero",
         "firstlight/optim/schedule.py",

@@ -116,6 +116,7 @@ def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
         [
             steps("fsdp", _DEEP, 2, precision="bf16"),
             steps("tensor", _WIDE, tied=True),
+            {**steps("fsdp", _WIDE), "optimizer": {"name": "muon", "muon_beta2": 0.95}},
         ],
         above=0.03,
         below=0.01,
