@@ -99,13 +99,11 @@ def train(
         recipe: a recipe, its values, or its file.
         resume: go on from the run folder's newest complete checkpoint, exactly as if the run
             had not stopped; from the start if there is none yet.
-        init_from: model folder, run or hub id whose weights the run starts from; its config
-            replaces the recipe's `model`.
+        init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
         new_rows: rows for the tokens that the data's tokenizer has beyond that of `init_from`:
             "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
-        branch_from: checkpoint of another run to go on from, with all of its state (optimizer,
-            random states, place in the data and in the schedule), in a run folder of its own; with
-            resume, for as long as that has no checkpoint. See `cooldown_recipe`.
+        branch_from: checkpoint of another run to go on from with all of its state, in a folder
+            that has no checkpoint yet (else `resume` takes that one). See `cooldown_recipe`.
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
         progress: show a progress bar and messages on stderr.
@@ -127,25 +125,15 @@ def train(
         run_processes(recipe) as (hardware, engine),
     ):
         comparison = ForecastComparison(hardware)  # before the run takes any memory
-        shown = progress and engine.is_main
+        show = progress and engine.is_main
         with (
-            set_up(
-                recipe,
-                resume,
-                init_from,
-                new_rows,
-                hardware,
-                engine,
-                shown=shown,
-                branch_from=None if branch_from is None else Path(branch_from),
-            ) as run,
-            run.open(shown=shown),
+            set_up(recipe, resume, init_from, new_rows, branch_from, hardware, engine, show) as run,
+            run.open(shown=show),
             RunCheckpoints(run) as checkpoints,
             _reported_if_diverged(run),
         ):
             _begin(run, forecaster, comparison)
-            watch = _watched(run, comparison, on_step)
-            training_loop(run, checkpoints, stopping, watch)
+            training_loop(run, checkpoints, stopping, _watched(run, comparison, on_step))
             checkpoints.finish()
             write_average(run)
             return _result(run, stopping, comparison)

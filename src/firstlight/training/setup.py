@@ -69,20 +69,18 @@ def set_up(
     resume: bool,
     init_from: str | Path | None,
     new_rows: str,
+    branch_from: str | Path | None,
     hardware: Hardware,
     engine: Engine,
-    *,
     shown: bool,
-    branch_from: Path | None = None,
 ) -> Iterator[Run]:
     """The run that a recipe describes, ready for its next step. Its folder is held inside.
 
     Args:
-        recipe, resume, init_from, new_rows: see `train`.
+        recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine by which the processes of the run share the model.
         shown: show messages and progress to a person.
-        branch_from: see `train`.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
@@ -94,6 +92,8 @@ def set_up(
         )
     if new_rows != "mean" and init_from is None and not resume:
         raise ConfigError("new rows are for --init-from: name the model to start from")
+    if branch_from is not None and init_from is not None:
+        raise ConfigError("branch_from has weights of its own: leave out init_from")
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(folder))
@@ -101,7 +101,8 @@ def set_up(
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
     with held(folder) if engine.is_main else contextlib.nullcontext(lambda: None) as require_folder:
-        newest = shared_newest(engine, folder, resume, branch_from, tell)
+        branch = None if branch_from is None else Path(branch_from)
+        newest = shared_newest(engine, folder, resume, branch, tell)
         goes_on = resume or newest is not None
         earlier = decided_before(recipe, newest, folder) if goes_on else {}
         run = _assembled(
