@@ -38,6 +38,7 @@ class Kind(NamedTuple):
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     """The kind of each of a model's parameters, by name. A head that is tied to the embedding is
     the embedding."""
+    # By identity, not by name: each family calls its tables otherwise.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     transposed = {
         id(p)
@@ -51,6 +52,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
             return "embedding"
         if parameter.dim() < 2:
             return "vector"
+        # An adapter of the head is a matrix like all adapters.
         return "head" if name == "lm_head.weight" else "matrix"
 
     return {
@@ -76,6 +78,7 @@ def parameter_groups(
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
+        # Adafactor's lists hold matrices or vectors, never both.
         key = (role == "vector", *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -88,6 +91,7 @@ def describe_groups(
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
     for role, title in ROLES.items():
+        # A tied head, or a run of adapters, leaves roles empty.
         found = [p for name, p in parameters.items() if kinds[name].role == role]
         if found:
             settings, count = config.group_settings(role), sum(p.numel() for p in found)

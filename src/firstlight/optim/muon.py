@@ -102,6 +102,7 @@ class Muon(ForeachOptimizer):
         own, gradient = own_shard(parameter, parameter), own_shard(gradient, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         average.lerp_(gradient, 1 - momentum)
+        # Nesterov momentum: this step's gradient counts once more.
         direction = gradient.lerp(average, momentum)
         if is_sharded(parameter):
             # Every process computes each matrix whole, from bf16, which is half to send.
@@ -184,6 +185,7 @@ def normalised(matrices: Tensor, second_moment: Tensor, group: Mapping[str, Any]
     Returns:
         [..., F, C] in the dtype of `second_moment`.
     """
+    # In fp32: bf16 has three digits, and a slow average would not move.
     squares = matrices.to(second_moment.dtype).square()
     squares = squares.mean(-2 if group["transposed"] else -1, keepdim=True)
     second_moment.lerp_(squares, 1 - group["beta2"])
@@ -196,6 +198,7 @@ def normalised(matrices: Tensor, second_moment: Tensor, group: Mapping[str, Any]
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
     return Muon(
+        # Matrices only are here, and have Muon's own rate.
         [{**group, "lr": rate} for group in groups],
         rate,
         config.muon_momentum,
@@ -213,6 +216,7 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
+    # Only with a warm-up: a plain run's state stays that of torch.optim.Muon.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)
     return layout

@@ -47,6 +47,7 @@ def make_optimizers(
     """
     spec = OPTIMIZERS[config.name]
     wide = "embedding" if config.embeddings_in_32_bits else None
+    # Whatever an optimizer does not take is AdamW's: embeddings, head and norms beside Muon.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
@@ -289,6 +290,7 @@ class OptimizerConfig(Section):
 
     def group_settings(self, role: Role) -> dict[str, Any]:
         """A role's `lr`, `betas` and `weight_decay`, as torch's parameter groups have them."""
+        # Matrices have the keys without a prefix.
         own = (
             {}
             if role == "matrix"

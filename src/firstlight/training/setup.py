@@ -306,6 +306,8 @@ def _require_disk(run: Run) -> None:
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest is deleted.
     needed = one * min(saves, kept + 1)
+    if config.average_last:
+        needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
     folder = next(f for f in (run.folder, *run.folder.resolve().parents) if f.is_dir())
     free = shutil.disk_usage(folder).free
     if run.state.step < run.max_steps and needed > free:
