@@ -57,6 +57,33 @@ _NANOGPT: dict[str, Any] = {
     "schedule.min_lr_ratio": 0.1,
 }
 
+# What it has beyond these lacks a Hugging Face layout: squared ReLU, softcap, value embeddings.
+_NANOCHAT: dict[str, Any] = {
+    "model.model_type": "qwen3",
+    "model.tie_word_embeddings": False,
+    "init.residual_projections": "zero",
+    "init.embedding_std": 0.8,
+    "init.head_std": 0.001,
+    "optimizer.name": "muon",
+    # 0.02 in its own units at a width of 192.
+    "optimizer.muon_learning_rate": 0.007,
+    "optimizer.muon_coefficients": "polar_express",
+    "optimizer.muon_beta2": 0.95,
+    "optimizer.muon_momentum_warmup_steps": 150,
+    "optimizer.cautious_weight_decay": True,
+    "optimizer.embedding_weight_decay": 0.0,
+    "optimizer.head_weight_decay": 0.0,
+    "optimizer.learning_rate": 0.3,
+    "optimizer.head_lr_multiple": 0.0133,
+    "optimizer.vector_lr_multiple": 0.0133,
+    "optimizer.betas": [0.8, 0.95],
+    "optimizer.max_grad_norm": 0.0,
+    "schedule.warmup_ratio": 0.02,
+    "schedule.kind": "wsd",
+    "schedule.decay_fraction": 0.65,
+    "schedule.min_lr_ratio": 0.05,
+}
+
 _ZERO: dict[str, Any] = {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0}
 
 ROWS: dict[str, LearningRow] = {
@@ -94,36 +121,15 @@ ROWS: dict[str, LearningRow] = {
         about="firstlight's demo of before: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to "
         "a twentieth",
     ),
-    # What it has beyond these lacks a Hugging Face layout: squared ReLU, softcap, value embeddings.
     "nanochat": LearningRow(
-        {
-            "model.model_type": "qwen3",
-            "model.tie_word_embeddings": False,
-            "init.residual_projections": "zero",
-            "init.embedding_std": 0.8,
-            "init.head_std": 0.001,
-            "optimizer.name": "muon",
-            # 0.02 in its own units at a width of 192.
-            "optimizer.muon_learning_rate": 0.007,
-            "optimizer.muon_coefficients": "polar_express",
-            "optimizer.muon_beta2": 0.95,
-            "optimizer.muon_momentum_warmup_steps": 150,
-            "optimizer.cautious_weight_decay": True,
-            "optimizer.embedding_weight_decay": 0.0,
-            "optimizer.head_weight_decay": 0.0,
-            "optimizer.learning_rate": 0.3,
-            "optimizer.head_lr_multiple": 0.0133,
-            "optimizer.vector_lr_multiple": 0.0133,
-            "optimizer.betas": [0.8, 0.95],
-            "optimizer.max_grad_norm": 0.0,
-            "schedule.warmup_ratio": 0.02,
-            "schedule.kind": "wsd",
-            "schedule.decay_fraction": 0.65,
-            "schedule.min_lr_ratio": 0.05,
-        },
+        _NANOCHAT,
         about="nanochat as far as the Qwen3 layout carries it: zero-initialised projections, "
         "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, a line down over the last "
         "65 %",
+    ),
+    "candidate": LearningRow(
+        {**_NANOCHAT, "optimizer.muon_learning_rate": 0.01},
+        about="a candidate for the demo: nanochat's with Muon at 0.01",
     ),
     # Single changes.
     "linear-to-zero": LearningRow(_ZERO, BEFORE, "a line down to zero after the warm-up"),
