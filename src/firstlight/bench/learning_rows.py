@@ -93,8 +93,8 @@ ROWS: dict[str, LearningRow] = {
         about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth",
     ),
     "nanogpt-tuned": LearningRow(
-        {**_NANOGPT, "optimizer.learning_rate": 4e-3},
-        about="nanoGPT with a rate for models of this size: 4e-3",
+        {**_NANOGPT, "optimizer.learning_rate": 2e-3},
+        about="nanoGPT at 2e-3, a rate for small models",
     ),
     "nanogpt-cpu": LearningRow(
         {
