@@ -13,6 +13,7 @@ from table import BEGIN, END, PAGE, with_table
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.lora.layers import LoraConfig
+from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
 from firstlight.recipe import BatchConfig, DataConfig
 
@@ -34,6 +35,8 @@ _OF_CHATS = {
         *("train_on", "on_bad", "long"),
     )
 }
+#: Keys of schedules, likewise.
+_OF_SCHEDULES = {"batch.ramp_start_tokens", "batch.ramp_steps"}
 _COLUMNS = 6
 
 
@@ -58,7 +61,7 @@ def _methods() -> Iterator[str]:
     }
     for section, kind in sections.items():
         for key, field in kind.model_fields.items():
-            if f"{section}.{key}" not in _OTHERS | _OF_CHATS:
+            if f"{section}.{key}" not in _OTHERS | _OF_CHATS | _OF_SCHEDULES:
                 yield from _named(f"{section}.{key}", field.annotation)
     for key in ("name", "implementation", "eight_bit_library", "embeddings_in_32_bits"):
         yield from _named(f"optimizer.{key}", OptimizerConfig.model_fields[key].annotation)
@@ -82,6 +85,12 @@ def test_keys_of_conversations_stand_on_their_page() -> None:
     for name in _OF_CHATS:
         key = name.removeprefix("data.")
         assert f"`{key}`" in page or f"\n      {key}: " in page, name
+
+
+def test_keys_of_schedules_stand_on_their_page() -> None:
+    page = PAGE.with_name("schedules.md").read_text(encoding="utf-8")
+    for name in (*ScheduleConfig.model_fields, *_OF_SCHEDULES):
+        assert re.search(rf"\b{name.removeprefix('batch.')}\b", page), name
 
 
 @pytest.mark.parametrize("key", _rows())

@@ -255,11 +255,10 @@ def load_for_evaluation(
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
     """A model that is loaded already, once its files are seen to be unchanged; else as
     `load_for_evaluation`."""
-    loaded = checkpoint
-    if not isinstance(loaded, LoadedModel):
-        loaded = load_for_evaluation(loaded, device)
-    loaded.require_unchanged()
-    return loaded
+    if not isinstance(checkpoint, LoadedModel):
+        checkpoint = load_for_evaluation(checkpoint, device)
+    checkpoint.require_unchanged()
+    return checkpoint
 
 
 def evaluate(
