@@ -226,8 +226,8 @@ class OptimizerConfig(Section):
     (see adafactor_variant)."""
     cautious_weight_decay: bool = False
     """decay a number only in steps whose update has its sign, and so moves it towards zero as well
-    (Chen et al. 2025, arXiv 2510.12402); of adamw, lion and muon. Costs a temporary copy of one
-    parameter."""
+    (Chen et al. 2025, arXiv 2510.12402); of adamw, lion and muon. Costs temporary copies of one
+    parameter, three with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null takes
     `weight_decay`. 0 lets the rows of rare tokens keep what they have learned: decay shrinks a row

@@ -347,7 +347,7 @@ class Run:
         # All devices, also those that share the sequences of one part (tensor parallel, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
-        # train/loss is the cross-entropy alone, so that it compares with val/loss.
+        # Without the router's loss, train/loss compares with val/loss; a z-loss stays in it.
         auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
         epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
         return {
