@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from optimizer_models import GPT2, LLAMA, make, new_model, one_thread, same, steps, weights
 from torch import Tensor, nn
 
@@ -188,6 +190,63 @@ def test_neurons_are_the_outputs_of_either_layout() -> None:
         if config is MOE:
             name = "model.layers.0.mlp.experts.gate_up_proj.second_moment"
             assert state[name].shape == (3, 48, 1)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """This process as the only one of a mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Matrix(nn.Module):
+    """One matrix, named as a layer's."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(start)])
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("shape", [(6, 1), (1, 6), (6, 4), (1, 1)])
+def test_a_sharded_matrix_of_one_column_has_averages_that_are_whole(
+    shape: tuple[int, int],
+) -> None:
+    """LoRA's B of rank 1: the averages of its neurons have its own shape."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def cut(whole: Tensor) -> DTensor:
+        return distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
+
+    start, config = random(*shape), make("muon", muon_beta2=0.9)
+    whole, sharded = Matrix(start.clone()), Matrix(cut(start))
+    one, other = Optimizer(whole, config), Optimizer(sharded, config)
+    for step in range(4):
+        if step == 2:
+            saved = other.state_tensors()
+            other = Optimizer(sharded, config)
+            other.load_state_tensors(saved)
+        elif step == 3:
+            # As a sharded checkpoint is read: into state that is there.
+            kept = {name: value.clone() for name, value in other.state_shards().items()}
+            other = Optimizer(sharded, config)
+            other.fill_state(lambda _: None)
+            for name, value in other.state_shards().items():
+                value.copy_(kept[name])
+        gradient = random(*shape, seed=1 + step)
+        whole.layers[0].grad, sharded.layers[0].grad = gradient, cut(gradient)
+        one.step()
+        other.step()
+        assert not isinstance(other.state_shards()["layers.0.second_moment"], DTensor)
+        assert isinstance(other.state_shards()["layers.0.momentum_buffer"], DTensor)
+    assert same(other.state_tensors(), one.state_tensors())
+    assert torch.equal(sharded.layers[0].detach().full_tensor(), whole.layers[0])
 
 
 # Momentum warm-up, and all together

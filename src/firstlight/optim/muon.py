@@ -14,7 +14,14 @@ from torch import Tensor
 
 from firstlight.optim.cautious import decay_cautiously
 from firstlight.optim.dtensors import gather, is_sharded, own_shard, shard_like
-from firstlight.optim.spec import ForeachOptimizer, Groups, Layout, OptimizerSpec, momentum_layout
+from firstlight.optim.spec import (
+    ForeachOptimizer,
+    Groups,
+    Layout,
+    OptimizerSpec,
+    is_sharded_like,
+    momentum_layout,
+)
 
 _EPS = 1e-7
 
@@ -126,8 +133,7 @@ class Muon(ForeachOptimizer):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
-                if shape == parameter.shape:
-                    # Sharded where the parameter is.
+                if is_sharded_like(parameter, key, shape):
                     state[key] = torch.zeros_like(parameter)
                     continue
                 # Python reads the counter: see `spec.rebuild_tensors`.

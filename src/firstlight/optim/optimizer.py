@@ -13,7 +13,7 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.dtensors import full_tensor, shard_like
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.master import MasterWeights
-from firstlight.optim.spec import Layout
+from firstlight.optim.spec import Layout, is_sharded_like
 from firstlight.optim.table import OptimizerConfig, make_optimizers
 
 __all__ = ["Optimizer", "OptimizerConfig"]
@@ -237,7 +237,7 @@ class Optimizer:
             if layout:
                 zeros = {
                     key: torch.zeros_like(parameter, dtype=dtype)
-                    if shape == parameter.shape
+                    if is_sharded_like(parameter, key, shape)
                     else torch.zeros(shape, dtype=dtype)
                     for key, (shape, dtype) in layout.items()
                 }
@@ -264,7 +264,9 @@ class Optimizer:
                 own = {key: tensors[f"{name}.{key}"] for key in layout}
                 state = spec.rebuild(optimizer, parameter, own)
                 optimizer.state[parameter] = {
-                    key: shard_like(value, parameter) if isinstance(value, Tensor) else value
+                    key: shard_like(value, parameter)
+                    if isinstance(value, Tensor) and is_sharded_like(parameter, key, value.shape)
+                    else value
                     for key, value in state.items()
                 }
 

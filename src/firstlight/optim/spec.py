@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,19 @@ Groups = list[dict[str, Any]]
 def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
     """State of SGD and plain Muon: one moment of the parameter's shape and dtype."""
     return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
+
+
+def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor of a parameter's state is sharded where the parameter is.
+
+    Args:
+        parameter: the parameter.
+        key: name of the tensor in the state's layout.
+        shape: shape of the full tensor.
+    """
+    # Muon's averages over neurons are whole on every process, and those of a matrix [F, 1], such
+    # as LoRA's B of rank 1, have its shape.
+    return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
