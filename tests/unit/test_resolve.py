@@ -215,6 +215,10 @@ def test_a_step_on_a_cpu_is_cut_into_micro_batches_that_keep_it_busy() -> None:
     assert rows("cuda", global_batch_tokens=16 * 512) == 8
     assert rows(global_batch_tokens=15 * 512) == 1
     assert rows(global_batch_tokens=16 * 512, gradient_accumulation_steps=4) == 4
+    # The accumulation is that of whole steps; without it, the first steps have to come out even.
+    ramp = {"global_batch_tokens": 16 * 512, "ramp_start_tokens": 4 * 512, "ramp_steps": 3}
+    assert rows("cuda", gradient_accumulation_steps=4, **ramp) == 4
+    assert rows("cuda", **ramp) == 4
     assert rows() == 8
 
 

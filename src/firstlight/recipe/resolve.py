@@ -259,16 +259,16 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
     """The micro-batch size that cuts the step evenly: a CPU is no faster with more rows than
     keep it busy, and so stores fewer activations."""
-    tokens, accumulation = (
-        recipe.batch.global_batch_tokens,
-        recipe.batch.gradient_accumulation_steps,
-    )
-    if tokens is not None:
-        # The smallest step has to come out even.
-        tokens = (recipe.batch.ramp_start_tokens or tokens) // facts.processes
-    if tokens is not None and accumulation is not None and tokens >= accumulation * seq_len:
+    batch, accumulation = recipe.batch, recipe.batch.gradient_accumulation_steps
+    if batch.global_batch_tokens is None:
+        return DEFAULT_ROWS
+    tokens = batch.global_batch_tokens // facts.processes
+    if accumulation is not None and tokens >= accumulation * seq_len:
         return tokens // (accumulation * seq_len)
-    if tokens is None or tokens % seq_len:
+    if batch.ramp_start_tokens is not None:
+        # The smallest step has to come out even.
+        tokens = batch.ramp_start_tokens // facts.processes
+    if tokens % seq_len:
         return DEFAULT_ROWS
     total, most = tokens // seq_len, DEFAULT_ROWS
     if facts.device == "cpu":
