@@ -54,7 +54,6 @@ def _cut(batch: Batch, sizes: list[int]) -> list[Batch]:
 
 def _step(recipe: ResolvedRecipe, batches: list[Batch]) -> tuple[StepResult, dict[str, Tensor]]:
     """One step in fp64; its gradients."""
-    assert recipe.model is not None
     model = empty_model(
         recipe.model.model_copy(update={"vocab_size": 320}), recipe.efficiency.vocab_multiple
     )

@@ -16,7 +16,7 @@ from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
-from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.fit import cuts, largest_micro_batch, try_step
 from firstlight.training.loop import train
 from firstlight.training.program import TrainingProgram
@@ -82,7 +82,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | str
     def run(command: list[str], **options: Any) -> Any:
         request = json.loads(options["input"])
         assert request["device"] == "cpu"
-        recipe = plain_recipe(request["recipe"])
+        recipe = parse_resolved_recipe(request["recipe"])
         asked.append(recipe.batch.rows)
         said = answer(recipe.batch.rows)
         if isinstance(said, str):

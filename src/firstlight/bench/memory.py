@@ -46,18 +46,17 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from firstlight.bench.process import answer
+
 if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
-import time
-from collections.abc import Callable
-
-from firstlight.bench.process import answer
 
 _STATUS = Path("/proc/self/status")
 

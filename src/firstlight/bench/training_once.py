@@ -37,11 +37,11 @@ The one line on stdout is a JSON object of these, and with firstlight `chosen`, 
 recipe that were left to it; or {"error": {"type", "message"}} where firstlight refuses.
 
 The data are the source of Python's standard library: it is on every machine, it is real text, and
-it is the same for every row of a table. `bench gpu` trains on shards that a tokenizer of its own
-was trained for (`library_corpus`). The others take `write_tokens`, which needs no tokenizer: a
-word, a run of blanks or a sign is a token; its id is its CRC-32 modulo the vocabulary, so that ids
-of the whole vocabulary occur, as often as words do, whatever its size. A document is what lies
-between two lines that begin a function, method or class.
+it is the same for every row of a table. `bench gpu` and `bench learning` train on shards that a
+tokenizer of their own was trained for (`library_corpus`). The others take `write_tokens`, which
+needs no tokenizer: a word, a run of blanks or a sign is a token; its id is its CRC-32 modulo the
+vocabulary, so that ids of the whole vocabulary occur, as often as words do, whatever its size. A
+document is what lies between two lines that begin a function, method or class.
 """
 
 from __future__ import annotations
@@ -275,13 +275,13 @@ def _documents() -> Iterator[str]:
 
 
 def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib") -> Path:
-    """Train a tokenizer on the standard library and prepare its source as token shards, unless
-    they are there: ten seconds for 50,257 tokens.
+    """Train a tokenizer on the standard library's source, or on another text, and prepare it as
+    token shards, unless they are there: ten seconds for 50,257 tokens.
 
     Args:
         folder: parent of tokenizer/ and corpus/.
         vocab_size: vocabulary size of the tokenizer.
-        source: another text than the standard library's.
+        source: text, as `prepare` takes it.
 
     Returns:
         The prepared corpus, with its splits "train" and "val".

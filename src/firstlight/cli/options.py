@@ -209,7 +209,8 @@ def _unknown_option(argument: str, name: str) -> str:
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
     meant = key_of_other_name(name.replace("-", "_"))
     context = click.get_current_context(silent=True)
-    own = [name for one in context.command.params for name in one.opts] if context else []
+    known = context.command.params if context else []
+    own = [name for one in known if isinstance(one, click.Option) for name in one.opts]
     options = [*own, *(f"--{key}" for key in known_keys())]
     hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
     return f"unknown option {argument}{hint}"

@@ -182,7 +182,6 @@ def train_command(
             # It imports torch while this process does.
             forecaster.start()
         from firstlight.parallel import find_world
-        from firstlight.parallel.elastic import exit_code_of_rank
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
 
@@ -207,14 +206,23 @@ def train_command(
         )
     if find_world().is_main:
         _show(result)
+    if result.stopped_by is not None or result.diverged:
+        _end_stopped(result, cooldown is not None)
+    return _as_json(result)
+
+
+def _end_stopped(result: TrainResult, is_cooldown: bool) -> None:
+    """Leave with the exit code of a run that was stopped or has diverged."""
+    # Only here: torch's elastic agent is imported with it.
+    from firstlight.parallel.elastic import exit_code_of_rank
+
     if result.stopped_by is not None:
         again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
-        command = "the same command and" if cooldown is None else again
+        command = again if is_cooldown else "the same command and"
         say(f"stopped by {result.stopped_by} and saved: go on with {command} --resume")
         end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
-    elif result.diverged:
+    else:
         end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))
-    return _as_json(result)
 
 
 def _cooled(
@@ -293,7 +301,6 @@ def _figures(evaluation: Any) -> dict[str, Any]:
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     """The recipe with the settings of `--plan auto`; on resume, with those of the run's start."""
-
     from firstlight.checkpoint.selection import list_checkpoints
     from firstlight.hardware.device import find_hardware
     from firstlight.parallel import find_world

@@ -1,5 +1,6 @@
-"""Methods that change how a step is computed, not its result: each is one key of the recipe, and is
-applied to a plain model from outside. `loss_function` makes of it the loss of a training step."""
+"""Methods that change how a step is computed, not its result, and the z-loss, which is part of what
+training minimises: each is one key of the recipe, and is applied to a plain model from outside.
+`loss_function` makes of it the loss of a training step."""
 
 from __future__ import annotations
 

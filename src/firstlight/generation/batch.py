@@ -65,9 +65,6 @@ class BatchDecoder:
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled: CompiledStep | None = None
         if compile:
-            # Only here: importing torch's compiler takes seconds.
-            from firstlight.generation.batch import CompiledStep
-
             self._compiled = CompiledStep(model, self.cache)
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes

@@ -40,7 +40,7 @@ _COUNT = 2
 _ENDING_SECONDS = 1.0
 
 #: Modules that the process imports which workers are forked from.
-PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
+PRELOADED = ["firstlight.planner.plan.preloaded"]
 
 _KILLED = (
     "a process that traced the model was killed, most likely for want of memory: end other "
@@ -156,8 +156,6 @@ def _work(end: Connection) -> None:
     # What torch has to say of code that is only looked at is nobody's business.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    # What was imported lives on: looked through, its pages would be copied.
-    gc.freeze()
     gc.disable()
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -16,7 +16,7 @@ has beyond the edge and what the last turn leaves idle is lost (NVIDIA, "Matrix 
 Background User's Guide": tile and wave quantization), and each tile spends the time of some 64
 more of the inner dimension on its beginning and end.
 
-The figures of a kind of GPU that was measured take the place of these (`measured_gpus.py`). These
+The figures of a kind of GPU that was measured take the place of these (`measured_gpus.json`). These
 were not checked on a GPU by this project. The range was set wide enough for two
 published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024 tokens
 (nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323, PCIe).
