@@ -70,6 +70,8 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
     if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
         raise ConfigError("the examples know optimizer.name adamw, no lora, no document_masking")
+    if recipe.optimizer.cautious_weight_decay:
+        raise ConfigError("the examples know no optimizer.cautious_weight_decay: leave it out")
     if recipe.loss.z_loss_coef:
         raise ConfigError("the examples know no loss.z_loss_coef: leave it out")
     dataset = TokenDataset(recipe.data.dir, "train")

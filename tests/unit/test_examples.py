@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -20,6 +21,9 @@ from example_files import (
     require_launch,
     train_arguments,
 )
+
+from firstlight.errors import ConfigError
+from firstlight.recipe import parse_recipe
 
 _SBATCH = EXAMPLES / "slurm" / "train.sbatch"
 _POD = EXAMPLES / "kubernetes" / "pytorchjob.yaml"
@@ -44,6 +48,23 @@ def test_each_says_how_it_is_used_what_was_checked_and_what_was_not_run(path: Pa
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_python_examples_compile(path: Path) -> None:
     compile(path.read_text(encoding="utf-8"), str(path), "exec")
+
+
+def test_the_python_examples_refuse_cautious_weight_decay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = parse_recipe(
+        {
+            "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "data": {"dir": "data"},
+            "batch": {"micro_batch_size": 2},
+            "schedule": {"max_steps": 2},
+            "optimizer": {"cautious_weight_decay": True},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"know no optimizer\.cautious_weight_decay: leave it"):
+        importlib.import_module("parts").parts_of(recipe)
 
 
 # --- Kubernetes ------------------------------------------------------------------------------
