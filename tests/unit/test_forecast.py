@@ -12,6 +12,7 @@ import pytest
 
 import firstlight
 from firstlight.bench.memory import measured_memory
+from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.planner.plan import automatic
@@ -28,8 +29,10 @@ from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, resolve_fo
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.planner.speed.calibration import Calibration
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
+from firstlight.training.averaging import write_average
 from firstlight.training.fit import Trial
 from firstlight.training.forecast import FORECAST_NAME, Forecast, ForecastComparison
+from firstlight.training.run import Run
 
 _CPU = find_hardware("cpu")
 _MODEL: dict[str, Any] = {
@@ -405,3 +408,35 @@ def test_a_forecast_covers_evaluation_samples_and_saves(
     assert predicted is not None
     assert predicted.phase == phase
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+
+
+def test_a_forecast_covers_the_average_of_the_last_weights(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the means in fp32 and no sums, and the copies of the checkpoints are gone."""
+    cleared, peaks, keeps, clear = [], [], Keeps(), Snapshot.clear
+
+    def watched(snapshot: Snapshot) -> None:
+        cleared.append(snapshot)
+        clear(snapshot)
+
+    def measured(run: Run) -> None:
+        assert cleared
+        with measured_memory() as found:
+            write_average(run)
+        peaks.append(found.peak_bytes)
+
+    monkeypatch.setattr(Snapshot, "clear", watched)
+    monkeypatch.setattr("firstlight.training.loop.write_average", measured)
+    recipe |= {
+        "model": recipe["model"] | {"hidden_size": 256},
+        "schedule": {"max_steps": 2, "warmup_steps": 1},
+        "efficiency": {"compile": False, "precision": "fp32"},
+        "checkpoint": {"every_steps": 1, "average_last": 2, "asynchronous": True},
+    }
+    firstlight.train(recipe, forecaster=keeps)
+    predicted = forecast_run(parse_resolved_recipe(keeps.recipe.model_dump()), _CPU, 1)
+    assert predicted is not None
+    state = predicted.parts["weights"] + predicted.parts["optimizer_states"]
+    assert peaks[0] > 4e6
+    assert predicted.phases["averaging"] - state == pytest.approx(peaks[0], rel=0.03)

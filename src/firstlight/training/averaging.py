@@ -7,18 +7,18 @@ steps before, and a resumed run has the same.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import load_checkpoint
+from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.manifest import Saved, own_past, saved_checkpoints
+from firstlight.errors import CheckpointError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.training.processes import wait_for_main
 from firstlight.training.run import Run
 from firstlight.training.state import set_weights
 from firstlight.training.validation import evaluate_dataset
 from firstlight.weights.huggingface import model_files
-from firstlight.weights.stored import WEIGHTS_NAME, save_tensors
+from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
 
 #: Folder of the averaged weights in a run folder, a Hugging Face model folder.
 AVERAGED_NAME = "averaged"
@@ -63,19 +63,19 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: list[Saved]) -> dict[str, Tensor]:
-    """The mean of each tensor over checkpoints, added up in fp64, in fp32.
+    """The mean of each tensor over checkpoints, added up in fp64, in fp32: no more memory than that
+    of the means.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
-    sums: dict[str, Tensor] = {}
     for saved in checkpoints:
-        for name, tensor in load_checkpoint(saved.folder).model.items():
-            if name in sums:
-                sums[name] += tensor
-            else:
-                sums[name] = tensor.to(torch.float64, copy=True)
-    return {name: (total / len(checkpoints)).float() for name, total in sums.items()}
+        verify_checkpoint(saved.folder)
+    try:
+        stored = [read_header(saved.folder / WEIGHTS_NAME) for saved in checkpoints]
+        return {name: StoredTensor.mean([one[name] for one in stored]) for name in stored[0]}
+    except ModelError as error:
+        raise CheckpointError(f"weights can't be averaged: {error}") from error
 
 
 def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:

@@ -44,7 +44,7 @@ class Forecast:
         peak_bytes: the most that is allocated for tensors at a time, evaluations, sample texts and
             saves included.
         phase: the phase of that peak: "forward", "loss", "backward", "optimizer", "evaluation",
-            "samples", "save", ...
+            "samples", "save", "averaging", ...
         parts: bytes of the peak by kind of tensor.
         tokens_per_second: least, expected and most, of all processes; None where that isn't known.
         phases: the peak of each phase, bytes.

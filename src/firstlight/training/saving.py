@@ -101,7 +101,8 @@ class RunCheckpoints:
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save what is not saved yet, and wait until it is on the disk.
+        """Save what is not saved yet, wait until it is on the disk, and give the saver's memory
+        back: nothing is saved afterwards.
 
         Raises:
             CheckpointError, StorageError: it could not be written.
@@ -109,6 +110,7 @@ class RunCheckpoints:
         if self.run.unsaved:
             self.save()
         self.saver.wait()
+        self.saver.close()
         # No process ends while another one is still writing.
         barrier()
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,6 +147,25 @@ class StoredTensor:
             torch.equal(one.double().nan_to_num(nan=1e300), two.double().nan_to_num(nan=1e300))
             for one, two in pairs
         )
+
+    @classmethod
+    def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
+        """The mean of tensors of one shape, added up in fp64, in fp32 on the CPU.
+
+        Raises:
+            ModelError: a file can't be read, is shorter than its header says, or was replaced.
+        """
+        result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
+        flat, start = result.view(-1), 0
+        # Parts of the same number of elements, few enough for all of them to stay in the cache.
+        count = _CHUNK_BYTES // 32
+        for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
+            total = parts[0].double()
+            for part in parts[1:]:
+                total += part
+            flat[start : start + len(total)] = total.div_(len(parts))
+            start += len(total)
+        return result
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[io.FileIO]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
 from firstlight.planner.plan.estimate import (
@@ -67,7 +68,8 @@ def run_phases(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> dict[str, PhasePeak]:
-    """The peaks of a run's phases: of its steps, evaluations, sample texts and saves.
+    """The peaks of a run's phases: of its steps, evaluations, sample texts, saves, and of the
+    average of its last weights.
 
     On a CPU, a checkpoint that is written in the background is a copy of the state, which is kept
     from the first save on; a GPU's is in the host's memory.
@@ -103,6 +105,10 @@ def run_phases(
     every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
     if copied and every and (steps is None or every < steps):
         peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
+    if recipe.checkpoint.average_last:
+        # They are written once they are evaluated; the copies of checkpoints are gone.
+        averaged = 4 * count_parameters(meta_model(recipe.model)).total
+        peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
     return {**peaks, "save": _with(state, checkpoint_copy=copied)}
 
 
