@@ -66,6 +66,16 @@ def _on_gpu(attention: str, other: Settings, *advice: Settings, **needed: Any) -
     return Refusal(_attention(attention), other, list(advice), {**_NAMED_GPU, **needed}, GPU)
 
 
+_TIED: Settings = {"model.tie_word_embeddings": True}
+_LORA: Settings = {"lora.rank": 4}
+#: In the order of the section's keys.
+_HEAD_KEYS: Settings = {
+    "optimizer.head_weight_decay": 0.2,
+    "optimizer.head_lr_multiple": 0.5,
+    "optimizer.head_betas": [0.8, 0.9],
+}
+_VECTOR_KEY: Settings = {"optimizer.vector_lr_multiple": 2.0}
+_VECTOR_BETAS: Settings = {"optimizer.vector_betas": [0.8, 0.9]}
 _BF16: Settings = {"efficiency.precision": "bf16"}
 
 REFUSALS = {
@@ -267,14 +277,15 @@ def test_all_conflicts_are_said_at_once() -> None:
 def _recipe(**sections: Settings) -> Any:
     return plain_recipe(
         {
+            "data": {"dir": "data", "seq_len": 32},
+            **sections,
             "model": {
                 "hidden_size": 32,
                 "num_hidden_layers": 1,
                 "num_attention_heads": 2,
                 "vocab_size": 30,
+                **sections.get("model", {}),
             },
-            "data": {"dir": "data", "seq_len": 32},
-            **sections,
         }
     )
 
@@ -326,13 +337,54 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
             CPU,
             ["compile_mode max-autotune is for GPUs"],
         ),
+        (_HEAD_KEYS, GPU, []),
+        (
+            {**_HEAD_KEYS, **_TIED},
+            CPU,
+            [f"{key} does nothing" for key in _HEAD_KEYS],
+        ),
+        (
+            {**_HEAD_KEYS, **_TIED},
+            GPU,
+            [f"{key} does nothing" for key in _HEAD_KEYS],
+        ),
+        (
+            {"optimizer.embedding_lr_multiple": 2.0, "optimizer.head_betas": [0.8, 0.9], **_LORA},
+            GPU,
+            [
+                "optimizer.embedding_lr_multiple does nothing with lora, which trains no embedding",
+                "optimizer.head_betas does nothing with lora, which trains no head",
+            ],
+        ),
+        ({**_VECTOR_KEY, **_LORA}, CPU, ["vector_lr_multiple does nothing with lora"]),
+        ({**_VECTOR_KEY, "lora.dora": True}, CPU, []),
+        (_VECTOR_BETAS, CPU, []),
+        (
+            {**_VECTOR_BETAS, "optimizer.name": "sgd"},
+            CPU,
+            ["vector_betas does nothing with optimizer.name sgd"],
+        ),
+        (
+            {**_VECTOR_BETAS, "optimizer.name": "adafactor"},
+            CPU,
+            ["vector_betas does nothing with optimizer.name adafactor"],
+        ),
+        (
+            {"optimizer.muon_beta2": 0.95},
+            GPU,
+            ["optimizer.muon_beta2 does nothing with optimizer.name adamw: it is for muon"],
+        ),
+        ({"optimizer.muon_beta2": 0.95, "optimizer.name": "muon"}, GPU, []),
         ({}, CPU, []),
     ],
 )
 def test_what_changes_nothing_here_is_said(
     settings: Settings, hardware: Hardware, said: list[str]
 ) -> None:
-    values = {name.split(".")[1]: value for name, value in settings.items()}
-    notes = list(ineffective(_recipe(efficiency=values), hardware))
+    sections: dict[str, Settings] = {}
+    for name, value in settings.items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    notes = list(ineffective(_recipe(**sections), hardware))
     assert len(notes) == len(said)
     assert all(part in note for part, note in zip(said, notes, strict=True))

@@ -58,7 +58,9 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """A sentence for each method of the recipe that changes nothing on this hardware."""
+    """A sentence for each method of the recipe that changes nothing with its other methods, or on
+    this hardware."""
+    yield from _ineffective_of_optimizer(recipe)
     config, device = recipe.efficiency, hardware.device.type
     if device == "cuda":
         return
@@ -70,6 +72,31 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
         yield f"efficiency.empty_cache_steps does nothing on a {device} device"
     if config.compile and config.compile_mode != "default":
         yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
+
+
+def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
+    config, name = recipe.optimizer, recipe.optimizer.name
+    roles = {"embedding": "embedding", "head": "head", "vector": "norm or bias"}
+    if recipe.lora is None:
+        roles.clear()
+    elif recipe.lora.dora:
+        # Its magnitudes are vectors.
+        del roles["vector"]
+    for key, field in type(config).model_fields.items():
+        if getattr(config, key) == field.default:
+            continue
+        role, _, setting = key.partition("_")
+        if role in roles:
+            yield f"optimizer.{key} does nothing with lora, which trains no {roles[role]}"
+        elif role == "head" and recipe.model.tie_word_embeddings:
+            yield (
+                f"optimizer.{key} does nothing with model.tie_word_embeddings true: a tied head "
+                f"has optimizer.embedding_{setting}"
+            )
+        elif key.endswith("betas") and name in ("adafactor", "sgd"):
+            yield f"optimizer.{key} does nothing with optimizer.name {name}, which has no betas"
+        elif role == "muon" and name != "muon":
+            yield f"optimizer.{key} does nothing with optimizer.name {name}: it is for muon"
 
 
 def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
