@@ -356,6 +356,18 @@ def test_a_step_has_more_rows_in_equal_parts_over_the_ramp() -> None:
     assert (batch.in_words, BatchSchedule(8, 8).in_words) == ("2 to 8 (from step 7 on)", "8")
 
 
+def test_a_constant_rate_is_told_that_it_never_reaches_its_peak_not_that_it_never_falls() -> None:
+    def told(kind: ScheduleKind, warmup_steps: int) -> str:
+        return Schedule(10, warmup_steps, 10, 0.1, kind).in_words(1e-3)
+
+    assert told("constant", 10) == "then constant"
+    assert Schedule(10, 10, 10, 1.0, "constant").lr_scale(9) == 1
+    assert told("constant", 11) == (
+        "so long that the learning rate never reaches its peak: set schedule.warmup_steps lower"
+    )
+    assert "never falls" in told("cosine", 10)
+
+
 @given(start=st.integers(1, 9), parts=st.integers(1, 40), ramp=st.integers(0, 60), step=st.data())
 def test_the_position_is_the_sum_of_the_steps_before(
     start: int, parts: int, ramp: int, step: st.DataObject

@@ -159,10 +159,16 @@ class Schedule:
         Args:
             peak: the learning rate at the peak.
         """
+        if self.kind == "constant":
+            # The last step of a warm-up is at the peak.
+            if self.warmup_steps <= self.max_steps:
+                return "then constant"
+            return (
+                "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
+                "lower"
+            )
         if self.warmup_steps >= self.max_steps:
             return "so long that the learning rate never falls: set schedule.warmup_steps lower"
-        if self.kind == "constant":
-            return "then constant"
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
