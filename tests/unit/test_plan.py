@@ -529,6 +529,26 @@ def test_methods_are_those_that_the_recipe_does_not_have() -> None:
         with_changes(plain, changes)
 
 
+def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of the table and of where nothing fits can be meant, with these options as well."""
+    machine = find_machine("RTX 4090")
+    plain = resolve_for(
+        recipe(optimizer={"cautious_weight_decay": True}, checkpoint={"average_last": 2}), machine
+    )
+    names = dict(methods(plain, machine))
+    fallbacks = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    ways = [names[name] for name in ("8-bit AdamW", "Adafactor", "Muon", "LoRA, rank 16")]
+    ways += [fallbacks["LoRA, rank 16"], fallbacks["LoRA, rank 16, base in 4 bits"]]
+    for changes in ways:
+        require_combination(with_changes(plain, changes), machine.hardware, "ddp")
+    assert names["Muon"] == {"optimizer.name": "muon"}
+    rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
+    asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
+    search.best_estimate(plain, machine)
+    (tried, *_) = [one for one in asked if "optimizer.name" in one]
+    assert tried["optimizer.cautious_weight_decay"] is False
+
+
 def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> None:
     cpu = replace(find_machine(), precision="bf16")
     model = {**_MODEL, "hidden_size": 256, "num_attention_heads": 4}

@@ -294,15 +294,26 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
         yield "attention without a fused kernel", {"efficiency.attention": "plain"}
     for name, title in (("adamw8bit", "8-bit AdamW"), ("adafactor", "Adafactor"), ("muon", "Muon")):
         if recipe.optimizer.name != name:
-            changes = {"optimizer.name": name}
-            # The option belongs to 8-bit states and is refused with other optimizers.
-            if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
-                changes["optimizer.embeddings_in_32_bits"] = False
-            yield title, changes
+            yield title, other_optimizer(recipe, name)
     if machine.target.kind == "cuda" and not config.activation_offload:
         yield "activations in the CPU's memory", {"efficiency.activation_offload": True}
     if recipe.lora is None:
-        yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}}
+        yield "LoRA, rank 16", {"lora": {"rank": 16, "alpha": 32.0}, **without_average(recipe)}
+
+
+def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
+    """The changes to another optimizer, without the options that it refuses."""
+    changes: dict[str, Any] = {"optimizer.name": name}
+    if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
+        changes["optimizer.embeddings_in_32_bits"] = False
+    if recipe.optimizer.cautious_weight_decay and name not in ("adamw", "lion", "muon"):
+        changes["optimizer.cautious_weight_decay"] = False
+    return changes
+
+
+def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
+    """The change that LoRA needs, whose checkpoints are not averaged."""
+    return {"checkpoint.average_last": 0} if recipe.checkpoint.average_last else {}
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:

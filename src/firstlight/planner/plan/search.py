@@ -12,7 +12,9 @@ from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
     Estimator,
+    other_optimizer,
     sequences_per_step,
+    without_average,
 )
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.recipe import ResolvedRecipe
@@ -122,6 +124,8 @@ def _fastest(
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
             # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
             continue
+        if "optimizer.name" in wanted:
+            wanted |= other_optimizer(recipe, wanted["optimizer.name"])
         tell(name)
         one = largest_that_fits(recipe, machine, name, wanted, estimator, compiles=compiles)
         looked_at[name] = one
@@ -283,7 +287,9 @@ def _fallbacks(
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any], Machine]]:
     if recipe.lora is None:
-        alone = {"distributed.engine": "auto"} if machine.count == 1 else {}
+        alone = without_average(recipe)
+        if machine.count == 1:
+            alone["distributed.engine"] = "auto"
         yield "LoRA, rank 16", {"lora": _LORA, **alone}, machine
         yield (
             "LoRA, rank 16, base in 4 bits",
