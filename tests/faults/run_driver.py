@@ -17,7 +17,8 @@ other, each with --resume. Faults are a dictionary:
 
 `on_step` draws from all global generators, and writes what it drew to draws.txt in the run
 folder. A result is {"code": exit code, negative for a signal, "error": stderr, "done": steps this
-process had done when the signal came, "events": how many there were, "lines": the steps in
+process had done when the signal came, "events": how many there were, "first_record" and
+"last_record": how many by the first and the last step, "lines": the steps in
 metrics.jsonl, "saved": the step of the newest checkpoint, which verifies (0: none), "pending":
 whether its evaluation was still to be done}. Forking spares the many imports of torch.
 """
@@ -95,6 +96,9 @@ class Child:
         self._come_by("record", record["step"])
 
     def _come_by(self, place: str, step: int) -> None:
+        if place == "record":
+            self.result.setdefault("first_record", self._events)
+            self.result["last_record"] = self._events
         name, where, when, _ = self.faults.get("signal", ["", "", -1, 0])
         if (place, step) == (where, when):
             self._left -= 1
