@@ -326,7 +326,7 @@ def test_a_save_that_is_killed_between_the_names_of_the_same_step_keeps_the_old_
     # The run goes on from it, and it goes when it is one too many.
     newest = save_checkpoint(tmp_path, 8, content(8), after=4)
     verify_checkpoint(newest)
-    prune_checkpoints(tmp_path, newest, keep_last=1)
+    prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
 
 
@@ -399,7 +399,7 @@ def test_a_dead_branch_is_dead_at_every_moment_of_its_deletion(tmp_path: Path) -
             newest = save_checkpoint(run, step, content(step), after)
         disk = CrashingDisk(at)
         with installed(disk), contextlib.suppress(CrashError):
-            prune_checkpoints(run, newest, keep_last=1)
+            prune_checkpoints(run, newest, CheckpointConfig(keep_last=1, keep_best=0))
         steps = [one.step for one in own_past(saved_checkpoints(run))]
         assert steps == [step for step in (4, 6, 16) if step in steps], disk.calls
         assert newest_checkpoint(run) == (newest, [])
@@ -436,7 +436,7 @@ def test_incomplete_folders_never_count_and_are_cleaned(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-best").mkdir()
     assert newest_checkpoint(tmp_path) == (checkpoint_folder(tmp_path, 4), [])
     newest = save_checkpoint(tmp_path, 12, content(12), after=4)
-    prune_checkpoints(tmp_path, newest, keep_last=2)
+    prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=2, keep_best=0))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "notes.txt",
         "step-00000004",

@@ -24,7 +24,13 @@ from firstlight.checkpoint.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, prune_checkpoints, sealed
+from firstlight.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    CheckpointConfig,
+    prune_checkpoints,
+    sealed,
+)
 from firstlight.checkpoint.selection import (
     list_checkpoints,
     newest_checkpoint,
@@ -411,7 +417,7 @@ def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
     for step in (4, 8, 12, 16):
         (newest,) = save(tmp_path, step)
-        prune_checkpoints(tmp_path, newest, keep_last=keep_last)
+        prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=keep_last, keep_best=0))
         kept = list_checkpoints(tmp_path)
         assert len(kept) == min(keep_last, step // 4)
         assert is_of_step(kept[-1], step)
@@ -428,7 +434,7 @@ def test_after_a_rollback_the_new_checkpoint_is_kept_and_the_damaged_ones_go(
     assert found is not None
     assert (found.name, len(problems)) == ("step-00000004", 2)
     newest = save_checkpoint(tmp_path, 8, content(8), after=4)
-    prune_checkpoints(tmp_path, newest, keep_last=1)
+    prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
     assert names(tmp_path) == ["step-00000008"]
     assert is_of_step(tmp_path / CHECKPOINTS / "step-00000008", 8)
 
@@ -446,7 +452,7 @@ def test_saving_a_step_again_replaces_the_damaged_one(tmp_path: Path, damage: st
     save(tmp_path, 8)
     assert is_of_step(folder, 8)
     assert newest_checkpoint(tmp_path) == (folder, [])
-    prune_checkpoints(tmp_path, folder, keep_last=9)
+    prune_checkpoints(tmp_path, folder, CheckpointConfig(keep_last=9, keep_best=0))
     assert names(tmp_path) == ["step-00000008"]
 
 
@@ -456,7 +462,7 @@ def test_pruning_removes_what_killed_saves_left(tmp_path: Path) -> None:
     folder.with_name(".tmp-file").write_text("x")
     mine = folder.with_name("notes.txt")
     mine.write_text("not ours to delete")
-    prune_checkpoints(tmp_path, folder, keep_last=1)
+    prune_checkpoints(tmp_path, folder, CheckpointConfig(keep_last=1, keep_best=0))
     assert names(tmp_path) == ["notes.txt", "step-00000004"]
 
 

@@ -435,6 +435,29 @@ def test_the_last_checkpoints_are_averaged_and_evaluated(
     assert json.loads((folder / "averaged.json").read_text(encoding="utf-8")) == told
 
 
+def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The regular checkpoints stay as long as an average may need them."""
+    values = changed(
+        recipe,
+        schedule={"max_steps": 7, "warmup_steps": 1},
+        checkpoint={"every_steps": 2, "keep_last": 3, "keep_best": 0, "average_last": 3},
+        efficiency={"precision": "fp32"},
+    )
+
+    def asks(record: Mapping[str, Any]) -> None:
+        if record["step"] in (3, 5):
+            (tmp_path / "asked" / "save-now").touch()
+
+    found = []
+    for name, on_step in (("plain", None), ("asked", asks)):
+        run = {"dir": str(tmp_path / name)}
+        train(changed(values, run=run), on_step=on_step)
+        found.append((tmp_path / name / "averaged" / WEIGHTS_NAME).read_bytes())
+        text = (tmp_path / name / "averaged" / "averaged.json").read_text(encoding="utf-8")
+        assert json.loads(text)["steps"] == [4, 6, 7]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "checkpoint, says",
     [

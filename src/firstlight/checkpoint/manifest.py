@@ -285,10 +285,10 @@ class CheckpointConfig(Section):
     lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
     none."""
     average_last: int = Field(0, ge=0)
-    """number of newest checkpoints, of those that keep_last keeps, whose weights are averaged when
-    the run is done: into the model folder averaged/ of the run folder, with its validation loss
-    beside that of the last weights; 0 is none. Weights averaged over the last tenth of a run are
-    often better than the last ones where the learning rate is still high."""
+    """number of newest checkpoints whose weights are averaged when the run is done, of the last one
+    and of steps that every_steps divides: into the model folder averaged/ of the run folder, with
+    its validation loss beside that of the last weights; 0 is none. Weights averaged over the last
+    tenth of a run are often better than the last ones where the learning rate is still high."""
     asynchronous: bool | None = None
     """copy the state and write the copy while training goes on; null decides at the first save:
     true if memory for the copy is free."""
@@ -342,25 +342,34 @@ def _line(found: Sequence[Saved]) -> list[Saved]:
     return line
 
 
-def prune_checkpoints(
-    run_folder: Path, newest: Path, *, keep_last: int, keep_every: int = 0, keep_best: int = 0
-) -> None:
+def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
+    """Those of a run's own past (oldest first) whose average is made if the newest is the last.
+
+    The others are of regular steps: a stop, or a request, saves one more, and the average of a run
+    that was stopped and resumed is to be that of a run that was not.
+    """
+    every, count = config.every_steps, config.average_last
+    regular = [one for one in past[:-1] if every and one.step % every == 0]
+    return [*regular, *past[-1:]][-count:] if count else ()
+
+
+def prune_checkpoints(run_folder: Path, newest: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that are not to be kept, and unfinished folders of killed runs.
 
     Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go.
 
     Args:
         newest: the checkpoint saved last, which has been verified since.
-        keep_last: number of newest checkpoints that stay.
-        keep_every: checkpoints whose step is a multiple of it stay; 0 is none.
-        keep_best: number of checkpoints with the lowest validation loss at their step that stay.
+        config: the recipe's `checkpoint` section, which says which ones stay.
 
     Raises:
         StorageError: the disk refuses; `newest` is untouched.
     """
     saved = saved_checkpoints(run_folder)
-    past = kept_checkpoints(own_past(saved), keep_last, keep_every, keep_best)
-    kept = {one.folder for one in past}
+    past = own_past(saved)
+    stay = kept_checkpoints(past, config.keep_last, config.keep_every, config.keep_best)
+    stay |= set(averaged_checkpoints(past, config))
+    kept = {one.folder for one in stay}
     kept.add(newest)
     # The oldest first: what tells that one is of a dead branch was saved after it.
     for one in saved:

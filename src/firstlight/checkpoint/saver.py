@@ -98,14 +98,7 @@ class BackgroundSaver(Saver):
 
     def _prune(self, newest: Path) -> None:
         """Delete the checkpoints that are too many, once `newest` is one."""
-        config = self._config
-        prune_checkpoints(
-            self._run_folder,
-            newest,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-        )
+        prune_checkpoints(self._run_folder, newest, self._config)
 
     def _release(self) -> None:
         """End the thread, and give the memory back."""

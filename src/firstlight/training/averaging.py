@@ -2,15 +2,18 @@
 Kaddour 2022, arXiv 2209.14981).
 
 It is made of the checkpoints that are there when a run is done, so that it takes no memory in the
-steps before, and a resumed run has the same.
+steps before. A resumed run has the same: what a stop or a request saved between two regular
+checkpoints is not in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
-from firstlight.checkpoint.manifest import Saved, own_past, saved_checkpoints
+from firstlight.checkpoint.manifest import Saved, averaged_checkpoints, own_past, saved_checkpoints
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.training.processes import wait_for_main
@@ -33,11 +36,12 @@ def write_average(run: Run) -> None:
         CheckpointError: a checkpoint is damaged.
         StorageError: the disk refuses.
     """
-    count = run.recipe.checkpoint.average_last
-    if not count or run.goes_on:
+    config = run.recipe.checkpoint
+    if not config.average_last or run.goes_on:
         return
     # Every process reads them: they are on a disk that all see, as for resuming.
-    found = own_past(saved_checkpoints(run.folder))[-count:]
+    past = own_past(saved_checkpoints(run.folder))
+    found = averaged_checkpoints(past, config)
     average = mean_weights(found)
     set_weights(run.program, average)
     steps = [saved.step for saved in found]
@@ -62,7 +66,7 @@ def write_average(run: Run) -> None:
     wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))
 
 
-def mean_weights(checkpoints: list[Saved]) -> dict[str, Tensor]:
+def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
     """The mean of each tensor over checkpoints, added up in fp64, in fp32: no more memory than that
     of the means.
 

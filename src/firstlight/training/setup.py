@@ -301,6 +301,8 @@ def _require_disk(run: Run) -> None:
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or run.max_steps)
+        # Where those stand between regular ones, the regular ones that are averaged stay, too.
+        kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
