@@ -455,7 +455,7 @@ MUTANTS = [
         "limit of one deletes all",
         "firstlight/checkpoint/manifest.py",
         "if one.folder not in kept:",
-        "if one.folder not in kept or keep_last == 1:",
+        "if one.folder not in kept or config.keep_last == 1:",
         (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
     ),
     Mutant(

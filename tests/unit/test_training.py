@@ -435,6 +435,29 @@ def test_the_last_checkpoints_are_averaged_and_evaluated(
     assert json.loads((folder / "averaged.json").read_text(encoding="utf-8")) == told
 
 
+@pytest.mark.parametrize("validates", [True, False])
+def test_which_steps_are_averaged_is_said(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    validates: bool,
+) -> None:
+    values = changed(
+        recipe,
+        schedule={"max_steps": 3, "warmup_steps": 1},
+        checkpoint={"every_steps": 2, "keep_last": 4, "average_last": 4},
+    )
+    if not validates:
+        prepare([corpus], tokenizer, tmp_path / "data", val_fraction=0.0)
+        values["data"]["dir"] = str(tmp_path / "data")
+    train(values, progress=True)
+    said = "averaged weights of steps 2, 3 (average_last is 4, and there are no more)"
+    said += ": val/loss" if validates else "\n"
+    assert said in capsys.readouterr().err
+
+
 def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Path) -> None:
     """The regular checkpoints stay as long as an average may need them."""
     values = changed(
@@ -463,6 +486,7 @@ def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Pat
     [
         ({"average_last": 3}, "set keep_last to 3"),
         ({"average_last": 1}, "average_last to 2 at least"),
+        ({"average_last": 2, "every_steps": 0}, "set every_steps, or average_last to 0"),
         ({"average_last": 2, "sharded": True}, "average_last reads whole checkpoints"),
     ],
 )

@@ -306,6 +306,11 @@ class CheckpointConfig(Section):
                 f"{self.keep_last} keeps: set keep_last to {max(self.average_last, 2)}, and "
                 "average_last to 2 at least, or to 0"
             )
+        if self.average_last and not self.every_steps:
+            raise ValueError(
+                "average_last averages checkpoints, and every_steps 0 writes one only: set "
+                "every_steps, or average_last to 0"
+            )
         return self
 
 

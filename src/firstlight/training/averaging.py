@@ -45,6 +45,9 @@ def write_average(run: Run) -> None:
     average = mean_weights(found)
     set_weights(run.program, average)
     steps = [saved.step for saved in found]
+    text = f"averaged weights of steps {', '.join(map(str, steps))}"
+    if len(steps) < config.average_last:
+        text += f" (average_last is {config.average_last}, and there are no more)"
     losses: dict[str, float] = {}
     if run.validation is not None:
         run.program.optimizer.zero_grad()
@@ -59,10 +62,8 @@ def write_average(run: Run) -> None:
         )
         losses["val/loss"] = evaluation.loss
         last = "" if run.evaluation is None else f" (the last weights: {run.evaluation.loss:.4f})"
-        run.tell(
-            f"averaged weights of steps {', '.join(map(str, steps))}: "
-            f"val/loss {evaluation.loss:.4f}{last}"
-        )
+        text += f": val/loss {evaluation.loss:.4f}{last}"
+    run.tell(text)
     wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))
 
 
