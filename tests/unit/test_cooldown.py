@@ -16,7 +16,7 @@ from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoi
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
-from firstlight.errors import CheckpointError, ConfigError, FirstlightError
+from firstlight.errors import CheckpointError, ConfigError, FirstlightError, StorageError
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import load_recipe
 from firstlight.report.findings import findings_of
@@ -127,6 +127,18 @@ def test_a_cooldown_is_bit_for_bit_the_end_of_one_wsd_run(
     assert metrics(found)[8 + steps]["learning_rate"] == 0
     last = list_checkpoints(found)[-1]
     assert state_of(last) == state_of(list_checkpoints(tmp_path / "whole")[-1])
+
+
+def test_a_disk_too_small_for_the_copy_of_the_trunk_is_refused(
+    trunk: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_folder(copied(trunk, tmp_path), 8)
+    # Room for one checkpoint, and there are two: the copy and the one at the end.
+    tensors = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
+    usage, free = type(shutil.disk_usage("/")), tensors * 3 // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - free, free))
+    with pytest.raises(StorageError, match="the run's checkpoints need about"):
+        cool(checkpoint, 1, ("checkpoint.every_steps", "0"))
 
 
 @pytest.mark.parametrize("stopped_after", [9, 10, 11, 12])

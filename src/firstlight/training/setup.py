@@ -297,6 +297,8 @@ def _require_disk(run: Run) -> None:
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
     left = run.max_steps - run.state.step
     saves = math.ceil(left / every) if every else 1
+    # The trunk's checkpoint is copied into the run folder first.
+    saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
