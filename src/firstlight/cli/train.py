@@ -280,12 +280,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
 
 
 def _best_of(init_from: str | None) -> str:
-    """The folder of a run's best checkpoint, to start from.
-
-    Raises:
-        ConfigError: --init-from names no run.
-        CheckpointError: the run has no checkpoint.
-    """
+    """The folder of a run's best checkpoint, to start from."""
     from firstlight.checkpoint.selection import resolve_model_folder
 
     if init_from is None:
