@@ -52,7 +52,7 @@ def _recipe(shards: Path, run: Path, processes: int, **sections: Mapping[str, An
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
         "schedule": {"max_steps": 12},
         "evaluation": {"every_steps": 5, "max_rows": 7, "train_rows": 5, "sample_tokens": 8},
-        "checkpoint": {"every_steps": 4, "keep_last": 10},
+        "checkpoint": {"every_steps": 4, "keep_last": 20},
         "efficiency": {"precision": "fp32", "compile": False},
     }
     for name, values in sections.items():
