@@ -330,3 +330,31 @@ def test_a_process_that_ends_waits_for_what_is_being_written(tmp_path: Path) -> 
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert weights(tmp_path, 4)["w"].tolist() == [1.0] * 3
+
+
+#: Counts this process's threads before a save and after it. torch's operators have two cores.
+COUNT_THREADS = """
+import os, sys, torch
+from pathlib import Path
+from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.checkpoint.saver import CheckpointSaver
+from firstlight.recipe import CheckpointConfig
+large = torch.zeros(1 << 20)
+large + large
+count = lambda: len(os.listdir("/proc/self/task"))
+saver = CheckpointSaver(Path(sys.argv[1]), CheckpointConfig(asynchronous=True))
+before = count()
+saver.save(1, lambda: Checkpoint({"config.json": "{}"}, {"w": large}, {"w": large}, {}))
+saver.wait()
+print(count() - before, torch.get_num_threads())
+saver.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
+def test_the_saving_thread_brings_no_threads_of_its_own(tmp_path: Path) -> None:
+    """With more OpenMP threads than cores, all of the process's sleep between two operators."""
+    command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["1", "2"]

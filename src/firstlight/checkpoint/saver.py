@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from firstlight.checkpoint.checkpoint import (
     verify_checkpoint,
 )
 from firstlight.checkpoint.manifest import CheckpointConfig, prune_checkpoints
-from firstlight.hardware.device import free_memory_bytes
+from firstlight.hardware.device import free_memory_bytes, single_threaded_pool
 
 #: Share of the memory that is free at the first save, at most, for the copies of all processes.
 _COPY_SHARE = 0.5
@@ -84,7 +84,7 @@ class BackgroundSaver(Saver):
         self._run_folder, self._config = run_folder, config
         self._asynchronous = config.asynchronous
         self._copies = Snapshot()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._executor = single_threaded_pool(1, "checkpoint")
 
     @property
     def _parent(self) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -26,6 +26,7 @@ from firstlight.data.conversations import PAIRS_ARE_SELF_DESCRIBING, ChatForm
 from firstlight.data.corpus import Corpus, TokenDataset
 from firstlight.data.examples import LongPolicy
 from firstlight.data.mixing import whole_weights
+from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section
 
 IGNORE_INDEX = -100
@@ -202,7 +203,7 @@ class TokenLoader:
         self.prefetch, self.pin_memory = prefetch, pin_memory
         self.rows_per_epoch = dataset.num_rows(seq_len)
         self.rows_seen = rows_seen
-        self._readers = ThreadPoolExecutor(workers, "loader") if workers else None
+        self._readers = single_threaded_pool(workers, "loader") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._read_ahead()
 
