@@ -16,6 +16,7 @@ from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.optim.optimizer import Optimizer
 from firstlight.optim.table import OptimizerConfig
 from firstlight.training.fit import try_step
+from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.run import Run
 from firstlight.training.state import TrainState
 from firstlight.training.step import MicroBatchTooLargeError, train_step
@@ -101,7 +102,7 @@ def run_stub() -> Any:
     """The attributes of a run that its attempts at a step need."""
     recipe = recipe_of()
     events: list[Any] = []
-    stub: Any = SimpleNamespace(
+    return SimpleNamespace(
         state=TrainState(step=3),
         recipe=recipe,
         micro_batch_size=recipe.batch.rows,
@@ -111,8 +112,6 @@ def run_stub() -> Any:
         add_event=lambda *args, **details: events.append((args, details)),
         events=events,
     )
-    stub._halve_micro_batch = lambda problem: Run._halve_micro_batch(stub, problem)
-    return stub
 
 
 def test_memory_that_ran_out_is_given_back_before_the_next_try() -> None:
@@ -129,7 +128,7 @@ def test_memory_that_ran_out_is_given_back_before_the_next_try() -> None:
         stub = run_stub()
         before = asked.states[0].clone()
         while len(tried) < 2:
-            with Run.smaller_micro_batches(stub):
+            with smaller_micro_batches(stub):
                 update(Run.micro_batches(stub, [batch_of(stub.recipe)]))
             stub.micro_batch_size = stub.state.micro_batch_rows
         gpu = torch.device("cuda", 0)

@@ -25,6 +25,7 @@ from firstlight.report.report import draw_report
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
+from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
     StopRequestedError,
@@ -154,7 +155,7 @@ def training_loop(
         show: called with each step's metrics once they are written down.
 
     Raises:
-        DivergedError, TrainingError: see `RunCheckpoints.go_back`, `Run.smaller_micro_batches`.
+        DivergedError, TrainingError: see `RunCheckpoints.go_back`, `smaller_micro_batches`.
         CheckpointError, StorageError: a checkpoint or the metrics could not be written.
     """
     program, engine = run.program, run.engine
@@ -171,7 +172,7 @@ def training_loop(
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
                 while result is None:  # again with smaller micro-batches if memory runs out
-                    with run.smaller_micro_batches(), program.stepping(lr_scale):
+                    with smaller_micro_batches(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
                             program.optimizer,

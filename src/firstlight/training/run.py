@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +17,11 @@ from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.errors import DataError, TrainingError
+from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.files.atomic import remove_leftovers, write_file
-from firstlight.hardware.device import is_out_of_memory, peak_flops, peak_memory_bytes
+from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import resolve_schedule
 from firstlight.parallel.engine import Engine
@@ -31,8 +29,7 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.report.records import RECIPE_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
-from firstlight.training.fit import fewer_rows
-from firstlight.training.guard import DivergedError, Guard
+from firstlight.training.guard import Guard
 from firstlight.training.metrics import RunLogs, SilentLogs, TrainingProgress
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -41,10 +38,8 @@ from firstlight.training.state import (
     TrainState,
     data_identity,
     restore,
-    restore_torch_random_states,
-    torch_random_states,
 )
-from firstlight.training.step import MicroBatchTooLargeError, StepResult
+from firstlight.training.step import StepResult
 
 
 @dataclass
@@ -264,61 +259,6 @@ class Run:
         parts = (part for batch in batches for part in batch.split(self.micro_batch_size))
         return (part.to(self.program.hardware.device) for part in parts)
 
-    @contextlib.contextmanager
-    def smaller_micro_batches(self) -> Iterator[None]:
-        """A context for one attempt at a step: where memory runs out, the next one has smaller
-        micro-batches and draws the same random numbers.
-
-        Raises:
-            TrainingError: not even one row fits, or memory ran out in an update.
-        """
-        # Dropout has drawn for the part of a step that failed.
-        random, size, step = torch_random_states(), self.micro_batch_size, self.state.step
-        try:
-            yield
-            return
-        except MicroBatchTooLargeError as error:
-            problem = str(error)
-            # Else the frames of the failed passes keep what the passes had in memory.
-            traceback.clear_frames(error.__traceback__)
-        except DivergedError:
-            raise
-        except TrainingError as error:
-            raise TrainingError(f"step {step}: {error}") from None
-        except (RuntimeError, MemoryError) as error:
-            # In an update: part of it may have been made, so that nothing can be repeated.
-            if not is_out_of_memory(error):
-                raise
-            raise TrainingError(
-                f"step {step}: out of memory with a micro-batch of {size} rows, in the update "
-                f"({_short(str(error))}): lower batch.micro_batch_size or data.seq_len"
-                f"{_after('; ', self.advise())}"
-            ) from error
-        self._halve_micro_batch(problem)
-        restore_torch_random_states(random)
-
-    def _halve_micro_batch(self, problem: str) -> None:
-        """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
-        size, step = self.micro_batch_size, self.state.step
-        fewer, advice = fewer_rows(size), self.advise()
-        if not fewer:
-            raise TrainingError(
-                f"step {step}: out of memory with a micro-batch of one row ({_short(problem)}): "
-                "lower data.seq_len, or set efficiency.activation_checkpointing to full and "
-                f"efficiency.loss_chunk_tokens to 512{_after('; ', advice)}"
-            )
-        self.tell(
-            f"out of memory with a micro-batch of {size} rows{_after(': ', advice)}; "
-            f"going on with {fewer}"
-        )
-        self.state.micro_batch_rows = fewer
-        self.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
-        # Routers and preference rewards have counted the passes of the attempt that failed.
-        self.program.forget_statistics()
-        gc.collect()
-        if self.program.hardware.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def end_step(self, result: StepResult, lr_scale: float) -> None:
         """Count what the step has trained on; its metrics are then `state.pending`.
 
@@ -389,11 +329,3 @@ class Run:
         """Add a line to the run's events."""
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)
-
-
-def _short(problem: str) -> str:
-    return " ".join(problem.split())[:200]
-
-
-def _after(separator: str, advice: str | None) -> str:
-    return f"{separator}{advice}" if advice else ""

@@ -1,0 +1,83 @@
+"""Memory that runs out during a step: the step is done again with smaller micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from firstlight.errors import TrainingError
+from firstlight.hardware.device import is_out_of_memory
+from firstlight.training.fit import fewer_rows
+from firstlight.training.guard import DivergedError
+from firstlight.training.run import Run
+from firstlight.training.state import restore_torch_random_states, torch_random_states
+from firstlight.training.step import MicroBatchTooLargeError
+
+
+@contextlib.contextmanager
+def smaller_micro_batches(run: Run) -> Iterator[None]:
+    """A context for one attempt at a step: where memory runs out, the next one has smaller
+    micro-batches and draws the same random numbers.
+
+    Raises:
+        TrainingError: not even one row fits, or memory ran out in an update.
+    """
+    # Dropout has drawn for the part of a step that failed.
+    random, size, step = torch_random_states(), run.micro_batch_size, run.state.step
+    try:
+        yield
+        return
+    except MicroBatchTooLargeError as error:
+        problem = str(error)
+        # Else the frames of the failed passes keep what the passes had in memory.
+        traceback.clear_frames(error.__traceback__)
+    except DivergedError:
+        raise
+    except TrainingError as error:
+        raise TrainingError(f"step {step}: {error}") from None
+    except (RuntimeError, MemoryError) as error:
+        # In an update: part of it may have been made, so that nothing can be repeated.
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            f"step {step}: out of memory with a micro-batch of {size} rows, in the update "
+            f"({_short(str(error))}): lower batch.micro_batch_size or data.seq_len"
+            f"{_after('; ', run.advise())}"
+        ) from error
+    _halve_micro_batch(run, problem)
+    restore_torch_random_states(random)
+
+
+def _halve_micro_batch(run: Run, problem: str) -> None:
+    """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
+    size, step = run.micro_batch_size, run.state.step
+    fewer, advice = fewer_rows(size), run.advise()
+    if not fewer:
+        raise TrainingError(
+            f"step {step}: out of memory with a micro-batch of one row ({_short(problem)}): "
+            "lower data.seq_len, or set efficiency.activation_checkpointing to full and "
+            f"efficiency.loss_chunk_tokens to 512{_after('; ', advice)}"
+        )
+    run.tell(
+        f"out of memory with a micro-batch of {size} rows{_after(': ', advice)}; "
+        f"going on with {fewer}"
+    )
+    run.state.micro_batch_rows = fewer
+    run.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
+    # Routers and preference rewards have counted the passes of the attempt that failed.
+    run.program.forget_statistics()
+    gc.collect()
+    if run.program.hardware.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _short(problem: str) -> str:
+    return " ".join(problem.split())[:200]
+
+
+def _after(separator: str, advice: str | None) -> str:
+    return f"{separator}{advice}" if advice else ""
