@@ -780,6 +780,17 @@ def test_the_command_finds_what_to_train_and_how(
     assert written.schedule.max_steps == suggestion["max_steps"]
 
 
+def test_a_price_gives_the_cost_of_the_recipes_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {**_GPU_VALUES, "schedule": {"max_steps": 100_000}}
+    path = write(tmp_path / "tiny.yaml", values)
+    found, said = planned(capfd, path, "--no-search", "--gpus", "2", "--price-per-hour", "0.5")
+    run = found["run"]
+    assert run["cost"] == pytest.approx(2 * 0.5 * run["seconds"] / 3600)
+    assert f"as it stands, costs {run['cost']:,.2f}\n" in said
+
+
 def test_the_command_plans_for_this_machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -850,7 +861,7 @@ _FLASH_ON_T4 = [
         (["--gpu", "T4", "--budget", "soon"], "is no time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
-        (["--gpu", "T4", "--price-per-hour", "2"], "--budget or --tokens"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or give --budget"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
         (_FLASH_ON_T4, "8.0 or higher (Ampere and later), and this is T4"),
     ],

@@ -39,7 +39,7 @@ DOES_NOT_FIT_EXIT_CODE = 3
 @click.option("--gpus", type=int, default=1, show_default=True, help="Number of GPUs.")
 @click.option("--budget", metavar="TIME", help="Say what to train in 24h, 90min, 3d.")
 @click.option("--tokens", metavar="COUNT", help="Say what to train on 10B, 300M tokens.")
-@click.option("--price-per-hour", type=float, help="Price of one GPU, for the budget's cost.")
+@click.option("--price-per-hour", type=float, help="Price of one GPU, for the cost of a run.")
 @click.option("--init-from", metavar="DIR", help="The folder of the weights to start from.")
 @click.option(
     "--search/--no-search",
@@ -76,7 +76,8 @@ def plan_command(
     """
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
-    _refuse_early(write, buys=(budget or tokens) is not None, price_per_hour=price_per_hour)
+    if write is not None and write.exists():
+        raise ConfigError(f"{write} exists: --write makes a new file")
     from firstlight.planner.plan import processes as workers
 
     # Before what takes seconds to import: the processes import it at the same time.
@@ -111,14 +112,6 @@ def plan_command(
             show(f"first: {first}")
         show(f"next: {command}")
         return {**plan.to_json(), "next": command}
-
-
-def _refuse_early(write: Path | None, *, buys: bool, price_per_hour: float | None) -> None:
-    """Raise a ConfigError for options that are invalid whatever the plan is."""
-    if write is not None and write.exists():
-        raise ConfigError(f"{write} exists: --write makes a new file")
-    if price_per_hour is not None and not buys:
-        raise ConfigError("--price-per-hour is for what --budget or --tokens would train: give one")
 
 
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:

@@ -81,7 +81,7 @@ class Plan:
         reasons: explanation of each key of `best` that was decided.
         methods: an estimate for each method alone.
         nearest: changed settings that would fit, where nothing fits.
-        budget: the time or the tokens to train with.
+        budget: the time or the tokens to train with, and the price.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
     """
@@ -129,7 +129,9 @@ class Plan:
             suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
         run: dict[str, Any] | None = None
         if self.run is not None:
-            run = {**dataclasses.asdict(self.run), "seconds": self.run_seconds}
+            seconds = self.run_seconds
+            price = None if seconds is None else cost(seconds, self.budget, self.machine)
+            run = {**dataclasses.asdict(self.run), "seconds": seconds, "cost": price}
             # The key that readers of --json know.
             batch = run.pop("batch")
             run["rows_a_step"] = batch["size"]
@@ -168,24 +170,31 @@ def make_plan(
         recipe: the recipe as written.
         machine: the machine to run on.
         init_from: the folder of a model to start from.
-        budget: time or tokens to suggest a model for; None suggests none.
+        budget: time or tokens to suggest a model for, and the price; None suggests none.
         searches: True looks for the best settings and estimates each method; False estimates the
             recipe as it stands only.
         estimator: makes the estimates; None makes a new one.
         tell: called with what is being tried.
 
     Raises:
-        ConfigError: the recipe can't be trained anywhere: says why.
+        ConfigError: the recipe can't be trained anywhere: says why; or there is a price, and
+            nothing whose duration is known.
         ModelError: `init_from` is no model's folder.
     """
     resolved = resolve_for(recipe, machine, init_from)
-    run = planned_run(resolved, machine)
+    run, budget = planned_run(resolved, machine), budget or Budget()
+    if budget.price_per_hour is not None and run is None and not budget.is_given:
+        raise ConfigError(
+            "--price-per-hour needs the length of the run: set schedule.max_steps, or give "
+            "--budget or --tokens"
+        )
     tell("as it stands")
     estimator = estimator or Estimator()
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
-    plan = Plan(machine, resolved, count_parameters(meta_model(resolved.model)).total, first, run)
+    parameters = count_parameters(meta_model(resolved.model)).total
+    plan = Plan(machine, resolved, parameters, first, run, budget=budget)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
@@ -194,10 +203,8 @@ def make_plan(
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods
         )
-    if budget is not None and budget.is_given:
-        plan = dataclasses.replace(
-            plan, budget=budget, **_for_budget(plan, budget, estimator, tell)
-        )
+    if budget.is_given:
+        plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator, tell))
     return plan
 
 

@@ -70,7 +70,7 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     if plan.run_seconds is None:
         return text
     which = "with the best settings" if plan.best is not None else "as it stands"
-    return f"{text}: {hours(plan.run_seconds)} {which}"
+    return f"{text}: {hours(plan.run_seconds)} {which}{_price(plan, plan.run_seconds)}"
 
 
 _PRECISIONS = {
