@@ -639,16 +639,6 @@ def test_the_help_of_train_has_a_short_form(run: Run) -> None:
     assert f"All {len(keys)} keys" in " ".join(short.out.split())
 
 
-def test_no_arguments_show_the_help(run: Run) -> None:
-    answer = run()
-    assert answer.exit_code == 2
-    assert answer.out == ""
-    assert answer.err.startswith("Usage: firstlight ")
-    helped = run("--help")
-    assert helped.exit_code == 0
-    assert helped.out.startswith("Usage: firstlight ")
-
-
 def test_a_process_that_ends_does_not_look_for_cycles_in_all_of_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,10 +7,12 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -110,13 +112,46 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+#: What `firstlight` without a verb prints.
+_FIRST_STEPS = """\
+firstlight: from raw text to your own language model. A folder of text is enough to begin:
+
+  firstlight train my_texts/ --budget 30m   make a tokenizer, a model and a report, in 30 minutes
+  firstlight chat RUN                       talk to the model; RUN is the folder that train names
+  firstlight serve RUN                      a chat page, and an HTTP API for OpenAI's clients
+  firstlight convert RUN --to gguf --out F  the model for llama.cpp and others
+  firstlight train recipe.yaml              train with every setting in your hands
+  firstlight info                           what this machine can do
+
+All verbs: firstlight --help. One of them: firstlight train --help.
+"""
+
+
+class _Verbs(click.Group):
+    """The verbs; a file or folder in the place of a verb is answered with `train`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and Path(args[0]).exists():
+            raise click.UsageError(
+                f"{args[0]} is no verb; to train on it: firstlight train {shlex.quote(args[0])}"
+            )
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
+    cls=_Verbs,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Start with: firstlight tokenizer train, prepare, plan, train, eval, chat.",
+    epilog="Start with: firstlight train my_texts/ --budget 30m, then chat, serve, convert.",
 )
 @click.version_option(package_name="firstlight")
-def firstlight() -> None:
+@click.pass_context
+def firstlight(ctx: click.Context) -> None:
     """From raw text to your own language model."""
+    if ctx.invoked_subcommand is None:
+        write_out(_FIRST_STEPS)
 
 
 for command in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ def train_command(
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
-    INPUT is a file, folder or glob of .txt, .md, .py, .jsonl[.gz|.zst], .csv, .tsv or .parquet,
-    the word `stdlib`, or hf:NAME[:CONFIG].
+    INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
+    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG].
     """
     from firstlight.data.records import read_documents
     from firstlight.data.sources import find_sources
@@ -44,12 +45,14 @@ def train_command(
     sources = find_sources(inputs)
     require_free(out, "folder", "choose another --out")
     counts = {"documents": 0, "rejected": 0, "text_bytes": 0}
-    texts = _count_texts(read_documents(sources, text_key), counts)
+    rejections: list[str] = []
+    texts = _count_texts(read_documents(sources, text_key), counts, rejections)
     with new_folder(out) as folder:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder)
-    if counts["rejected"]:
-        say(f"{counts['rejected']} documents were not used (firstlight prepare lists them)")
+    if rejections:
+        number = counted(counts["rejected"], "document")
+        say(f"{number} not used (firstlight prepare lists them); first: {rejections[0]}")
     if tokenizer.vocab_size < vocab_size:
         say(f"the corpus gave only {tokenizer.vocab_size} of {vocab_size} tokens")
     show(
@@ -64,7 +67,23 @@ def train_command(
     }
 
 
-def _count_texts(records: Iterable[Record], counts: dict[str, int]) -> Iterator[str]:
+def _count_texts(
+    records: Iterable[Record], counts: dict[str, int], rejections: list[str]
+) -> Iterator[str]:
+    """The texts of the documents.
+
+    Args:
+        records: the documents.
+        counts: "documents", "rejected" and "text_bytes", which are counted up.
+        rejections: takes place and fault of the first rejected document.
+
+    Raises:
+        InputError: there is no text at all.
+    """
+    from firstlight.data.records import nothing_read
+    from firstlight.errors import InputError
+
+    reasons: Counter[str] = Counter()
     for record in records:
         if record.error is None:
             counts["documents"] += 1
@@ -72,6 +91,10 @@ def _count_texts(records: Iterable[Record], counts: dict[str, int]) -> Iterator[
             yield record.value
         else:
             counts["rejected"] += 1
+            reasons[record.error.reason] += 1
+            rejections[:] = rejections or [f"{record.place}: {record.error}"]
+    if not counts["documents"]:
+        raise InputError(nothing_read(reasons, "".join(rejections)))
 
 
 class _ManyTokens(click.Command):

@@ -46,7 +46,8 @@ MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
-    "bad_utf16": "not valid UTF-16",
+    "bad_utf16": "not valid UTF-16 or UTF-32",
+    "binary": "no text but another kind of file",
     "broken_json": "not valid JSON",
     "too_long": "more text than any model reads at once",
     "unknown_form": "of no known form",

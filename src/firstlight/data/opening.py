@@ -1,8 +1,8 @@
 """Open files of text: their compression and their encoding.
 
-UTF-8 and UTF-16 with a byte-order mark are read, and the mark is never part of the text. Any other
-encoding is refused with the command that converts the file; which encoding it is can be told for
-certain in some cases only (`likely_encoding`).
+UTF-8, and UTF-16 and UTF-32 with a byte-order mark are read, and the mark is never part of the
+text. Any other encoding is refused with the command that converts the file; which encoding it is
+can be told for certain in some cases only (`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from firstlight.data.kinds import HEAD_BYTES, binary_file, is_binary, kind_by_bytes
 from firstlight.errors import MissingDependencyError
 
-#: Bytes at the start of a file that its encoding is told by.
-_HEAD_BYTES = 1 << 16
 #: Limits of an unpacked file: text has 3 to 10 times its compressed bytes, logs 50.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
 _PIECE_BYTES = 1 << 17
@@ -62,22 +61,27 @@ def head_of(path: Path) -> bytes:
         OSError, EOFError, zlib.error: it can't be read.
     """
     with open_compressed(path) as file:
-        return file.read(_HEAD_BYTES)
+        return file.read(HEAD_BYTES)
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """The codec of a file by its first bytes: utf-8-sig, which is UTF-8 with or without a mark, or
-    utf-16.
+    """The codec of a file by its first bytes: utf-8-sig, which is UTF-8 with or without a mark,
+    utf-16 or utf-32.
 
     Raises:
-        EncodingProblem: it is UTF-32, or UTF-16 without a mark.
+        EncodingProblem: it is no text, or UTF-16 or UTF-32 without a mark.
     """
-    head = head[:_HEAD_BYTES]
+    head = head[:HEAD_BYTES]
     marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
-    found = marked or _without_mark(head) or "utf-8-sig"
-    if found in ("utf-8-sig", "utf-16"):
-        return found
-    raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
+    if marked is not None:
+        return marked
+    if (kind := kind_by_bytes(head)) is not None:
+        raise EncodingProblem("binary", binary_file(path, kind))
+    if (found := _without_mark(head)) is not None:
+        raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
+    if is_binary(head):
+        raise EncodingProblem("binary", binary_file(path))
+    return "utf-8-sig"
 
 
 def _without_mark(head: bytes) -> str | None:
@@ -107,9 +111,9 @@ def decoded(content: bytes, path: Path) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        if encoding == "utf-16":
-            line = content[: error.start].decode("utf-16", "replace").count("\n") + 1
-            detail = f"not valid UTF-16 from byte {error.start:,} on: {error.reason}"
+        if encoding != "utf-8-sig":
+            line = content[: error.start].decode(encoding, "replace").count("\n") + 1
+            detail = f"not valid {encoding.upper()} from byte {error.start:,} on: {error.reason}"
             raise EncodingProblem("bad_utf16", detail, line) from error
         line = content.count(b"\n", 0, error.start) + 1
         advice = _advice(path, likely_encoding(content[: 1 << 20]))
@@ -120,8 +124,8 @@ def decoded(content: bytes, path: Path) -> str:
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
     """The bytes of a file's text in UTF-8, without its mark.
 
-    UTF-8 is not checked: its readers reject single lines. UTF-16 that is not valid raises
-    EncodingProblem from the place on that is not.
+    UTF-8 is not checked: its readers reject single lines. Invalid UTF-16 or UTF-32 raises
+    EncodingProblem, after what stands before it.
 
     Args:
         file: the file from its beginning, as `open_compressed` gives it.
@@ -130,25 +134,27 @@ def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
         EncodingProblem: it is in no encoding that is read.
     """
     head = head_of(path)
-    if encoding_of(head, path) == "utf-16":
-        return io.BufferedReader(_ChunkFile(_utf8_of_utf16(file)))
+    if (encoding := encoding_of(head, path)) != "utf-8-sig":
+        return io.BufferedReader(_ChunkFile(_utf8_of_wide(file, encoding)))
     if head.startswith(codecs.BOM_UTF8):
         file.read(len(codecs.BOM_UTF8))
     return file
 
 
-def _utf8_of_utf16(file: IO[bytes]) -> Iterator[bytes]:
-    """Chunks of a UTF-16 file with a mark, as UTF-8 without one."""
-    codec = "utf-16-le" if file.read(2) == codecs.BOM_UTF16_LE else "utf-16-be"
+def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """Chunks of a UTF-16 or UTF-32 file with a mark, as UTF-8 without one."""
+    first = file.read(4 if encoding == "utf-32" else 2)
+    codec = f"{encoding}-{'le' if first.startswith(codecs.BOM_UTF16_LE) else 'be'}"
     decoder = codecs.getincrementaldecoder(codec)()
     while True:
-        read = file.read(_HEAD_BYTES)
+        read = file.read(HEAD_BYTES)
         try:
             yield decoder.decode(read, final=not read).encode("utf-8")
         except UnicodeDecodeError as error:
             # What stands before it is good.
             yield error.object[: error.start].decode(codec).encode("utf-8")
-            raise EncodingProblem("bad_utf16", f"not valid UTF-16: {error.reason}") from None
+            problem = f"not valid {encoding.upper()}: {error.reason}"
+            raise EncodingProblem("bad_utf16", problem) from None
         if not read:
             return
 

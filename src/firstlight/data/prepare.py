@@ -24,7 +24,7 @@ from rich.progress import Progress, TaskID, TextColumn
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.encoding import Encode, TextPiece, encode_in_order
-from firstlight.data.records import REASONS, Record, read_documents
+from firstlight.data.records import Record, nothing_read, read_documents
 from firstlight.data.shards import TokenArray, read_manifest
 from firstlight.data.sources import TEXT_SUFFIXES, DataSource, find_sources, unread_files
 from firstlight.data.writer import CorpusWriter
@@ -239,7 +239,7 @@ class _Preparation:
                     parts = []
         self.gzip_bytes += len(compressor.flush())
         if not self.written:
-            raise InputError(self._nothing_written())
+            raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
         """Complete the folder; return its manifest."""
@@ -292,14 +292,4 @@ class _Preparation:
         after = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
         return np.concatenate(
             [np.array(before, self.dtype), *parts, np.array(after, self.dtype)], dtype=self.dtype
-        )
-
-    def _nothing_written(self) -> str:
-        rejected = self.writer.rejected
-        if not rejected:
-            return "the corpus is empty: the inputs hold no documents"
-        advice = "; name the field with --text-key" if "no_text" in rejected else ""
-        return (
-            f"the corpus is empty: all {rejected.total()} documents were rejected "
-            f"({self.writer.rejections(REASONS)}); first: {self.writer.first_rejected}{advice}"
         )

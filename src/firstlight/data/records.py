@@ -15,12 +15,14 @@ import itertools
 import json
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from firstlight.data.conversations import BadRecordError
+from firstlight.data.kinds import conversation_text
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
@@ -49,9 +51,13 @@ _MAX_JSON_BYTES = 4 << 30
 #: Spreadsheets write semicolons where the decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
 
+_REPLACE = "replace it, or leave it out"
+
 REASONS = {
     "bad_utf8": "not valid UTF-8",
-    "bad_utf16": "not valid UTF-16",
+    "bad_utf16": "not valid UTF-16 or UTF-32",
+    "binary": "no text but another kind of file",
+    "conversation": "conversations where text was expected",
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
@@ -129,7 +135,7 @@ def read_records(
         except OSError as error:
             raise InputError(f"{name} can't be read: {describe_os_error(error)}") from error
         except (EOFError, zlib.error) as error:
-            raise InputError(f"{name} is damaged: {error}") from error
+            raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
 
 def read_documents(
@@ -157,8 +163,7 @@ def _text_of(record: object, text_key: str) -> str:
     if not isinstance(record, dict):
         raise BadRecordError("no_text", f"not an object with a '{text_key}' field")
     if text_key not in record:
-        fields = ", ".join(map(str, list(record)[:8])) or "none"
-        raise BadRecordError("no_text", f"no field '{text_key}' (fields: {fields})")
+        raise _without_text([str(key) for key in record], text_key, "field")
     text = record[text_key]
     if not isinstance(text, str):
         raise BadRecordError("no_text", f"the text is {type(text).__name__}, not a string")
@@ -169,6 +174,32 @@ def _text_of(record: object, text_key: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRecordError("bad_utf8", f"lone surrogate at character {error.start}") from None
     return text
+
+
+def _without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
+    """The fault of fields or columns (`what`), none of which is `text_key`."""
+    if (problem := conversation_text(names)) is not None:
+        return BadRecordError("conversation", problem)
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return BadRecordError(
+        "no_text",
+        f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): name the "
+        "one with the text with --text-key",
+    )
+
+
+def nothing_read(rejected: Counter[str], first: str) -> str:
+    """The message about inputs without a usable document, from the number of rejected ones by their
+    reason, and the place and fault of the first."""
+    if not rejected:
+        return "the corpus is empty: the inputs hold no documents"
+    if rejected.total() == 1:
+        return f"the corpus is empty: {first}"
+    reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in rejected.items())
+    return (
+        f"the corpus is empty: all {rejected.total()} documents were rejected ({reasons}); "
+        f"first: {first}"
+    )
 
 
 def _read_text(
@@ -240,10 +271,8 @@ def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Rec
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if text_key is not None and text_key not in names:
-                raise InputError(
-                    f"{origin} has no column '{text_key}' (columns: {', '.join(names)}): "
-                    "name the one with the text with --text-key"
-                )
+                yield Record(origin, 1, None, _without_text(names, text_key, "column"), False)
+                return
             columns = None if text_key is None else [text_key]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for value in _batch_rows(batch):
@@ -251,7 +280,9 @@ def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Rec
                     error = value if isinstance(value, BadRecordError) else None
                     yield Record(origin, number, None if error else value, error, is_line=False)
     except arrow.ArrowException as error:
-        raise InputError(f"{origin} is not a readable Parquet file: {error}") from error
+        raise InputError(
+            f"{origin} is not a readable Parquet file: {first_line(error)}: {_REPLACE}"
+        ) from error
 
 
 def _batch_rows(batch: Any) -> list[Any]:
@@ -311,7 +342,7 @@ def _table_rows(
                 continue
             header = fields
             if text_key not in header:
-                yield begin, BadRecordError("no_text", _no_column(header, text_key))
+                yield begin, _without_text(header, text_key, "column")
                 return
             column = header.index(text_key)
         elif not fields:
@@ -340,15 +371,6 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"
     return f"{error}{lines}"
-
-
-def _no_column(header: list[str], text_key: str) -> str:
-    names = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
-    hint = nearest(text_key, header)
-    return (
-        f"no column '{text_key}'{hint} (columns: {names}): name the one with the text with "
-        "--text-key"
-    )
 
 
 def _undecoded(text: str) -> int | None:

@@ -12,9 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from firstlight.data.kinds import kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_os_error, nearest
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
+#: Endings of the files that are one document each: texts, and the source code of programs.
+TEXT_SUFFIXES = tuple(
+    ".txt .md .py .text .markdown .rst .adoc .org .tex .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs "
+    ".java .jl .js .jsx .kt .lua .ml .php .pl .r .rb .rs .scala .sh .sql .swift .ts .tsx".split()
+)
 TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
 SUFFIXES = (
@@ -28,6 +33,8 @@ SUFFIXES = (
 #: Of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+#: Endings in a message, and ways to make text of such files.
+_SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
 #: Folders that hold no text of a person's corpus.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
@@ -96,17 +103,11 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
             _files_under(path, suffixes), key=lambda file: file.relative_to(path).as_posix()
         )
         if not found:
-            others = listed(by_ending(unread_files([path], suffixes)))
-            there = f"; it has {others}" if others else ""
-            raise InputError(f"folder {item} holds no {_kinds(suffixes)}{there}")
+            raise InputError(_nothing_in(item, path, suffixes))
         return [DataSource(name=str(file), path=file) for file in found]
     if path.is_file():
         if not path.name.lower().endswith(suffixes):
-            way = _CONVERTERS.get(path.suffix.lower())
-            raise InputError(
-                f"{item} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
-                + (f" (text of it: {way})" if way else "")
-            )
+            raise InputError(_unread(path, suffixes))
         return [DataSource(name=item, path=path)]
     if path.exists():
         raise InputError(f"{item} is neither a file nor a folder")
@@ -121,9 +122,34 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
 
 
+def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
+    """The message about a folder without a file of a known kind."""
+    others = unread_files([folder], suffixes)
+    if not others:
+        return f"folder {item} holds no {_kinds(suffixes)}: put some there"
+    counts = by_ending(others)
+    first = next(file for file in others if _ending(file.name.lower()) == next(iter(counts)))
+    there = f"folder {item} holds no {_kinds(suffixes)}; it has {_counted(counts)}"
+    return f"{there}: {_unread(first, suffixes)}"
+
+
+def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
+    """The kind of a file that is not read, and what to do about it."""
+    if suffixes != SUFFIXES:
+        return f"{path} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
+    kind = kind_of(path, _ending(path.name.lower()))
+    return f"{path} is {kind.name}: {kind.advice(path)}"
+
+
 def _main_suffixes(suffixes: tuple[str, ...]) -> list[str]:
     if suffixes == SUFFIXES:
-        return [*TEXT_SUFFIXES, ".jsonl[.gz|.zst]", *TABLE_SUFFIXES, ".parquet"]
+        return [
+            *TEXT_SUFFIXES[:3],
+            "other text and code",
+            ".jsonl[.gz|.zst]",
+            *TABLE_SUFFIXES,
+            ".parquet",
+        ]
     return [".jsonl[.gz|.zst]", ".json", ".parquet"]
 
 
@@ -165,22 +191,22 @@ def _ending(name: str) -> str:
     return f".{last}"
 
 
-#: How files of other kinds become text.
-_CONVERTERS = {
-    ".pdf": "pdftotext FILE.pdf",
-    ".docx": "pandoc FILE.docx -t plain -o FILE.txt",
-    ".odt": "pandoc FILE.odt -t plain -o FILE.txt",
-    ".epub": "pandoc FILE.epub -t plain -o FILE.txt",
-    ".html": "pandoc FILE.html -t plain -o FILE.txt",
-    ".xlsx": "a spreadsheet program, saved as .csv",
-}
-
-
 def listed(unread: Mapping[str, int]) -> str:
     """`by_ending` for people: "7 .pdf, 2 without an ending"; and how such become text."""
-    shown = ", ".join(f"{count:,} {end or 'without an ending'}" for end, count in unread.items())
-    ways = [_CONVERTERS[end] for end in unread if end in _CONVERTERS]
-    return f"{shown} (text of them: {'; '.join(ways)})" if ways else shown
+    kinds = (kind_by_ending(end) for end in unread)
+    ways = [
+        kind.advice(Path(f"FILE{end}"))
+        for end, kind in zip(unread, kinds, strict=True)
+        if kind is not None and "{text}" in kind.remedy
+    ]
+    shown = _counted(unread)
+    return f"{shown} ({'; '.join(ways[:_SHOWN_WAYS])})" if ways else shown
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    shown = [f"{count:,} {end or 'without an ending'}" for end, count in counts.items()]
+    rest = [f"{len(shown) - _SHOWN_ENDINGS} more kinds"] if len(shown) > _SHOWN_ENDINGS else []
+    return ", ".join([*shown[:_SHOWN_ENDINGS], *rest])
 
 
 def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:

@@ -1,0 +1,235 @@
+"""Kinds of files that hold no plain text, told by their first bytes or by their ending, each with
+the command that makes text of it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+#: Bytes at the start of a file that its kind is told by.
+HEAD_BYTES = 1 << 16
+
+#: Control characters that texts don't have: not tab, newline, vertical tab, form feed, escape.
+_CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
+#: Fewest control characters of a binary file, and their least share of its bytes. Of compressed
+#: data they are a tenth; a text may hold single ones.
+_LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
+
+
+class FileKind(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        name: the kind with its article, for people.
+        remedy: the way to a text, with {file}, and {text} and {folder} for a text file and a folder
+            beside it.
+    """
+
+    name: str
+    remedy: str
+
+    def advice(self, path: Path) -> str:
+        """The remedy for the file at hand, as a shell takes its name."""
+        stem = path.with_name(path.name.split(".")[0] or path.name)
+        text = stem.with_suffix(".txt")
+        # A document called .txt is not to be written over while it is read.
+        text = stem.with_suffix(".plain.txt") if text == path else text
+        names = {"file": path, "text": text, "folder": stem}
+        return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
+
+
+def _pandoc(name: str, form: str) -> FileKind:
+    return FileKind(name, f"make text of it with pandoc -f {form} {{file}} -t plain -o {{text}}")
+
+
+_PDF = FileKind("a PDF document", "make text of it with pdftotext {file} {text}")
+_DOCX = _pandoc("a Word document", "docx")
+_ODT = _pandoc("an OpenDocument text", "odt")
+_EPUB = _pandoc("an e-book", "epub")
+_HTML = _pandoc("a web page", "html")
+_RTF = _pandoc("a document in rich text format", "rtf")
+_SHEET = FileKind(
+    "a spreadsheet",
+    "save it as CSV in a spreadsheet program, and name the column of the text with --text-key",
+)
+_SLIDES = FileKind("a presentation", "save it as PDF, and make text of that with pdftotext")
+_OLD_OFFICE = FileKind(
+    "a document of an older Office program",
+    "make text of it with soffice --headless --convert-to txt {file}",
+)
+_ZIP = FileKind("a ZIP archive", "unpack it with unzip {file} -d {folder}, and name that folder")
+_TAR = FileKind(
+    "a tar archive",
+    "unpack it with mkdir {folder} && tar -xf {file} -C {folder}, and name that folder",
+)
+_7Z = FileKind("a 7z archive", "unpack it with 7z x {file} -o{folder}, and name that folder")
+_RAR = FileKind("a RAR archive", "unpack it with unrar x {file} {folder}/, and name that folder")
+_GZIP = FileKind("a compressed file", "unpack it with gzip -d {file}, and name what comes out")
+_XZ = FileKind("a compressed file", "unpack it with xz -d {file}, and name what comes out")
+_IMAGE = FileKind("an image", "leave it out, or have its letters read by tesseract {file} {folder}")
+_SOUND = FileKind("a recording", "leave it out, or write down first what is spoken in it")
+_SQLITE = FileKind(
+    "an SQLite database",
+    "export its text with sqlite3 -header -csv {file} 'select COLUMN as text from TABLE' > OUT.csv",
+)
+_PARQUET = FileKind("a Parquet table", "let its name end in .parquet")
+_ARRAY = FileKind("a file of numbers", "leave it out")
+_PROGRAM = FileKind("a program", "leave it out")
+_BINARY = FileKind("a binary file", "leave it out")
+_TEXT = FileKind("a text under another ending", "let its name end in .txt: cp {file} {text}")
+_LINES = FileKind("JSON with one record a line", "let its name end in .jsonl")
+_JSON = FileKind(
+    "JSON, of which texts are read one a line",
+    "make a file of lines with jq -c '.[]' {file} > OUT.jsonl",
+)
+
+#: (offset, bytes, kind); ZIP is looked into further.
+_SIGNATURES = (
+    (0, b"%PDF-", _PDF),
+    (0, b"PK\x03\x04", _ZIP),
+    (0, b"\x1f\x8b", _GZIP),
+    (0, b"BZh", _GZIP),
+    (0, b"\xfd7zXZ\x00", _XZ),
+    (0, b"7z\xbc\xaf\x27\x1c", _7Z),
+    (0, b"Rar!\x1a\x07", _RAR),
+    (257, b"ustar", _TAR),
+    (0, b"\x89PNG\r\n", _IMAGE),
+    (0, b"\xff\xd8\xff", _IMAGE),
+    (0, b"GIF8", _IMAGE),
+    (8, b"WEBP", _IMAGE),
+    (0, b"II*\x00", _IMAGE),
+    (0, b"MM\x00*", _IMAGE),
+    (8, b"WAVE", _SOUND),
+    (0, b"ID3", _SOUND),
+    (0, b"OggS", _SOUND),
+    (0, b"fLaC", _SOUND),
+    (4, b"ftyp", _SOUND),
+    (0, b"SQLite format 3\x00", _SQLITE),
+    (0, b"PAR1", _PARQUET),
+    (0, b"\x93NUMPY", _ARRAY),
+    (0, b"\x89HDF", _ARRAY),
+    (0, b"\x7fELF", _PROGRAM),
+    (0, b"MZ", _PROGRAM),
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _OLD_OFFICE),
+)
+#: Names of entries at the beginning of a ZIP file, and what it is then.
+_IN_ZIP = (
+    (rb"mimetypeapplication/epub", _EPUB),
+    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.text", _ODT),
+    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.spreadsheet", _SHEET),
+    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.presentation", _SLIDES),
+    (rb"PK\x03\x04.{26}word/", _DOCX),
+    (rb"PK\x03\x04.{26}xl/", _SHEET),
+    (rb"PK\x03\x04.{26}ppt/", _SLIDES),
+)
+
+_ENDINGS = {
+    _PDF: ".pdf",
+    _DOCX: ".docx .docm",
+    _ODT: ".odt",
+    _EPUB: ".epub",
+    _HTML: ".html .htm .xhtml",
+    _RTF: ".rtf",
+    _SHEET: ".xlsx .xls .xlsm .ods",
+    _SLIDES: ".pptx .ppt .odp",
+    _OLD_OFFICE: ".doc",
+    _ZIP: ".zip",
+    _TAR: ".tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz .tar.zst",
+    _7Z: ".7z",
+    _RAR: ".rar",
+    _GZIP: ".gz .bz2",
+    _XZ: ".xz",
+    _IMAGE: ".png .jpg .jpeg .gif .webp .tif .tiff .bmp .heic .ico",
+    _SOUND: ".mp3 .wav .ogg .flac .m4a .mp4 .mkv .avi .mov .webm",
+    _SQLITE: ".sqlite .sqlite3",
+    _ARRAY: ".npy .npz .pt .pth .safetensors .gguf .h5",
+    _PROGRAM: ".exe .dll .so .o .pyc .class",
+}
+_BY_ENDING = {ending: kind for kind, names in _ENDINGS.items() for ending in names.split()}
+
+_KEYS = re.compile(rb'"([a-z]{4,20})"\s*:')
+_RECORDS = {"chat": "conversations", "preference": "preference pairs"}
+
+
+def kind_by_bytes(head: bytes) -> FileKind | None:
+    """The kind of a file by the signature of its first bytes; None for a text."""
+    if head.startswith(b"%PDF-"):
+        return _PDF
+    # A text may begin with the letters of a signature; it has no control characters.
+    if not _control_characters(head):
+        return None
+    for offset, signature, kind in _SIGNATURES:
+        if head.startswith(signature, offset):
+            inner = (one for name, one in _IN_ZIP if kind is _ZIP and re.search(name, head, re.S))
+            return next(inner, kind)
+    return None
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether a file has as many control characters as no text has."""
+    controls = _control_characters(head)
+    return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
+
+
+def _control_characters(head: bytes) -> int:
+    return len(head) - len(head.translate(None, _CONTROLS))
+
+
+def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
+    """The fault of a file under the name of a text that is none, for people."""
+    return f"it is {kind.name}: {kind.advice(path)}"
+
+
+def kind_by_ending(ending: str) -> FileKind | None:
+    """The kind of the files with an ending, such as .tar.gz; None for one that isn't known."""
+    return _BY_ENDING.get(ending) or _BY_ENDING.get(f".{ending.rpartition('.')[2]}")
+
+
+def kind_of(path: Path, ending: str) -> FileKind:
+    """The kind of a file that is not read for its ending.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    # Archives by their ending first: .tar.gz begins as any .gz.
+    if (known := kind_by_ending(ending)) is not None:
+        return known
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    if (found := kind_by_bytes(head)) is not None:
+        return found
+    if ending == ".json":
+        return _json_kind(head)
+    return _BINARY if is_binary(head) else _TEXT
+
+
+def _json_kind(head: bytes) -> FileKind:
+    kind = conversation_kind({key.decode() for key in _KEYS.findall(head)})
+    if kind is not None:
+        return FileKind(
+            f"JSON of {_RECORDS[kind]}, not text", f"firstlight prepare --kind {kind} reads it"
+        )
+    one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
+    return _LINES if one_a_line else _JSON
+
+
+def conversation_kind(fields: Collection[str]) -> Literal["chat", "preference"] | None:
+    """The value of `prepare --kind` that reads records of these fields; None for texts."""
+    if {"chosen", "rejected"} <= set(fields):
+        return "preference"
+    chat = {"messages", "conversations", "conversation"} & set(fields)
+    return "chat" if chat or {"instruction", "output"} <= set(fields) else None
+
+
+def conversation_text(fields: Collection[str]) -> str | None:
+    """The fault of records of these fields where texts were expected; None if they may be texts."""
+    if (kind := conversation_kind(fields)) is None:
+        return None
+    names = ", ".join(list(fields)[:8])
+    return (
+        f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads them"
+    )
