@@ -96,9 +96,10 @@ def prepare_command(
     """Turn a corpus into token shards in --out.
 
     INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
-    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as is each line of a JSONL
-    file and each row of a table. Text is UTF-8, or UTF-16 or UTF-32 with a byte-order mark. Documents that
-    can't be read are listed in OUT/rejected.jsonl; files of other kinds are counted.
+    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as
+    is each line of a JSONL file and each row of a table. Text is UTF-8, or UTF-16 or UTF-32 with a
+    byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other
+    kinds are counted.
 
     With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG], and each
     record a conversation: {instruction, input, output}, {messages} or {conversations}. With --kind

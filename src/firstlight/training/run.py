@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
