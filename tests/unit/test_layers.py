@@ -37,6 +37,7 @@ _LAYERS = {
     "evaluation": 4,
     "conversion": 4,
     "planner": 5,
+    "pipeline": 5,
     "bench": 5,
     "serving": 5,
     "cli": 6,

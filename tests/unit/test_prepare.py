@@ -509,7 +509,7 @@ def _preparation(fraction: Fraction) -> Any:
     bar = progress_bar(shown=False)
     task = bar.add_task("")
     writer = CorpusWriter(Path(), TOKENIZER, 1000)
-    return module._Preparation(writer, float(fraction), bar, task)
+    return module._Preparation(writer, float(fraction), None, bar, task)
 
 
 @pytest.mark.parametrize(

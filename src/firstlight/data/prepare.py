@@ -12,7 +12,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -23,8 +23,9 @@ from rich.progress import Progress, TaskID, TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
+from firstlight.data.conversations import BadRecordError
 from firstlight.data.encoding import Encode, TextPiece, encode_in_order
-from firstlight.data.records import Record, nothing_read, read_documents
+from firstlight.data.records import REASONS, Record, nothing_read, read_documents
 from firstlight.data.shards import TokenArray, read_manifest
 from firstlight.data.sources import TEXT_SUFFIXES, DataSource, find_sources, unread_files
 from firstlight.data.writer import CorpusWriter
@@ -33,6 +34,8 @@ from firstlight.files.atomic import new_folder, require_free
 from firstlight.tokenizer import Tokenizer
 
 Engine = Literal["local", "ray"]
+#: The split of a document by its text; see `prepare`.
+SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
 #: Corpora below this many bytes are encoded in this process: starting others takes longer.
 _SMALL_CORPUS_BYTES = 16 << 20
@@ -45,11 +48,12 @@ _NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
 
 
 def prepare(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Path | DataSource],
     tokenizer: Tokenizer | str | Path,
     out: str | Path,
     *,
     val_fraction: float = 0.1,
+    split_of: SplitOf | None = None,
     workers: int | None = None,
     engine: Engine = "local",
     ray_address: str | None = None,
@@ -61,11 +65,14 @@ def prepare(
     """Write the token shards of a corpus into the folder `out`; return their manifest.
 
     Args:
-        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG]"; see `find_sources`.
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG]", see `find_sources`; or what
+            that has returned.
         tokenizer: a tokenizer, or the folder or file of one.
         out: the folder to write.
         val_fraction: share of the text's bytes that is held out for validation, in whole
             documents; of fewer than 1/val_fraction documents, the last part of each document.
+        split_of: decides for the text of each document in place of that: "train", "val", "tail" for
+            its last `val_fraction` alone, or None for a duplicate, which is rejected.
         workers: processes that encode; None chooses by the size of the corpus. More than one
             needs the caller's script to be importable (`if __name__ == "__main__":`).
         engine: "local" encodes in `workers` processes of this machine, "ray" on a Ray cluster
@@ -87,7 +94,11 @@ def prepare(
             the cluster lacks something.
     """
     _require_valid(val_fraction, workers, shard_tokens, engine, ray_address)
-    out, sources = Path(out).expanduser(), find_sources(inputs)
+    found = [one for one in inputs if isinstance(one, DataSource)]
+    names = [one for one in inputs if not isinstance(one, DataSource)]
+    out, sources = Path(out).expanduser(), [*found, *(find_sources(names) if names else ())]
+    if not found and not names:
+        find_sources(())  # which refuses to find nothing
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
@@ -99,9 +110,9 @@ def prepare(
     ):
         task = bar.add_task("tokenizing", total=_text_bytes(sources), done="")
         writer = CorpusWriter(folder, tokenizer, shard_tokens)
-        preparation = _Preparation(writer, val_fraction, bar, task)
+        preparation = _Preparation(writer, val_fraction, split_of, bar, task)
         preparation.run(records, encode)
-        return preparation.manifest(unread_files(inputs))
+        return preparation.manifest(unread_files(names))
 
 
 def _require_valid(
@@ -208,10 +219,16 @@ class _Preparation:
     """The state of one run of `prepare`: the split by bytes, the document being put together."""
 
     def __init__(
-        self, writer: CorpusWriter, val_fraction: float, bar: Progress, task: TaskID
+        self,
+        writer: CorpusWriter,
+        val_fraction: float,
+        split_of: SplitOf | None,
+        bar: Progress,
+        task: TaskID,
     ) -> None:
         self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
         self.fraction = Fraction(str(val_fraction))
+        self.split_of = split_of
         self.bar, self.task = bar, task
         self.written = 0
         self.split_by = "none"
@@ -256,28 +273,45 @@ class _Preparation:
 
     def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
         """Assign each document to a split and cut long ones into pieces."""
-        enough, documents = look_ahead(documents, self.fraction)
-        if self.fraction:
-            self.split_by = "document" if enough else "tail"
         cuttable = self.tokenizer.splits_at_newline_after_letter
-        seen = held_out = 0
-        for document in documents:
+        for document, split in self._assigned(documents):
             self.written += 1
-            if self.split_by == "tail":
+            if split == "tail":
                 head, tail = cut_tail(document.value, self.fraction)
                 shares = [("train", head), ("val", tail)]
             else:
-                size = len(document.value.encode("utf-8"))
-                # Held out whenever validation has fallen behind its share of the bytes: the
-                # share is kept all along the corpus, whatever comes and however it is sorted.
-                split = "val" if held_out < self.fraction * seen else "train"
-                seen += size
-                held_out += size if split == "val" else 0
                 shares = [(split, document.value)]
-            for split, text in shares:
+            for name, text in shares:
                 texts = cut_long(text) if cuttable else [text]
                 for number, part in enumerate(texts if text else []):
-                    yield TextPiece(part, split, number == 0, number == len(texts) - 1)
+                    yield TextPiece(part, name, number == 0, number == len(texts) - 1)
+
+    def _assigned(self, documents: Iterator[Record]) -> Iterator[tuple[Record, str]]:
+        """Each document that is written, with its split."""
+        if self.split_of is not None:
+            for document in documents:
+                split = self.split_of(document.value)
+                if split is None:
+                    self.writer.reject(document, BadRecordError("duplicate", REASONS["duplicate"]))
+                    continue
+                self.split_by = "tail" if split == "tail" else "document"
+                yield document, split
+            return
+        enough, documents = look_ahead(documents, self.fraction)
+        if self.fraction:
+            self.split_by = "document" if enough else "tail"
+        seen = held_out = 0
+        for document in documents:
+            if self.split_by == "tail":
+                yield document, "tail"
+                continue
+            size = len(document.value.encode("utf-8"))
+            # Held out whenever validation has fallen behind its share of the bytes: the share is
+            # kept all along the corpus, whatever comes and however it is sorted.
+            split = "val" if held_out < self.fraction * seen else "train"
+            seen += size
+            held_out += size if split == "val" else 0
+            yield document, split
 
     def _count(self, piece: TextPiece) -> None:
         size = len(piece.text.encode("utf-8"))

@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import sys
 import zlib
 from collections import Counter
@@ -62,6 +63,7 @@ REASONS = {
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
     "empty": "nothing but white space",
+    "duplicate": "the text of an earlier document",
 }
 
 
@@ -149,13 +151,20 @@ def read_documents(
     Raises:
         InputError, MissingDependencyError: see `read_records`.
     """
-    with closing(read_records(sources, text_key)) as records:
-        for origin, line, value, error, _ in records:
-            try:
-                text = _text_of(value, text_key) if error is None else None
-                yield Record(origin, line, text, error)
-            except BadRecordError as bad:
-                yield Record(origin, line, None, bad)
+    for source in sources:
+        left = math.inf if source.most_bytes is None else source.most_bytes
+        with closing(read_records([source], text_key)) as records:
+            for origin, line, value, error, _ in records:
+                try:
+                    text = _text_of(value, text_key) if error is None else None
+                    yield Record(origin, line, text, error)
+                except BadRecordError as bad:
+                    yield Record(origin, line, None, bad)
+                    continue
+                if source.most_bytes is not None and text is not None:
+                    left -= len(text.encode("utf-8"))
+                if left <= 0:
+                    break
 
 
 def _text_of(record: object, text_key: str) -> str:

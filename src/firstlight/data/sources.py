@@ -44,11 +44,19 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 @dataclass(frozen=True)
 class DataSource:
-    """One file, or one dataset, to read documents from."""
+    """One file, or one dataset, to read documents from.
+
+    Attributes:
+        name: name for people.
+        path: the file; None for a dataset.
+        dataset: name of the dataset, with its configuration; None for a file.
+        most_bytes: UTF-8 bytes of text after which no further document is read; None is no limit.
+    """
 
     name: str
     path: Path | None = None
     dataset: str | None = None
+    most_bytes: int | None = None
 
     @property
     def size(self) -> int:

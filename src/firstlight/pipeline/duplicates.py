@@ -1,0 +1,109 @@
+"""Near-duplicates among documents, by a sketch of each: a bottom-k MinHash of its shingles.
+
+A shingle is a window of characters of the text with its white space and capitals made equal. The
+smallest hashes of two documents are a random sample of the shingles of both, so the share that they
+have in common estimates the Jaccard similarity of the documents (Broder 1997).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+#: Bytes of a shingle: some five words, or a line of code.
+_SHINGLE_BYTES = 32
+#: Hashes of a sketch, and those of them by which similar documents are found.
+_SKETCH, _KEYS = 48, 8
+#: Bytes of a document that its sketch is made of: the first ones.
+_MOST_BYTES = 1 << 20
+#: Share of common shingles from which on two documents are near-duplicates.
+_SIMILAR = 0.5
+
+#: An odd number without a pattern (the golden ratio's digits), the base of the rolling hash.
+_BASE = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class NearDuplicates:
+    """Groups of documents that are similar to each other, found one document at a time.
+
+    Args:
+        most: documents whose sketches are kept; later ones are compared with nothing, so memory is
+            bounded: 600 bytes and 8 entries of a dictionary for each.
+
+    Attributes:
+        groups: number of the group of each document in the order of `add`: the number of its first
+            document.
+        is_complete: False if there were more than `most` documents.
+    """
+
+    def __init__(self, most: int = 100_000) -> None:
+        self.groups: list[int] = []
+        self.is_complete = True
+        self._most = most
+        self._sketches: dict[int, Hashes] = {}
+        self._found_by: dict[int, int] = {}
+
+    def add(self, text: str) -> bool:
+        """Take the next document in; return whether it is similar to an earlier one."""
+        number = len(self.groups)
+        self.groups.append(number)
+        if len(self._sketches) >= self._most:
+            self.is_complete = False
+            return False
+        found = sketch(text)
+        keys: list[int] = found[:_KEYS].tolist()
+        for other in {self._found_by[key] for key in keys if key in self._found_by}:
+            if similarity(found, self._sketches[other]) >= _SIMILAR:
+                # Of its group, a document is in place of the first one from here on.
+                self.groups[number] = self.groups[other]
+                break
+        if len(found):
+            self._sketches[number] = found
+        for key in keys:
+            self._found_by.setdefault(key, number)
+        return self.groups[number] != number
+
+
+def sketch(text: str) -> Hashes:
+    """The smallest hashes of a text's shingles, ascending [at most 48]; none of a short text."""
+    data = " ".join(text[:_MOST_BYTES].lower().split()).encode("utf-8")[:_MOST_BYTES]
+    count = len(data) - _SHINGLE_BYTES + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    powers, inverses = _powers()
+    # The hash of a window is that of what ends with it, less that of what ends before it.
+    before = np.zeros(len(data) + 1, np.uint64)
+    np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
+    hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= np.uint64(_BASE)
+    # Windows that are repeated take places of the smallest until they are counted once.
+    most = min(4 * _SKETCH, count)
+    return np.unique(np.partition(hashes, most - 1)[:most])[:_SKETCH]
+
+
+def similarity(one: Hashes, other: Hashes) -> float:
+    """Estimated Jaccard similarity of two documents by their sketches; 0 without shingles."""
+    union = np.union1d(one, other)[:_SKETCH]
+    if not len(union):
+        return 0.0
+    common = np.intersect1d(one, other, assume_unique=True)
+    return float(np.isin(common, union, assume_unique=True).sum() / len(union))
+
+
+@functools.cache
+def _powers() -> tuple[Hashes, Hashes]:
+    """The powers of the base, and their inverses, modulo 2^64 [1 MiB each]."""
+    count = np.uint64(1)
+    found = []
+    for base in (_BASE, pow(_BASE, -1, 1 << 64)):
+        powers = np.full(_MOST_BYTES, base & _MASK, np.uint64)
+        powers[0] = count
+        found.append(np.multiply.accumulate(powers))
+    return found[0], found[1]

@@ -1,0 +1,377 @@
+"""One pass over texts before anything is decided: how much there is, in which scripts, how often
+the same, and which documents are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from rich.progress import TextColumn
+
+from firstlight.console import progress_bar
+from firstlight.data.records import Record, nothing_read, read_documents
+from firstlight.data.sources import COMPRESSIONS, DataSource
+from firstlight.errors import InputError
+from firstlight.pipeline.duplicates import NearDuplicates
+
+if TYPE_CHECKING:
+    # With it come the tokenizers, which the first line is not to wait for.
+    from firstlight.data.prepare import SplitOf
+
+#: Bytes of text that are read of a larger corpus: the first part of each file.
+MOST_BYTES = 256 << 20
+#: Bytes of text for each byte of a compressed file, about.
+_UNPACKED = 3.0
+#: Characters that are counted together.
+_BLOCK_CHARACTERS = 1 << 22
+#: Bytes of text that gzip is tried on.
+_GZIP_BYTES = 2 << 20
+#: Share of the text that the common characters make up.
+_COMMON_SHARE = 0.999
+
+#: Share of the text that is held out, and most bytes: more would make a loss no more certain.
+HELD_OUT_SHARE = 0.1
+HELD_OUT_BYTES = 1 << 20
+
+#: Unicode's words for scripts that readers know by other names.
+_SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """Facts about texts, as far as they were read.
+
+    Attributes:
+        documents: documents with text, duplicates included.
+        text_bytes: UTF-8 bytes of the documents, each counted once.
+        characters: characters of the same.
+        total_bytes: estimated bytes of the whole corpus; `text_bytes` where all of it was read.
+        common_characters: number of different characters that make up 99.9 % of the text.
+        scripts: share of the letters' bytes by script, the largest first.
+        duplicates: documents whose text is that of an earlier one.
+        near_duplicates: documents that are similar to an earlier one.
+        rejected: documents that can't be read.
+        gzip_bits_per_byte: what gzip -9 makes of the first 2 MiB, bits for a byte.
+        content_key: hash of all text that was read, and of how much of each file that was.
+        is_sampled: True where only the first part of each file was read.
+    """
+
+    documents: int
+    text_bytes: int
+    characters: int
+    total_bytes: int
+    common_characters: int
+    scripts: Mapping[str, float]
+    duplicates: int
+    near_duplicates: int
+    rejected: int
+    gzip_bits_per_byte: float
+    content_key: str
+    is_sampled: bool = False
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A corpus after its scan.
+
+    Attributes:
+        sources: its files and datasets, each with the bytes that were read where that is not all.
+        facts: what was counted.
+        split: the documents that are held out, and those left out as duplicates.
+        prompts: beginnings of held-out texts, for samples.
+    """
+
+    sources: Sequence[DataSource]
+    facts: CorpusFacts
+    split: HeldOut
+    prompts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The split of a corpus.
+
+    Attributes:
+        digests: hashes of the documents that are held out; None where the end of each document is.
+        fraction: share of the text that is held out.
+    """
+
+    digests: frozenset[bytes] | None
+    fraction: float
+
+    def splitter(self) -> SplitOf:
+        """A function for one pass over the documents, which gives the split of each."""
+        seen: set[bytes] = set()
+
+        def split_of(text: str) -> Literal["train", "val", "tail"] | None:
+            digest = _digest(text)
+            if digest in seen:
+                return None
+            seen.add(digest)
+            if self.digests is None:
+                return "tail"
+            return "val" if digest in self.digests else "train"
+
+        return split_of
+
+
+def scan_corpus(
+    sources: Sequence[DataSource],
+    text_key: str = "text",
+    *,
+    most_bytes: int = MOST_BYTES,
+    progress: bool = False,
+) -> Scan:
+    """Read a corpus once, or the first part of each file of a large one.
+
+    Args:
+        sources: see `find_sources`.
+        text_key: see `read_documents`.
+        most_bytes: bytes of text of a larger corpus that are read.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        InputError: see `read_documents`; or there is no text.
+        MissingDependencyError: see `read_documents`.
+    """
+    limited = limited_sources(sources, most_bytes)
+    counts = _Counts()
+    with (
+        progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
+        closing(read_documents(limited, text_key)) as records,
+    ):
+        total = sum(source.most_bytes or source.size for source in limited) or None
+        task = bar.add_task("reading", total=total, done="")
+        for record in records:
+            size = counts.add(record)
+            bar.update(task, advance=size, done=f"{counts.documents:,} documents")
+    facts = counts.facts(limited, text_key)
+    held = counts.held_out()
+    return Scan(limited, facts, held, counts.prompts(held))
+
+
+def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
+    """The sources, of which so many bytes of text are read: an equal share of each file, and of
+    datasets, whose size nobody knows, so many bytes."""
+    known = [_text_size(source) for source in sources]
+    total = sum(known)
+    if total <= most_bytes and all(source.dataset is None for source in sources):
+        return list(sources)
+    share = min(most_bytes / total, 1.0) if total else 1.0
+    return [
+        replace(source, most_bytes=max(int(size * share), 1) if size else most_bytes)
+        for source, size in zip(sources, known, strict=True)
+    ]
+
+
+def _text_size(source: DataSource) -> float:
+    """Bytes of text in a file, about; 0 for a dataset."""
+    packed = (*COMPRESSIONS[1:], ".parquet")
+    return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
+
+
+class _Counts:
+    """What is counted while documents go by."""
+
+    def __init__(self) -> None:
+        self.documents = self.text_bytes = self.duplicates = self.near = 0
+        self._near = NearDuplicates()
+        self._digests: dict[bytes, int] = {}
+        self._sizes: list[int] = []
+        self._histogram = np.zeros(0x110000, np.int64)
+        self._waiting: list[str] = []
+        self._waiting_characters = 0
+        self._head: list[bytes] = []
+        self._openings: dict[bytes, list[str]] = {}
+        self._key = hashlib.sha256()
+        self._rejected: Counter[str] = Counter()
+        self._first_rejected = ""
+
+    def add(self, record: Record) -> int:
+        """Count a document; return its bytes."""
+        if record.error is not None:
+            self._rejected[record.error.reason] += 1
+            self._first_rejected = self._first_rejected or f"{record.place}: {record.error}"
+            return 0
+        text: str = record.value
+        self.documents += 1
+        digest = _digest(text)
+        self._key.update(digest)
+        if digest in self._digests:
+            self.duplicates += 1
+            return len(text)
+        size = len(text.encode("utf-8"))
+        self._digests[digest] = size
+        self._sizes.append(size)
+        self.text_bytes += size
+        self.near += self._near.add(text)
+        if self.text_bytes - size < _GZIP_BYTES:
+            self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
+        if len(self._openings) < _MOST_OPENINGS:
+            # Of the text, and of places near its end, which is held out of few documents.
+            places = (0, *(len(text) * part // 100 for part in (92, 95, 98)))
+            self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
+        self._waiting.append(text)
+        self._waiting_characters += len(text)
+        if self._waiting_characters >= _BLOCK_CHARACTERS:
+            self._count_characters()
+        return size
+
+    def _count_characters(self) -> None:
+        codes = np.frombuffer("".join(self._waiting).encode("utf-32-le"), "<u4")
+        self._histogram += np.bincount(codes, minlength=len(self._histogram))
+        self._waiting, self._waiting_characters = [], 0
+
+    def facts(self, sources: Sequence[DataSource], text_key: str) -> CorpusFacts:
+        """The facts of all that was read.
+
+        Raises:
+            InputError: there is no text.
+        """
+        if not self.documents:
+            raise InputError(nothing_read(self._rejected, self._first_rejected))
+        self._count_characters()
+        is_sampled = any(source.most_bytes is not None for source in sources)
+        limits = [(s.name, s.size, s.most_bytes) for s in sources] if is_sampled else []
+        self._key.update(repr((text_key, limits)).encode())
+        head = b"".join(self._head)[:_GZIP_BYTES]
+        whole = sum(_text_size(source) for source in sources)
+        counted = np.sort(self._histogram[self._histogram > 0])[::-1]
+        characters = int(counted.sum())
+        common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
+        return CorpusFacts(
+            documents=self.documents,
+            text_bytes=self.text_bytes,
+            characters=characters,
+            total_bytes=max(int(whole), self.text_bytes) if is_sampled else self.text_bytes,
+            common_characters=min(common, len(counted)),
+            scripts=_scripts(self._histogram),
+            duplicates=self.duplicates,
+            near_duplicates=self.near,
+            rejected=self._rejected.total(),
+            gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
+            content_key=self._key.hexdigest()[:16],
+            is_sampled=is_sampled,
+        )
+
+    def held_out(self) -> HeldOut:
+        """The split of the documents."""
+        chosen = held_out_groups(self._near.groups, self._sizes)
+        digests = list(self._digests)
+        held = None if chosen is None else frozenset(digests[number] for number in chosen)
+        return HeldOut(held, held_out_share(self.text_bytes))
+
+    def prompts(self, held: HeldOut) -> list[str]:
+        """Beginnings of held-out texts."""
+        if held.digests is None:
+            texts = [text for _, *later in self._openings.values() for text in later]
+        else:
+            texts = [own[0] for one, own in self._openings.items() if one in held.digests]
+        step = max(len(texts) // _PROMPTS, 1)
+        return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
+
+
+#: Sample texts, characters of a prompt, and documents whose beginnings are kept.
+_PROMPTS, _PROMPT_CHARACTERS, _MOST_OPENINGS = 3, 60, 10_000
+
+
+def opening_of(text: str, start: int = 0) -> str:
+    """The beginning of a text, or of its first whole line where `text` starts inside of another,
+    some words long, for a model to continue."""
+    text = text[text.find("\n") + 1 :] if start else text
+    text = text.lstrip("\ufeff\n\r ")
+    # Never all of it: a whole text leaves nothing to continue.
+    cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
+    end = max(cut.rfind(" "), cut.rfind("\n"))
+    return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
+
+
+def held_out_share(text_bytes: int) -> float:
+    """Share of a corpus's bytes that is held out, in four digits."""
+    share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
+    return float(f"{share:.4g}")
+
+
+def held_out_groups(groups: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """The numbers of the documents to hold out, whole groups of near-duplicates at a time.
+
+    A group is held out whenever validation has fallen behind its share of the bytes, so the share
+    is kept all along the corpus. A group larger than that share is never held out.
+
+    Args:
+        groups: number of the group of each document.
+        sizes: bytes of each document.
+
+    Returns:
+        The numbers, ascending; None where there are too few groups to keep the share: then the end
+        of each document is held out.
+    """
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    total = sum(sizes)
+    share = held_out_share(total)
+    if len(members) * HELD_OUT_SHARE < 1:
+        return None
+    held: list[int] = []
+    seen = taken = 0
+    for numbers in members.values():
+        size = sum(sizes[number] for number in numbers)
+        if taken < share * seen and size <= share * total:
+            held += numbers
+            taken += size
+        seen += size
+    # Where few documents are most of the text, whole ones can't come near the share.
+    return sorted(held) if taken >= share * total / 2 else None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
+def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
+    """Share of the letters' UTF-8 bytes by script."""
+    counts: Counter[str] = Counter()
+    for code in np.flatnonzero(histogram).tolist():
+        character = chr(code)
+        if character.isalpha():
+            first = unicodedata.name(character, "OTHER").split()[0]
+            name = _SCRIPT_NAMES.get(first, first.capitalize())
+            counts[name] += int(histogram[code]) * len(character.encode("utf-8"))
+    total = counts.total()
+    return {name: count / total for name, count in counts.most_common()} if total else {}
+
+
+def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator[str]:
+    """The facts for people, a line each.
+
+    Args:
+        facts: the facts.
+        size_text: a number of bytes for people.
+    """
+    documents = f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}"
+    shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
+    scripts = ", ".join(shown[:5]) or "no letters"
+    yield (
+        f"{documents}, {size_text(facts.text_bytes)} of text, letters: {scripts}; "
+        f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
+    )
+    if facts.is_sampled:
+        yield (
+            f"a sample: the first part of each file, of {size_text(facts.total_bytes)} in all "
+            "(about)"
+        )
+    if facts.duplicates or facts.near_duplicates:
+        yield (
+            f"{facts.duplicates:,} duplicates, which are left out, and {facts.near_duplicates:,} "
+            "near-duplicates, which stay on one side of the split"
+        )
+    if facts.rejected:
+        yield f"{facts.rejected:,} documents can't be read and are left out"

@@ -1,0 +1,162 @@
+"""The scan of a corpus: counts, near-duplicates, and the split that keeps them together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.prepare import prepare
+from firstlight.data.sources import DataSource, find_sources
+from firstlight.errors import InputError
+from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
+from firstlight.pipeline.scan import (
+    HELD_OUT_BYTES,
+    Scan,
+    held_out_groups,
+    limited_sources,
+    opening_of,
+    scan_corpus,
+)
+from firstlight.tokenizer import train_tokenizer
+
+
+def prose(seed: int, words: int = 300) -> str:
+    draw = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return " ".join("".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(words))
+
+
+def scanned(folder: Path, *texts: str) -> Scan:
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+    return scan_corpus(find_sources([folder]))
+
+
+def test_facts_of_a_corpus_are_counted(tmp_path: Path) -> None:
+    facts = scanned(tmp_path, "ab\n", "ab\n", "кот", "한국어", "").facts
+    assert (facts.documents, facts.duplicates, facts.rejected) == (4, 1, 1)
+    assert (facts.text_bytes, facts.characters) == (3 + 6 + 9, 9)
+    assert facts.scripts == {"Hangul": 9 / 17, "Cyrillic": 6 / 17, "Latin": 2 / 17}
+    assert not facts.is_sampled
+    assert facts.total_bytes == facts.text_bytes
+
+
+def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder, text in zip(folders, ("one", "one", "two"), strict=True):
+        folder.mkdir()
+        (folder / "text.txt").write_text(text)
+    keys = [scan_corpus(find_sources([folder])).facts.content_key for folder in folders]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_no_text_is_refused_with_the_first_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("  \n")
+    with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: nothing but"):
+        scan_corpus(find_sources([tmp_path]))
+
+
+def test_documents_that_differ_in_some_words_are_near_duplicates() -> None:
+    words = prose(1).split()
+    words[100] = words[200] = "changed"
+    found = NearDuplicates()
+    assert [found.add(text) for text in (prose(1), prose(2), " ".join(words).upper())] == [
+        *(False, False, True)
+    ]
+    assert found.groups == [0, 1, 0]
+    assert similarity(sketch(prose(1)), sketch(prose(2))) == 0.0
+
+
+def test_the_similarity_is_about_the_share_of_common_shingles() -> None:
+    common, estimates = prose(0, 600), []
+    for seed in range(1, 20):
+        estimates.append(similarity(sketch(common), sketch(common + " " + prose(seed, 600))))
+    assert sum(estimates) / len(estimates) == pytest.approx(0.5, abs=0.1)
+
+
+def test_memory_of_the_search_for_near_duplicates_is_bounded() -> None:
+    found = NearDuplicates(most=1)
+    assert [found.add(prose(1)), found.add(prose(1))] == [False, False]
+    assert not found.is_complete
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 400)), max_size=120))
+def test_no_group_straddles_the_split(documents: list[tuple[int, int]]) -> None:
+    groups, sizes = [group for group, _ in documents], [size for _, size in documents]
+    held = held_out_groups(groups, sizes)
+    if held is None:
+        return
+    kept = set(range(len(groups))) - set(held)
+    assert not {groups[n] for n in held} & {groups[n] for n in kept}
+    assert 0.05 * sum(sizes) <= sum(sizes[n] for n in held) <= 0.2 * sum(sizes)
+
+
+def test_few_documents_are_split_inside() -> None:
+    assert held_out_groups([0, 0, 2], [5, 5, 5]) is None
+    # One document is most of the text.
+    assert held_out_groups(range(12), [100_000, *[10] * 11]) is None
+
+
+def test_a_large_corpus_holds_out_a_smaller_share() -> None:
+    sizes = [10_000] * 10_000
+    held = held_out_groups(range(len(sizes)), sizes)
+    assert held is not None
+    assert sum(sizes[n] for n in held) == pytest.approx(HELD_OUT_BYTES, rel=0.02)
+
+
+def test_prepared_shards_have_the_split_of_the_scan(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [prose(seed) for seed in range(29)]
+    scan = scanned(folder, *texts, texts[3])
+    tokenizer = train_tokenizer(texts, 300)
+    manifest = prepare(
+        scan.sources,
+        tokenizer,
+        tmp_path / "data",
+        val_fraction=scan.split.fraction,
+        split_of=scan.split.splitter(),
+    )
+    held = scan.split.digests
+    assert held is not None
+    assert manifest["splits"]["val"]["documents"] == len(held)
+    assert manifest["documents"]["rejected"] == {"duplicate": 1}
+    val = TokenDataset(tmp_path / "data", "val")
+    first = tokenizer.decode(list(map(int, val[0 : val.num_tokens])))
+    assert first.startswith(scan.prompts[0])
+
+
+def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:
+    scan = scanned(tmp_path, prose(1, 3000))
+    assert scan.split.digests is None
+    assert scan.split.splitter()("anything") == "tail"
+    assert len(scan.prompts) == 3
+    assert all(one in prose(1, 3000)[-2000:] for one in scan.prompts)
+
+
+def test_of_a_large_corpus_the_first_part_of_each_file_is_read(tmp_path: Path) -> None:
+    lines = "".join(f'{{"text": "{prose(seed, 20)}"}}\n' for seed in range(100))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(lines)
+    sources = find_sources([tmp_path])
+    facts = scan_corpus(sources, most_bytes=len(lines) // 2).facts
+    assert facts.is_sampled
+    assert facts.total_bytes == 2 * len(lines)
+    assert facts.text_bytes == pytest.approx(len(lines) / 4, rel=0.1)
+    assert facts.duplicates == facts.documents // 2
+
+
+def test_of_a_dataset_a_number_of_bytes_is_read() -> None:
+    sources = [DataSource("hf:some", dataset="some")]
+    assert [one.most_bytes for one in limited_sources(sources, 1000)] == [1000]
+
+
+@given(st.text(), st.integers(0, 3))
+def test_a_prompt_is_a_part_of_its_text(text: str, start: int) -> None:
+    assert opening_of(text, start) in text
+    assert len(opening_of(text, start)) <= 60
