@@ -20,10 +20,13 @@ from optimizer_models import (
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from firstlight.hardware.device import find_hardware
 from firstlight.lora.layers import LoraConfig, add_lora
 from firstlight.models import ModelConfig
-from firstlight.optim.groups import decay_counts, describe_groups, parameter_kinds
+from firstlight.optim.groups import Role, decay_counts, describe_groups, parameter_kinds
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.resolve import facts_here, resolve
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
@@ -204,8 +207,43 @@ def test_counts_follow_the_decay_of_each_role() -> None:
         ({"embedding_betas": [0.9, 1.0]}, r"embedding_betas \[0.9, 1.0\] must each be at least 0"),
         ({"head_lr_multiple": 0}, "head_lr_multiple"),
         ({"name": "sgd", "cautious_weight_decay": True}, "is for adamw, lion and muon"),
+        ({"name": "adafactor", "tuned_width": 64}, "tuned_width is for AdamW, Lion and Muon"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         OptimizerConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "name, rates",
+    [
+        # Four times as wide: the rates of matrices and head fall to a quarter, Muon's to a half.
+        ("adamw", {"embedding": 0.04, "head": 0.00125, "matrix": 0.0025, "vector": 0.02}),
+        ("muon", {"embedding": 0.04, "head": 0.00125, "matrix": 0.005, "vector": 0.02}),
+    ],
+)
+@pytest.mark.parametrize("muon_rate", [None, 0.03])
+def test_rates_follow_from_the_width_they_were_tuned_at(
+    name: str, rates: dict[Role, float], muon_rate: float | None
+) -> None:
+    config = OptimizerConfig(
+        name=name, learning_rate=0.01, muon_learning_rate=muon_rate, tuned_width=192, **OWN
+    )
+    if name == "muon" and muon_rate is not None:
+        rates = {**rates, "matrix": 0.015}
+    wide = config.for_width(768)
+    assert {role: wide.peak_rate(role) for role in rates} == pytest.approx(rates)
+    assert wide.for_width(768) == wide
+    assert config.for_width(192) == config
+    assert OptimizerConfig(**OWN).for_width(768) == OptimizerConfig(**OWN)
+
+
+def test_a_resolved_recipe_has_the_rates_of_its_width_once() -> None:
+    text: dict[str, Any] = {"model": {"model_type": "llama", "hidden_size": 128, "vocab_size": 64}}
+    text["data"] = {"dir": "unused"}
+    recipe = parse_recipe(text | {"optimizer": {"tuned_width": 64, "learning_rate": 1e-2}}, "test")
+    facts = facts_here(find_hardware("cpu"))
+    resolved = resolve(recipe, facts)
+    assert resolved.optimizer.learning_rate == 5e-3
+    assert resolve(resolved, facts).optimizer == resolved.optimizer

@@ -533,7 +533,11 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
     """Each way of the table and of where nothing fits can be meant, with these options as well."""
     machine = find_machine("RTX 4090")
     plain = resolve_for(
-        recipe(optimizer={"cautious_weight_decay": True}, checkpoint={"average_last": 2}), machine
+        recipe(
+            optimizer={"cautious_weight_decay": True, "tuned_width": 64},
+            checkpoint={"average_last": 2},
+        ),
+        machine,
     )
     names = dict(methods(plain, machine))
     fallbacks = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}

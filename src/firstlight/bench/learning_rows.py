@@ -46,6 +46,9 @@ SIZES: dict[str, dict[str, Any]] = {
 #: The demo's recipe of before, and the row whose changes are measured alone.
 BEFORE = "before"
 
+#: The recipe for new models, which the demo has.
+NEW = "new"
+
 #: The name that stands for all single changes.
 CHANGES = "changes"
 
@@ -127,9 +130,9 @@ ROWS: dict[str, LearningRow] = {
         "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, a line down over the last "
         "65 %",
     ),
-    "candidate": LearningRow(
-        {**_NANOCHAT, "optimizer.muon_learning_rate": 0.01},
-        about="a candidate for the demo: nanochat's with Muon at 0.01",
+    NEW: LearningRow(
+        {**_NANOCHAT, "optimizer.muon_learning_rate": 0.01, "schedule.min_lr_ratio": 0.0},
+        about="firstlight's recipe for new models: nanochat's with Muon at 0.01, down to zero",
     ),
     # Single changes.
     "linear-to-zero": LearningRow(_ZERO, BEFORE, "a line down to zero after the warm-up"),

@@ -5,6 +5,7 @@ torch's AdamW and SGD are described here; each other optimizer is a file with it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -249,6 +250,12 @@ class OptimizerConfig(Section):
     """betas of a head that is not tied; null takes `betas`."""
     vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
     """betas of norms and biases; null takes `betas`."""
+    tuned_width: int | None = Field(None, gt=0)
+    """hidden_size of the model whose rates these are: for a model of another width, with r for
+    tuned_width / hidden_size, AdamW's and Lion's rate of matrices and of an untied head are
+    multiplied by r (Yang et al. 2022, arXiv 2203.03466, table 8), and Muon's by sqrt(r), since its
+    updates already grow with sqrt(hidden_size). Embeddings, norms and biases keep theirs. null
+    takes all rates as they are."""
     max_grad_norm: float = Field(1.0, ge=0)
     """global L2 norm that gradients are scaled down to; 0 switches it off. Costs one reading of all
     gradients, and when it scales, one writing."""
@@ -275,12 +282,35 @@ class OptimizerConfig(Section):
                 f"embeddings_in_32_bits is for 8-bit optimizers, and {self.name} has no 8-bit "
                 "state: leave it out, or set name to adamw8bit"
             )
+        if self.tuned_width is not None and self.name in ("adafactor", "sgd"):
+            raise ValueError(
+                f"tuned_width is for AdamW, Lion and Muon, and name is {self.name}: set it to null "
+                "and learning_rate to a rate for this model"
+            )
         if self.eight_bit_library == "torchao" and self.name == "paged_adamw8bit":
             raise ValueError(
                 "torchao has no paged optimizer: set eight_bit_library to bitsandbytes, "
                 "or name to adamw8bit"
             )
         return self
+
+    def for_width(self, hidden_size: int) -> OptimizerConfig:
+        """These settings with the rates of a model of this width (see `tuned_width`)."""
+        if self.tuned_width in (None, hidden_size):
+            return self
+        assert self.tuned_width is not None
+        ratio = self.tuned_width / hidden_size
+        changes: dict[str, Any] = {"tuned_width": hidden_size}
+        if self.name == "muon":
+            muon_rate = self.muon_learning_rate or self.learning_rate
+            changes["muon_learning_rate"] = muon_rate * math.sqrt(ratio)
+            changes["head_lr_multiple"] = self.head_lr_multiple * ratio
+        else:
+            # The head's multiple is one of this rate, so it follows.
+            changes["learning_rate"] = self.learning_rate * ratio
+            changes["embedding_lr_multiple"] = self.embedding_lr_multiple / ratio
+            changes["vector_lr_multiple"] = self.vector_lr_multiple / ratio
+        return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
         """Peak learning rate of a role: Muon's own for the matrices that it updates."""

@@ -111,7 +111,8 @@ def resolve(
         )
     values["efficiency"] = dict(efficiency)
     earlier = facts.earlier.get("optimizer", {})
-    values["optimizer"] = _resolve_optimizer(recipe.optimizer, earlier, tell)
+    optimizer = recipe.optimizer.for_width(recipe.model.hidden_size)
+    values["optimizer"] = _resolve_optimizer(optimizer, earlier, tell)
     rows = recipe.batch.micro_batch_size
     if rows in (None, "auto"):
         rows = facts.earlier.get("batch", {}).get("micro_batch_size")

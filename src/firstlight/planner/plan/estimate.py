@@ -308,6 +308,8 @@ def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
         changes["optimizer.embeddings_in_32_bits"] = False
     if recipe.optimizer.cautious_weight_decay and name not in ("adamw", "lion", "muon"):
         changes["optimizer.cautious_weight_decay"] = False
+    if recipe.optimizer.tuned_width is not None and name in ("adafactor", "sgd"):
+        changes["optimizer.tuned_width"] = None
     return changes
 
 
