@@ -245,7 +245,7 @@ def _end_process(failure: str) -> None:
 
     No lock is taken that the main thread may hold, such as that of stderr.
     """
-    # The progress bar hides the cursor of a terminal.
+    # The live view of a run hides the cursor of a terminal.
     start = "\n\033[?25h" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}firstlight: error: {failure}\n".encode(errors="replace"))

@@ -228,6 +228,7 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
     comparison.predict_process(run.held_bytes, compiles=compiles)
     if comparison.forecast is not None:
         run.tell(f"predicted: {comparison.forecast.in_words}")
+        run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
     run.advise = lambda: _asked(lambda: forecaster.advise(run.recipe_now, hardware, size), run.tell)
 
 

@@ -27,11 +27,13 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.report.records import RECIPE_NAME
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.course import Course
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
-from firstlight.training.metrics import RunLogs, SilentLogs, TrainingProgress
+from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
+from firstlight.training.progress import TrainingProgress
 from firstlight.training.starting_model import AdapterBase
 from firstlight.training.state import (
     TrainState,
@@ -202,9 +204,13 @@ class Run:
                 pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
             ) as self.loader,
             self._open_logs() as self.logs,
-            TrainingProgress(self.max_steps, self.state.step, shown=shown) as self.bar,
+            TrainingProgress(self._course(), shown=shown) as self.bar,
         ):
             yield
+
+    def _course(self) -> Course:
+        minutes = getattr(self.recipe.schedule, "max_minutes", None) or self.recipe.run.max_minutes
+        return Course(lambda: self.max_steps, self.state.step, minutes)
 
     def _make_folder_ready(self) -> None:
         for folder in (self.folder, self.folder / CHECKPOINTS):

@@ -61,7 +61,7 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
         run.program, run.tokenizer, run.folder, check, answered=run.dataset.has_examples
     ):
         run.samples.append({"step": step, "prompt": prompt, "text": text})
-        run.bar.message(f"step {step}: {prompt!r} -> {text!r}")
+        run.bar.sample(step, prompt, text)
 
 
 def _validate(run: Run, check: Callable[[], None]) -> None:

@@ -1,0 +1,280 @@
+"""The course of a run for a person: its figures, the curve of its loss and the last sample text, in
+lines for a terminal or a log. A step costs a few additions, whatever the length of the run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from firstlight.console import rounded, visible
+from firstlight.report.records import MOSTLY_LEARNED
+
+#: Share of the seconds of a step that the last step has in their running mean.
+_WEIGHT_OF_LAST = 0.1
+#: The steps of a start that are slower than the others.
+_SLOW_STEPS = 2
+
+#: Rows of the curve of the loss at most, and rows of the sample text.
+_CURVE_ROWS, _SAMPLE_ROWS = 8, 3
+#: The least size of a terminal that shows the curve, in columns and rows.
+_LEAST_COLUMNS, _LEAST_ROWS = 40, 12
+#: Dots of a braille character, by row and column (Unicode 15, chapter 21.1).
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+class LossCurve:
+    """The losses of a run as the means of equally many steps, in constant memory.
+
+    Attributes:
+        first_step, last_step: the steps that are shown.
+    """
+
+    #: Most means that are kept: two are joined where there would be more.
+    most = 512
+
+    def __init__(self) -> None:
+        self.first_step = self.last_step = 0
+        self._sums: list[float] = []
+        self._counts: list[int] = []
+        self._steps_of_a_mean = 1
+
+    def add(self, step: int, loss: float) -> None:
+        """Take a step's loss in; one that is not finite is left out."""
+        if not math.isfinite(loss):
+            return
+        self.first_step, self.last_step = self.first_step or step, step
+        if self._sums and self._counts[-1] < self._steps_of_a_mean:
+            self._sums[-1] += loss
+            self._counts[-1] += 1
+            return
+        if len(self._sums) == self.most:
+            self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+            self._counts = [
+                a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)
+            ]
+            self._steps_of_a_mean *= 2
+        self._sums.append(loss)
+        self._counts.append(1)
+
+    @property
+    def means(self) -> list[float]:
+        """The mean losses, the first steps first."""
+        return [total / count for total, count in zip(self._sums, self._counts, strict=True)]
+
+    def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
+        """The curve in braille characters.
+
+        Returns:
+            (`rows` texts of `columns` characters at most, loss at the upper edge, loss at the
+            lower edge).
+        """
+        points = _resampled(self.means, 2 * columns)
+        # The loss of guessing, at which a run begins, would press the rest to the lower edge.
+        ordered = sorted(points)
+        high, low = ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
+        scale = (4 * rows - 1) / (high - low) if high > low else 0.0
+        heights = [round((high - min(point, high)) * scale) for point in points]
+        cells = [[0] * columns for _ in range(rows)]
+        before = heights[0]
+        for x, y in enumerate(heights):
+            # A line from the dot before it, so that a steep curve has no gaps.
+            for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
+                cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
+            before = y
+        # Blanks at the end would be wrapped where a terminal is made narrower.
+        texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
+        return [text.rstrip() for text in texts], high, low
+
+
+def _resampled(values: list[float], count: int) -> list[float]:
+    """`count` values along the same course: means where there are more, else lines between them."""
+    if len(values) >= count:
+        edges = [round(i * len(values) / count) for i in range(count + 1)]
+        return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    found = []
+    for i in range(count):
+        place = i * (len(values) - 1) / max(count - 1, 1)
+        left = min(int(place), max(len(values) - 2, 0))
+        right = min(left + 1, len(values) - 1)
+        found.append(values[left] + (values[right] - values[left]) * (place - left))
+    return found
+
+
+class Course:
+    """The figures of a run so far, and the lines that show them.
+
+    Args:
+        max_steps: returns the number of steps of the whole run, which a run of so many minutes may
+            change on its way.
+        start_step: the step that this call begins after.
+        max_minutes: the minutes that the run is to take; None where its steps are given.
+
+    Attributes:
+        predicted_bytes: the memory that was predicted for the run; None without a forecast.
+        curve: the training losses.
+    """
+
+    def __init__(
+        self, max_steps: Callable[[], int], start_step: int, max_minutes: float | None = None
+    ) -> None:
+        self._max_steps, self._start_step, self._max_minutes = max_steps, start_step, max_minutes
+        self._begun, self._last_at = time.monotonic(), 0.0
+        self._done, self._mean_seconds = 0, 0.0
+        self._record: Mapping[str, Any] = {"step": start_step}
+        self._val_loss: float | None = None
+        self._sample = ""
+        self.predicted_bytes: int | None = None
+        self.curve = LossCurve()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Take a step's metrics in."""
+        now = time.monotonic()
+        self._done += 1
+        if self._done > _SLOW_STEPS + 1:
+            # Evaluations and saves count: they will come again.
+            seconds = now - self._last_at
+            weight = max(_WEIGHT_OF_LAST, 1 / (self._done - _SLOW_STEPS - 1))
+            self._mean_seconds += weight * (seconds - self._mean_seconds)
+        self._last_at, self._record = now, record
+        if record["train/loss"] is not None:
+            self.curve.add(record["step"], record["train/loss"])
+        self._val_loss = record.get("val/loss") or self._val_loss
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Take a text in that the model has written."""
+        self._sample = f"step {step}: {visible(prompt)}{visible(text)}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step is done."""
+        return bool(self._record["step"] >= self._max_steps())
+
+    @property
+    def share(self) -> float:
+        """Share of the run's steps that are done."""
+        return min(float(self._record["step"]) / max(self._max_steps(), 1), 1.0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end at the pace of the last steps; None before there is one."""
+        if self._done <= _SLOW_STEPS + 1 and not self.is_done:
+            return None
+        return float(max(self._max_steps() - self._record["step"], 0)) * self._mean_seconds
+
+    @property
+    def line(self) -> str:
+        """All of it in one line, for a log."""
+        record, left = self._record, self.seconds_left
+        if left is None:
+            seconds = (time.monotonic() - self._begun) / max(self._done, 1)
+            left = (self._max_steps() - record["step"]) * seconds
+        return (
+            f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB  {left:.0f} s left"
+        )
+
+    @property
+    def time(self) -> str:
+        """The time that is over and the time that is left, for a terminal."""
+        over, left = _clock(time.monotonic() - self._begun), self.seconds_left
+        budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
+        if self.is_done:
+            return f"{over}{budget}"
+        return f"{over}{budget}, {'?' if left is None else _clock(left)} left"
+
+    @property
+    def figures(self) -> list[str]:
+        """Each figure of the last step, the most wanted first; none before the first step."""
+        record = self._record
+        if "train/loss" not in record:
+            return ["waiting for the first step"]
+        val = [] if self._val_loss is None else [f"val/loss {self._val_loss:.3f}"]
+        memory = f"memory {_size(record['memory_bytes'])}"
+        if self.predicted_bytes is not None:
+            memory += f" (predicted {_size(self.predicted_bytes)})"
+        rate = f"learning rate {record['learning_rate']:.3g}"
+        return [_loss(record), *val, *_rates(record).split("  "), memory, rate]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in self.lines(options.max_width, console.height):
+            yield Text(line, no_wrap=True, overflow="crop")
+
+    def lines(self, columns: int, rows: int) -> Iterator[str]:
+        """The view in a terminal of so many columns and rows."""
+        yield _bar(
+            f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
+        )
+        yield _fitting(self.figures, columns)
+        free = rows - 3
+        sample = self._sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
+        height = min(free - len(sample) - 2, _CURVE_ROWS)
+        if columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS and self.curve.last_step:
+            yield from self._curve_lines(columns, height)
+        yield from sample
+
+    def _curve_lines(self, columns: int, rows: int) -> Iterator[str]:
+        label = 8
+        drawn, high, low = self.curve.drawn(columns - label - 1, rows)
+        for number, row in enumerate(drawn):
+            edge = {0: f"{high:.3f}", rows - 1: f"{low:.3f}"}.get(number, "")
+            yield f"{edge:>{label - 1}} {row}"
+        first, last = f"step {self.curve.first_step:,}", f"{self.curve.last_step:,}"
+        yield " " * label + f"{first}{last:>{columns - label - 1 - len(first)}}"
+
+    def _sample_lines(self, columns: int) -> list[str]:
+        lines = self._sample.expandtabs(4).splitlines()
+        return [line if len(line) < columns else f"{line[: columns - 2]}…" for line in lines]
+
+
+def _bar(left: str, share: float, right: str, columns: int) -> str:
+    """A line with a bar in its middle, as far as there is room."""
+    text = f"{left}  {share:4.0%}  "
+    room = columns - 1 - len(text) - len(right) - 2
+    if room < 5:
+        return _fitting([left, f"{share:.0%}", right], columns)
+    full = round(share * room)
+    return f"{text}{'█' * full}{'░' * (room - full)}  {right}"
+
+
+def _fitting(parts: list[str], columns: int) -> str:
+    """The first parts, as many as a line has room for."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > columns - 1:
+            break
+        line = f"{line}  {part}"
+    return line
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _clock(seconds: float) -> str:
+    """75 -> '1:15', 3700 -> '1:01:40'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    loss = record["train/loss"]
+    text = f"loss {'overflow' if loss is None else format(loss, '.3f')}"
+    return f"{text}  (skipped)" if record.get("skipped") else text
+
+
+def _rates(record: Mapping[str, Any]) -> str:
+    """Tokens and sequences a second; with conversations also the tokens of them that are learned.
+    The metrics of an older release have less."""
+    tokens = record["tokens_per_second"]
+    learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
+    text = f"{tokens:,.0f} tokens/s"
+    if learned is not None and learned < MOSTLY_LEARNED * tokens:
+        text += f" ({learned:,.0f} learned)"
+    return text if samples is None else f"{text}  {rounded(samples)} samples/s"

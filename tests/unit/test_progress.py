@@ -1,0 +1,214 @@
+"""The live view of a run on terminals of every size, and its lines in a log."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from firstlight.training import progress
+from firstlight.training.course import Course, LossCurve
+from firstlight.training.progress import TrainingProgress
+
+
+def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "train/loss": loss,
+        "learning_rate": 0.003,
+        "tokens_per_second": 4000.0,
+        "samples_per_second": 15.6,
+        "memory_bytes": 300 << 20,
+        **further,
+    }
+
+
+def course(steps: int, max_steps: int = 100, seconds: float = 0.5, **options: Any) -> Course:
+    """A course with so many steps done."""
+    clock = itertools.count(0.0, seconds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(clock))
+        found = Course(lambda: max_steps, 0, **options)
+        for step in range(1, steps + 1):
+            found.step(record(step, 8 / step**0.2))
+    return found
+
+
+# The curve
+
+
+def test_a_curve_keeps_means_of_equally_many_steps() -> None:
+    curve = LossCurve()
+    for step in range(1, 2 * curve.most + 2):
+        curve.add(step, float(step))
+    # 1,024 steps in 512 pairs are joined to 256 fours when the next one comes.
+    assert (curve.first_step, curve.last_step) == (1, 2 * curve.most + 1)
+    assert curve.means[:2] == [2.5, 6.5]
+    assert len(curve.means) == curve.most // 2 + 1
+    curve.add(9999, float("nan"))
+    assert curve.last_step == 2 * curve.most + 1
+
+
+def test_a_curve_falls_from_its_upper_left_to_its_lower_right() -> None:
+    curve = LossCurve()
+    for step in range(8):
+        curve.add(step + 1, 7.0 - step)
+    drawn, high, low = curve.drawn(4, 2)
+    assert drawn == ["⠑⢄", "  ⠑⢄"]
+    assert (high, low) == (7.0, 0.0)
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=700), st.integers(1, 90), st.integers(1, 9)
+)
+def test_a_curve_fits_its_place_and_reaches_both_edges(
+    losses: list[float], columns: int, rows: int
+) -> None:
+    curve = LossCurve()
+    for step, loss in enumerate(losses):
+        curve.add(step + 1, loss)
+    drawn, high, low = curve.drawn(columns, rows)
+    assert len(drawn) == rows
+    assert max(map(len, drawn)) <= columns
+    assert high >= low
+    # Rounding aside, no more than the losses.
+    assert min(losses) - 1e-6 <= low
+    assert high <= max(losses) + 1e-6
+    assert drawn[0].strip()
+    if high > low:
+        assert drawn[-1].strip()
+
+
+# The view
+
+
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(0, 40))
+def test_the_view_fits_every_terminal(columns: int, rows: int, steps: int) -> None:
+    shown = course(steps)
+    shown.sample(steps, "def f", "(x):\n\treturn 1" * 20)
+    lines = list(shown.lines(columns, rows))
+    assert len(lines) <= max(rows - 1, 2)
+    assert lines[0].startswith(f"step {steps}/100")
+    # The first figure is never left out; a terminal cuts it.
+    assert all(len(line) < columns for line in lines[2:])
+    assert all("\t" not in line and "\x1b" not in line for line in lines)
+
+
+def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
+    shown = course(40, max_minutes=2.0)
+    shown.predicted_bytes = 3 << 30
+    shown.step(record(41, 3.25, **{"val/loss": 3.5}))
+    shown.sample(41, "To be", "\x1b[31m or not\nto be")
+    lines = list(shown.lines(140, 24))
+    assert re.fullmatch(r"step 41/100   41%  █+░+  \S+ of 2:00, \S+ left", lines[0])
+    assert lines[1] == (
+        "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  memory 300 MiB (predicted "
+        "3.00 GiB)  learning rate 0.003"
+    )
+    assert lines[-2:] == ["step 41: To be⟨U+001B⟩[31m or not", "to be"]
+    assert lines[-3].split() == ["step", "1", "41"]
+
+
+def test_time_left_is_that_of_the_last_steps() -> None:
+    # The first ones, which compile, do not count.
+    shown = course(3)
+    assert shown.seconds_left is None
+    assert course(40, seconds=0.5).seconds_left == pytest.approx(60 * 0.5)
+    assert course(100).seconds_left == 0
+    assert "left" not in course(100).time
+
+
+def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
+    steps = 100
+    shown = Course(lambda: steps, 0)
+    shown.step(record(50))
+    assert shown.share == 0.5
+    steps = 200
+    assert shown.share == 0.25
+    assert next(shown.lines(80, 24)).startswith("step 50/200   25%")
+
+
+def test_a_step_without_a_loss_is_an_overflow() -> None:
+    shown = course(5)
+    shown.step(record(6, None, skipped=True))
+    assert shown.figures[0] == "loss overflow  (skipped)"
+    assert shown.curve.last_step == 5
+
+
+# Where it is shown
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """The text that a terminal of 80 by 24 gets."""
+    terminal = io.StringIO()
+    made = Console(
+        file=terminal,
+        force_terminal=True,
+        force_interactive=True,
+        highlight=False,
+        width=80,
+        height=24,
+        _environ={},
+    )
+    monkeypatch.setattr(progress, "console", lambda: made)
+    return terminal
+
+
+def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = on_terminal(monkeypatch)
+
+    def interrupted() -> None:
+        with TrainingProgress(course(0), shown=True) as bar:
+            bar.step(record(1))
+            bar.message("a [bold]message[/]")
+            bar.sample(1, "To be", " or not")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    written = terminal.getvalue()
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
+    assert "a [bold]message[/]\n" in written
+    # The last frame stays.
+    assert written.index("loss 2.500") < written.rindex("step 1: To be or not")
+
+
+def test_a_log_has_a_line_a_minute_and_the_last_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    shown = Course(lambda: 100, 0)
+    with TrainingProgress(shown, shown=True) as bar:
+        for step in range(1, 101):
+            now += 2.0
+            bar.step(record(step))
+        bar.sample(100, "a", "b\n")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [
+        "5/100",
+        "35/100",
+        "65/100",
+        "95/100",
+        "100/100",
+    ]
+    assert lines[1] == (
+        "step 35/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  130 s left"
+    )
+    assert lines[-1] == r"step 100: 'a' -> 'b\n'"
+
+
+def test_nothing_is_shown_where_nobody_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with TrainingProgress(course(0), shown=False) as bar:
+        bar.step(record(100))
+        bar.message("a message")
+        bar.sample(1, "a", "b")
+    assert capsys.readouterr() == ("", "")
