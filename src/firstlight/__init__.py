@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # `as` makes each name public for type checkers.
+    from firstlight.bench.tuning import TuneResult as TuneResult
+    from firstlight.bench.tuning import tune as tune
     from firstlight.conversion.convert import Conversion as Conversion
     from firstlight.conversion.convert import convert as convert
     from firstlight.data.chat import ChatOptions as ChatOptions
@@ -52,6 +54,7 @@ __version__ = "0.1.0"
 
 #: The public names, by the module that each is imported from when it is first used.
 _PUBLIC = {
+    "bench.tuning": ["TuneResult", "tune"],
     "conversion.convert": ["Conversion", "convert"],
     "data.chat": ["ChatOptions", "prepare_chat"],
     "data.corpus": ["TokenDataset"],

@@ -28,6 +28,7 @@ from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
+from firstlight.cli.tune import tune_command
 from firstlight.errors import FirstlightError, describe_os_error
 from firstlight.hardware import environment
 
@@ -159,6 +160,7 @@ for command in (
     prepare_command,
     plan_command,
     train_command,
+    tune_command,
     eval_command,
     generate_command,
     chat_command,
@@ -227,8 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
     """Environment variables of a verb, unless they are set."""
-    if set(verb) & {"train", "plan"}:
-        # A plan times operators as training runs them.
+    if set(verb) & {"train", "plan", "tune"}:
+        # A plan times operators as training runs them, and trials train.
         return environment.TRAINING
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 

@@ -125,6 +125,7 @@ _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
     "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090" says whether it fits, and how '
     "fast it is",
+    "tune": "firstlight tune recipes/demo.yaml --budget 1h looks for better learning rates",
 }
 
 
@@ -136,7 +137,7 @@ def split_arguments(
     `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
 
     Args:
-        verb: train or plan.
+        verb: train, plan or tune.
         is_run: a run or checkpoint is named in place of a recipe.
 
     Raises:

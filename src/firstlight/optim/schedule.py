@@ -21,7 +21,7 @@ ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
 DecayShape = Literal["linear", "1-sqrt"]
 
 #: Keys of which at most one is given, and the question that they answer.
-_ALTERNATIVES = (
+ALTERNATIVES = (
     (("max_steps", "epochs"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
     (("decay_fraction", "cooldown_steps"), "how long the decay is"),
@@ -101,7 +101,7 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _no_conflict(self) -> Self:
-        for keys, question in _ALTERNATIVES:
+        for keys, question in ALTERNATIVES:
             given = [key for key in keys if getattr(self, key) is not None]
             if len(given) > 1:
                 raise ValueError(

@@ -1,0 +1,108 @@
+"""`firstlight tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from firstlight.cli.options import split_arguments
+from firstlight.cli.output import show, show_rows, show_table, with_json
+from firstlight.cli.plan import parse_time
+
+if TYPE_CHECKING:
+    from firstlight.bench.tuning import TuneResult
+
+#: Rows of the table.
+_SHOWN = 10
+
+
+@click.command("tune", context_settings={"ignore_unknown_options": True})
+@click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
+)
+@click.option(
+    "--search",
+    multiple=True,
+    metavar="KEY=VALUES",
+    help="A key to search, as optimizer.learning_rate=1e-4..1e-2:log or "
+    "batch.micro_batch_size=4,8,16; may be given several times. Without it: learning rates, "
+    "weight decay and warm-up around the recipe's own values.",
+)
+@click.option("--trials", type=int, default=24, show_default=True, help="Trials of the study.")
+@click.option(
+    "--budget",
+    metavar="TIME",
+    default="1h",
+    show_default=True,
+    help="Duration of the whole command, such as 30min, 1h, 2d.",
+)
+@click.option(
+    "--trial-steps", type=int, help="Length of a trial. [what the budget has for each trial]"
+)
+@click.option("--trial-minutes", type=float, help="Length of a trial, instead of --trial-steps.")
+@click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start each trial from these weights.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder of the study; one that is there goes on. [the recipe's run.dir with -tune]",
+)
+@with_json
+def tune_command(
+    arguments: tuple[str, ...],
+    search: tuple[str, ...],
+    trials: int,
+    budget: str,
+    trial_steps: int | None,
+    trial_minutes: float | None,
+    init_from: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Search a recipe's keys by short training runs for the lowest loss on the held-out text.
+
+    Each trial is the recipe with its whole schedule in short, in a process of its own, with the
+    same seed and as many tokens. Optuna proposes values, and hopeless trials end early. The first
+    trial has the recipe's own values. The same command goes on with a study that was stopped.
+    """
+    path, overrides = split_arguments(arguments, "tune")
+    from firstlight.bench.tuning import tune
+    from firstlight.recipe import load_recipe
+
+    result = tune(
+        load_recipe(path, overrides),
+        out,
+        search=search,
+        trials=trials,
+        budget_minutes=parse_time(budget) / 60,
+        trial_steps=trial_steps,
+        trial_minutes=trial_minutes,
+        init_from=init_from,
+    )
+    _show(result)
+    return {
+        "folder": str(result.folder),
+        "objective": result.study.objective,
+        "trial_steps": result.study.trial_steps,
+        "trials": list(result.trials),
+        "best": result.best,
+        "best_recipe": None if result.best_recipe is None else str(result.best_recipe),
+        "importance": dict(result.importance),
+        "picture": None if result.picture is None else str(result.picture),
+    }
+
+
+def _show(result: TuneResult) -> None:
+    from firstlight.bench.tuning_page import table
+
+    rows = table(result.study.search, result.study.objective, result.trials)
+    show_table(rows[: _SHOWN + 1])
+    if len(rows) > _SHOWN + 1:
+        show(f"and {len(rows) - _SHOWN - 1} more, in {result.folder}")
+    if result.importance:
+        shares = ", ".join(f"{key} {share:.0%}" for key, share in result.importance.items())
+        show(f"share in the difference between good and bad trials: {shares}")
+    if result.best_recipe is not None:
+        show_rows([("best recipe", result.best_recipe), ("picture", result.picture)])
+        show(f"next: firstlight train {result.best_recipe}")
