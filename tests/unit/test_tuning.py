@@ -39,6 +39,8 @@ optuna = pytest.importorskip("optuna", reason="optuna is not installed")
 
 _RATE = "optimizer.learning_rate"
 
+_RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+
 
 def small(**sections: Any) -> Recipe:
     """A recipe of 1,000 steps of 8 x 32 tokens."""
@@ -154,7 +156,7 @@ def test_a_key_that_says_the_same_otherwise_gives_way() -> None:
     assert (found.warmup_steps, found.warmup_ratio) == (None, 0.02)
 
 
-@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.yaml")), ids=lambda p: str(p.stem))
+@pytest.mark.parametrize("path", _RECIPES, ids=lambda p: str(p.stem))
 def test_a_recipe_without_other_values_stays_as_it_is(path: Path) -> None:
     recipe = load_recipe(path)
     assert with_values(recipe, {}, 32) == recipe
