@@ -2,6 +2,10 @@
 
     import firstlight
 
+    run = firstlight.train_texts("my_texts/", budget="30m")
+
+does all of this:
+
     tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
     firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
     firstlight.train("recipe.yaml")
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from firstlight.generation.engine import generate as generate
     from firstlight.generation.engine import generate_batch as generate_batch
     from firstlight.generation.engine import load as load
+    from firstlight.pipeline.result import TextRun as TextRun
+    from firstlight.pipeline.run import train_texts as train_texts
     from firstlight.planner.memory.module import plan_module as plan_module
     from firstlight.recipe import Recipe as Recipe
     from firstlight.recipe import load_recipe as load_recipe
@@ -67,6 +73,8 @@ _PUBLIC = {
     "generation.config": ["SamplingConfig"],
     "generation.continuation": ["Generation"],
     "generation.engine": ["GenerationStream", "generate", "generate_batch", "load"],
+    "pipeline.result": ["TextRun"],
+    "pipeline.run": ["train_texts"],
     "planner.memory.module": ["plan_module"],
     "recipe": ["Recipe", "load_recipe"],
     "report.report": ["draw_report"],

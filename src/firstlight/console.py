@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from firstlight.errors import ConfigError
 
 
 def console() -> Console:
@@ -131,3 +134,36 @@ def rounded(value: float) -> str:
         if size >= (9999.5 if unit == 1e3 else 0.99995 * unit):
             return f"{value / unit:.4g}{suffix}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+_TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def parse_time(text: str) -> float:
+    """ "24h", "90min", "3d" -> seconds.
+
+    Raises:
+        ConfigError: `text` is no time.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
+    return _value(match, _TIMES, text, "time: write for instance 24h, 90min or 3d")
+
+
+def parse_count(text: str) -> float:
+    """ "10B", "300M", "2e9" -> a number.
+
+    Raises:
+        ConfigError: `text` is no number.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
+    return _value(match, _COUNTS, text, "number of tokens: write for instance 10B or 300M")
+
+
+def _value(match: re.Match[str] | None, units: dict[str, int], text: str, what: str) -> float:
+    try:
+        if match is not None and match[2] in units:
+            return float(match[1]) * units[match[2]]
+    except ValueError:
+        pass
+    raise ConfigError(f"'{text}' is no {what}")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from firstlight.cli.main import main
-from firstlight.cli.plan import parse_count, parse_time
+from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware

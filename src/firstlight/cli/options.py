@@ -144,6 +144,22 @@ def split_arguments(
         ConfigError: no recipe, more than one, something else than a recipe, or an option that is
             not one.
     """
+    paths, overrides = split_paths(arguments)
+    if len(paths) != 1:
+        problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
+        usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
+        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
+    if not is_run:
+        _require_recipe(paths[0], verb)
+    return paths[0], overrides
+
+
+def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The arguments that are no options, and the (section.key, value) pairs.
+
+    Raises:
+        ConfigError: an option that is not one.
+    """
     paths: list[str] = []
     overrides: list[tuple[str, str]] = []
     waiting = list(arguments)
@@ -159,13 +175,7 @@ def split_arguments(
             has_value = bool(waiting) and not waiting[0].startswith("--")
             value = waiting.pop(0) if has_value else "true"
         overrides.append((name, value))
-    if len(paths) != 1:
-        problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
-        usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
-        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
-    if not is_run:
-        _require_recipe(paths[0], verb)
-    return paths[0], overrides
+    return paths, overrides
 
 
 def _require_recipe(path: str, verb: str) -> None:

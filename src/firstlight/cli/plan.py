@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,17 +11,13 @@ import click
 
 from firstlight.cli.options import split_arguments
 from firstlight.cli.output import end_with, show, show_table, with_json
-from firstlight.console import say
+from firstlight.console import parse_count, parse_time, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.estimate import Estimate
     from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
-
-_TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-
 
 #: Exit code of a plan whose recipe does not fit.
 DOES_NOT_FIT_EXIT_CODE = 3
@@ -222,32 +217,3 @@ def write_recipe(path: Path, recipe: Any) -> None:
 
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
     write_file(path, text)
-
-
-def parse_time(text: str) -> float:
-    """ "24h", "90min", "3d" -> seconds.
-
-    Raises:
-        ConfigError: `text` is no time.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
-    return _value(match, _TIMES, text, "time: write for instance 24h, 90min or 3d")
-
-
-def parse_count(text: str) -> float:
-    """ "10B", "300M", "2e9" -> a number.
-
-    Raises:
-        ConfigError: `text` is no number.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
-    return _value(match, _COUNTS, text, "number of tokens: write for instance 10B or 300M")
-
-
-def _value(match: re.Match[str] | None, units: dict[str, int], text: str, what: str) -> float:
-    try:
-        if match is not None and match[2] in units:
-            return float(match[1]) * units[match[2]]
-    except ValueError:
-        pass
-    raise ConfigError(f"'{text}' is no {what}")

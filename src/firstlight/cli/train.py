@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import split_arguments
+from firstlight.cli.launch import launch_if_asked
+from firstlight.cli.options import split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
+from firstlight.cli.train_texts import (
+    TEXT_OPTIONS,
+    takes_texts,
+    text_options,
+    train_texts_command,
+)
 from firstlight.console import say
 from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
 
@@ -35,12 +41,6 @@ _USUAL_KEYS = (
 #: Variables of launchers. Of several processes only the main one forecasts; its rank isn't known
 #: before torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-#: Remedy where a launcher has started this process.
-_ADVICE = "leave out --nproc, or start the command without that launcher"
-
-#: The options of a launch.
-LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
 
 
 class _TrainCommand(click.Command):
@@ -100,8 +100,12 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument(
-    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
+    "arguments",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="RECIPE.yaml|INPUT... [--section.key VALUE]...",
 )
+@text_options
 @click.option(
     "--help-all",
     is_flag=True,
@@ -165,8 +169,12 @@ def train_command(
     cooldown: int | None,
     plan: str | None,
     as_json: bool,
+    **of_texts: Any,
 ) -> dict[str, Any]:
-    """Train a model as a recipe says.
+    """Train a model on texts, or as a recipe says.
+
+    INPUT is text as `firstlight prepare` takes it: files, folders, globs, `stdlib`, hf:NAME. All is
+    chosen for the text, this machine and the --budget: tokenizer, model, batch, rates, steps.
 
     Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
 
@@ -174,6 +182,17 @@ def train_command(
     exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
     the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
+    paths, overrides = split_paths(arguments)
+    if cooldown is None and takes_texts(paths):
+        refused = {"--init-from": init_from, "--best": best, "--plan": plan}
+        for name, value in refused.items():
+            if value:
+                raise ConfigError(f"{name} is for a recipe: leave it out with texts")
+        return train_texts_command(paths, overrides, of_texts)
+    for name in TEXT_OPTIONS:
+        if of_texts[name]:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is for texts, and {' '.join(paths)} is a recipe")
     path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 
@@ -322,79 +341,3 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
             }
         )
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
-
-
-def launch_if_asked(ctx: click.Context) -> int | None:
-    """Take the options of a launch out of a verb's, and start the processes if there are any.
-
-    Returns:
-        The exit code; None where this process is to do the work itself.
-
-    Raises:
-        ConfigError: the options don't go together, or a launcher has already started this.
-        RankError: a rank failed.
-    """
-    asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
-    nproc = asked.pop("nproc")
-    if nproc is None:
-        given = next((name for name, value in asked.items() if value is not None), None)
-        if given is not None:
-            raise ConfigError(f"--{given} needs --nproc: processes a machine")
-        return None
-    nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
-    if nnodes > 1 and asked["node-rank"] is None:
-        raise ConfigError("--nnodes needs --node-rank: which of the machines this is, from 0")
-    _require_no_launcher(nnodes)
-    count = _count(nproc)
-    if count == 1 and nnodes == 1 and not asked["max-restarts"]:
-        return None
-    # torch's C++ code would tell of each broken connection with a page of addresses.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from firstlight.parallel.elastic import Launch, launch
-
-    options = Launch(
-        count,
-        nnodes,
-        asked["node-rank"] or 0,
-        asked["rdzv-endpoint"] or "",
-        asked["max-restarts"] or 0,
-    )
-    # -P: what lies in the current folder is not imported.
-    command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
-    return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
-
-
-def arguments_of(ctx: click.Context) -> list[str]:
-    """The verb and its arguments, without the options that were taken out."""
-    assert ctx.info_name is not None
-    arguments = [ctx.info_name]
-    for parameter in ctx.command.params:
-        assert parameter.name is not None
-        value = ctx.params.get(parameter.name)
-        if isinstance(parameter, click.Argument):
-            arguments += value or ()
-        elif value is not None and value != parameter.get_default(ctx):
-            arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
-    return arguments
-
-
-def _require_no_launcher(nnodes: int) -> None:
-    """Processes that a launcher has started are not to start more of their own each."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
-    if nnodes == 1:
-        from firstlight.parallel.world import find_world
-
-        size = find_world().size
-        if size > 1:
-            raise ConfigError(f"a launcher has started {size} processes like this one: {_ADVICE}")
-
-
-def _count(nproc: str) -> int:
-    if nproc == "auto":
-        import torch
-
-        return max(torch.cuda.device_count(), 1)
-    if not nproc.isdecimal() or int(nproc) < 1:
-        raise ConfigError(f"--nproc is '{nproc}': it has to be a number from 1 on, or auto")
-    return int(nproc)

@@ -16,7 +16,7 @@ from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.errors import DataError
+from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.files.atomic import remove_leftovers, write_file
@@ -24,7 +24,7 @@ from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import resolve_schedule
 from firstlight.parallel.engine import Engine
-from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe import ResolvedRecipe, load_recipe
 from firstlight.report.records import RECIPE_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.course import Course
@@ -218,7 +218,10 @@ class Run:
         # Before the recipe: whoever finds that can go on with it.
         if self.branch_from is not None:
             copy_checkpoint(self.branch_from, self.folder)
-        # What was decided stands also for a run that is killed before its first checkpoint.
+        # What was decided stands also for a run that is killed before its first checkpoint. A file
+        # that says the same keeps its comments.
+        if _says(self.folder / RECIPE_NAME, self.recipe):
+            return
         text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
         write_file(self.folder / RECIPE_NAME, text)
 
@@ -334,3 +337,11 @@ class Run:
         """Add a line to the run's events."""
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)
+
+
+def _says(path: Path, recipe: ResolvedRecipe) -> bool:
+    """Whether a file is there and holds all of a recipe."""
+    try:
+        return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
+    except ConfigError:
+        return False

@@ -1,0 +1,92 @@
+"""The options of `firstlight train` that start several processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from firstlight.errors import ConfigError
+
+#: Remedy where a launcher has started this process.
+_ADVICE = "leave out --nproc, or start the command without that launcher"
+
+#: The options of a launch.
+LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
+
+
+def launch_if_asked(ctx: click.Context) -> int | None:
+    """Take the options of a launch out of a verb's, and start the processes if there are any.
+
+    Returns:
+        The exit code; None where this process is to do the work itself.
+
+    Raises:
+        ConfigError: the options don't go together, or a launcher has already started this.
+        RankError: a rank failed.
+    """
+    asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
+    nproc = asked.pop("nproc")
+    if nproc is None:
+        given = next((name for name, value in asked.items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given} needs --nproc: processes a machine")
+        return None
+    nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
+    if nnodes > 1 and asked["node-rank"] is None:
+        raise ConfigError("--nnodes needs --node-rank: which of the machines this is, from 0")
+    _require_no_launcher(nnodes)
+    count = _count(nproc)
+    if count == 1 and nnodes == 1 and not asked["max-restarts"]:
+        return None
+    # torch's C++ code would tell of each broken connection with a page of addresses.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from firstlight.parallel.elastic import Launch, launch
+
+    options = Launch(
+        count,
+        nnodes,
+        asked["node-rank"] or 0,
+        asked["rdzv-endpoint"] or "",
+        asked["max-restarts"] or 0,
+    )
+    # -P: what lies in the current folder is not imported.
+    command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
+    return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
+
+
+def arguments_of(ctx: click.Context) -> list[str]:
+    """The verb and its arguments, without the options that were taken out."""
+    assert ctx.info_name is not None
+    arguments = [ctx.info_name]
+    for parameter in ctx.command.params:
+        assert parameter.name is not None
+        value = ctx.params.get(parameter.name)
+        if isinstance(parameter, click.Argument):
+            arguments += value or ()
+        elif value is not None and value != parameter.get_default(ctx):
+            arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    return arguments
+
+
+def _require_no_launcher(nnodes: int) -> None:
+    """Processes that a launcher has started are not to start more of their own each."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
+        raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
+    if nnodes == 1:
+        from firstlight.parallel.world import find_world
+
+        size = find_world().size
+        if size > 1:
+            raise ConfigError(f"a launcher has started {size} processes like this one: {_ADVICE}")
+
+
+def _count(nproc: str) -> int:
+    if nproc == "auto":
+        import torch
+
+        return max(torch.cuda.device_count(), 1)
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise ConfigError(f"--nproc is '{nproc}': it has to be a number from 1 on, or auto")
+    return int(nproc)

@@ -1,0 +1,387 @@
+"""Settings of a run from facts alone: the text, the machine, the time or tokens there are.
+
+Each choice is a key of the recipe with its value and the reason in words. A key that a person has
+given is never chosen; the choices after it follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.console import rounded
+from firstlight.errors import ConfigError, nearest
+from firstlight.pipeline import settings
+from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, expected_bits
+from firstlight.pipeline.scan import CorpusFacts, held_out_share
+
+#: A schedule needs some steps, however short the run.
+_FEWEST_STEPS = 100
+_FEWEST_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key of the recipe, its value, and the reason for it."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A whole run as it was chosen.
+
+    Attributes:
+        choices: every key, in the order of a recipe.
+        parameters: number of the model's parameters.
+        tokens, steps, seconds: length of the run, expected.
+        tokens_per_second: expected rate of training.
+        epochs: passes over the text.
+        bits_per_byte: least and most that are expected on held-out text.
+        advice: what more text or time would give, in a sentence; "" without one.
+    """
+
+    choices: Sequence[Choice]
+    parameters: int
+    tokens: int
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    epochs: float
+    bits_per_byte: tuple[float, float]
+    advice: str = ""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the recipe, by section."""
+        found: dict[str, Any] = {}
+        for choice in self.choices:
+            section, _, key = choice.key.partition(".")
+            found.setdefault(section, {})[key] = choice.value
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        return next(choice.value for choice in self.choices if choice.key == key)
+
+
+def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
+    """The size of the vocabulary of a corpus.
+
+    Args:
+        facts: the corpus.
+        fixed: values of keys that a person has given.
+    """
+    if given := fixed.get("model.vocab_size"):
+        return Choice("model.vocab_size", int(given), "given")
+    size = next(tokens for most, tokens in settings.VOCABULARIES if facts.total_bytes <= most)
+    reason = f"{rounded(facts.total_bytes)} bytes of text fill {size:,} tokens with use"
+    # A token for each common character, and as many again for what they form.
+    signs = 256 + 2 * facts.common_characters
+    if size < signs:
+        size = min(1 << math.ceil(math.log2(signs)), settings.VOCABULARIES[-1][1])
+        reason = f"the text has {facts.common_characters:,} common characters"
+    return Choice("model.vocab_size", size, reason)
+
+
+def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
+    """What the text is going to be in tokens, before there is a tokenizer."""
+    sizes = settings.BYTES_PER_TOKEN
+    known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
+    # Characters of other scripts have more bytes, and as many letters to a token.
+    per_token = sizes[known] * (facts.text_bytes / max(facts.characters, 1)) ** 0.8
+    held = held_out_share(facts.text_bytes) * facts.text_bytes
+    return TextFacts(
+        vocab_size,
+        (facts.total_bytes - held) / per_token,
+        per_token,
+        facts.gzip_bits_per_byte,
+        held / per_token,
+    )
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A model, how long it trains, and what is expected of it."""
+
+    shape: Shape
+    rate: float
+    batch: int
+    steps: int
+    bits: float
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch
+
+
+def choose(
+    text: TextFacts,
+    machine: MachineFacts,
+    length: Length,
+    fixed: Mapping[str, Any] | None = None,
+    size: str | None = None,
+) -> Choices:
+    """Every setting of a run.
+
+    Args:
+        text: the prepared text, or an estimate of it.
+        machine: the machine to train on.
+        length: time, tokens or steps.
+        fixed: values of keys of the recipe that a person has given.
+        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None chooses.
+
+    Raises:
+        ConfigError: the size is unknown, or a given shape can't be.
+    """
+    fixed = fixed or {}
+    candidates = [_candidate(s, text, machine, length, fixed) for s in _shapes(text, fixed, size)]
+    fitting = [one for one in candidates if _state_bytes(one.shape) <= machine.usable_bytes]
+    if not fitting:
+        raise ConfigError(
+            f"{rounded(candidates[0].shape.parameters)} parameters take more memory than "
+            f"{machine.name} has free: choose a smaller --size"
+        )
+    most = settings.MOST_PARAMETERS_A_TOKEN * text.train_tokens
+    general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
+    best = _best(general, text, machine, length, fixed)
+    items = [
+        *_model_choices(best, len(candidates) > 1, length, text),
+        *_step_choices(best, machine, fixed),
+        *_length_choices(best, length, text),
+        *_other_choices(best, machine, text, length),
+    ]
+    chosen = [
+        Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
+    ]
+    epochs = best.tokens / max(text.train_tokens, 1.0)
+    low, high = settings.EXPECTED_RANGE
+    return Choices(
+        choices=chosen,
+        parameters=best.shape.parameters,
+        tokens=best.tokens,
+        steps=best.steps,
+        seconds=best.tokens / best.rate / (1 - settings.EVALUATION_SHARE),
+        tokens_per_second=best.rate,
+        epochs=epochs,
+        bits_per_byte=(low * best.bits, high * best.bits),
+        advice=_advice(best, text, epochs),
+    )
+
+
+def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[Shape]:
+    """The models to choose from."""
+    known: Sequence[tuple[int, int]] = settings.SHAPES
+    if size is not None:
+        known = [_of_size(size, text)]
+    width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
+    pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
+    seq_len = fixed.get("data.seq_len")
+    return [Shape(w, d, text.vocab_size, seq_len or _row(w, settings.SEQ_LENS)) for w, d in pairs]
+
+
+def _best(
+    candidates: Sequence[_Candidate],
+    text: TextFacts,
+    machine: MachineFacts,
+    length: Length,
+    fixed: Mapping[str, Any],
+) -> _Candidate:
+    """The model with the least expected loss in the time; or, of a number of tokens or steps, the
+    largest one for whose time it is the best, since any larger one learns more from them."""
+    if length.seconds is not None:
+        return min(candidates, key=lambda one: one.bits)
+    best = candidates[0]
+    for one in candidates[1:]:
+        time = Length(one.tokens / one.rate)
+        rivals = [_candidate(other.shape, text, machine, time, fixed) for other in candidates]
+        if min(rivals, key=lambda rival: rival.bits).shape.parameters < one.shape.parameters:
+            break
+        best = one
+    return best
+
+
+def _row(width: int, table: Sequence[tuple[int, int]]) -> int:
+    return next(value for most, value in table if width <= most)
+
+
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9}
+
+
+def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
+    if size in settings.SIZES:
+        return settings.SIZES[size]
+    number, unit = size[:-1], size[-1:].lower()
+    if unit not in _COUNTS or not number.replace(".", "", 1).isdecimal():
+        raise ConfigError(
+            f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
+            f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
+        )
+    wanted = float(number) * _COUNTS[unit]
+
+    def distance(shape: tuple[int, int]) -> float:
+        return abs(math.log(Shape(*shape, text.vocab_size, 256).parameters / wanted))
+
+    return min(settings.SHAPES, key=distance)
+
+
+def _candidate(
+    shape: Shape, text: TextFacts, machine: MachineFacts, length: Length, fixed: Mapping[str, Any]
+) -> _Candidate:
+    """A model with the run that there is time for."""
+    rate = machine.tokens_per_second(shape.flops_per_token)
+    if length.seconds is not None:
+        tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
+        tokens = min(tokens, settings.MOST_EPOCHS * text.train_tokens)
+    else:
+        tokens = length.tokens or 0.0
+    steps = length.steps
+    batch = fixed.get("batch.global_batch_tokens") or _batch_tokens(tokens, shape.seq_len)
+    if steps is None:
+        steps = max(round(tokens / batch), 1)
+    bits = expected_bits(shape.layer_parameters, steps * batch * text.bytes_per_token, text)
+    return _Candidate(shape, rate, batch, steps, bits)
+
+
+def _batch_tokens(tokens: float, seq_len: int) -> int:
+    """Tokens of a step: a power of two that leaves a schedule enough steps."""
+    wanted = settings.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / settings.BATCH_AT_TOKENS)
+    wanted = min(max(wanted, settings.BATCH_TOKENS), settings.MOST_BATCH_TOKENS)
+    batch = 1 << round(math.log2(wanted))
+    while batch > seq_len and 0 < tokens < _FEWEST_STEPS * batch:
+        batch //= 2
+    return max(batch, seq_len)
+
+
+def _state_bytes(shape: Shape) -> int:
+    """Weights, gradients and moments in fp32: the least that training takes."""
+    return 16 * shape.parameters
+
+
+def _model_choices(
+    best: _Candidate, is_chosen: bool, length: Length, text: TextFacts
+) -> Iterator[Choice]:
+    shape = best.shape
+    size = f"{rounded(shape.parameters)} parameters"
+    flops = f"{rounded(shape.flops_per_token * best.tokens)} FLOPs"
+    reason = f"{size}: the least expected loss for {flops}" if is_chosen else f"{size}, as given"
+    if shape.hidden_size % settings.HEAD_DIM:
+        raise ConfigError(
+            f"model.hidden_size {shape.hidden_size} is no multiple of {settings.HEAD_DIM}, the "
+            f"size of a head: take {math.ceil(shape.hidden_size / 64) * 64}"
+        )
+    layout = {key: value for key, value in settings.LAYOUT.items() if key.startswith("model.")}
+    reasons = {
+        "model.model_type": "Llama's layout with norms on queries and keys: stable at high rates",
+        "model.tie_word_embeddings": "a head of its own learns faster at these sizes",
+    }
+    for key, value in layout.items():
+        yield Choice(key, value, reasons.get(key, ""))
+    yield Choice("model.vocab_size", shape.vocab_size, "tokens of the tokenizer")
+    yield Choice("model.hidden_size", shape.hidden_size, reason)
+    yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "depth for this width")
+    heads = shape.hidden_size // settings.HEAD_DIM
+    yield Choice("model.num_attention_heads", heads, f"heads of {settings.HEAD_DIM}")
+    yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
+    yield Choice("model.max_position_embeddings", shape.seq_len, "the length of a sequence")
+
+
+def _step_choices(
+    best: _Candidate, machine: MachineFacts, fixed: Mapping[str, Any]
+) -> Iterator[Choice]:
+    shape = best.shape
+    kept = f"about {shape.seq_len * 3.3:,.0f} characters that a prediction sees"
+    yield Choice("data.seq_len", shape.seq_len, kept)
+    rows = best.batch // shape.seq_len
+    busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // shape.seq_len, 1)
+    micro = min(rows, 1 << int(math.log2(busy)))
+    yield Choice(
+        "batch.micro_batch_size",
+        fixed.get("batch.micro_batch_size") or micro,
+        f"{micro * shape.seq_len:,} tokens keep this device busy"
+        if micro < rows
+        else "all of a step at once",
+    )
+    yield Choice(
+        "batch.global_batch_tokens",
+        best.batch,
+        f"tokens of a step: grows with the root of the {rounded(best.tokens)} tokens of the run",
+    )
+    for key, value in settings.LAYOUT.items():
+        if not key.startswith(("optimizer.", "init.")):
+            continue
+        reason = _RATE_REASONS.get(key, "")
+        ratio = settings.RATE_WIDTH / shape.hidden_size
+        # As `optimizer.tuned_width` would: see there.
+        if key == "optimizer.muon_learning_rate":
+            value = float(f"{value * math.sqrt(ratio):.2g}")
+        elif key == "optimizer.head_lr_multiple":
+            value = float(f"{value * ratio:.3g}")
+        yield Choice(key, value, reason)
+
+
+_RATE_REASONS = {
+    "init.residual_projections": "each layer begins as the identity",
+    "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: fewer steps than AdamW",
+    "optimizer.muon_learning_rate": "of the layers' matrices; falls with the root of the width",
+    "optimizer.learning_rate": "of the embedding",
+    "optimizer.head_lr_multiple": "the head's rate is this part of it; falls with the width",
+}
+
+
+def _length_choices(best: _Candidate, length: Length, text: TextFacts) -> Iterator[Choice]:
+    schedule = {k: v for k, v in settings.LAYOUT.items() if k.startswith("schedule.")}
+    reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
+    epochs = best.tokens / max(text.train_tokens, 1.0)
+    passes = f"{best.tokens:,} tokens, {epochs:.2g} passes over the text"
+    yield Choice("schedule.max_steps", best.steps, passes)
+    yield Choice("schedule.warmup_steps", max(best.steps // 50, min(10, best.steps // 10)), "")
+    for key, value in schedule.items():
+        yield Choice(key, value, reasons.get(key, ""))
+    decay, reason = settings.WEIGHT_DECAY, ""
+    if epochs > settings.GOOD_EPOCHS:
+        decay = settings.REPEATED_WEIGHT_DECAY
+        reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
+    yield Choice("optimizer.weight_decay", decay, reason)
+
+
+def _other_choices(
+    best: _Candidate, machine: MachineFacts, text: TextFacts, length: Length
+) -> Iterator[Choice]:
+    seconds = best.tokens / best.rate
+    compiles = machine.kind == "cuda" and machine.compiles and seconds >= settings.COMPILE_SECONDS
+    why = (
+        "a minute of compiling is repaid" if compiles else "compiling would cost more than it gains"
+    )
+    yield Choice("efficiency.compile", compiles, why)
+    count = settings.EVALUATIONS
+    every = max(math.ceil(best.steps / count), 1)
+    yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
+    share = settings.EVALUATION_SHARE / 2
+    tokens = share * best.tokens * settings.EVALUATION_SPEED / count
+    rows = max(int(tokens / best.shape.seq_len), 16)
+    if rows * best.shape.seq_len >= text.val_tokens:
+        yield Choice("evaluation.max_rows", 0, "all held-out text")
+    else:
+        yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.1%} of the run")
+    yield Choice("checkpoint.every_steps", every, "with each evaluation")
+
+
+def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
+    """What more text would give, where there is little."""
+    if epochs <= settings.GOOD_EPOCHS:
+        return ""
+    # The same run on text that is all new.
+    read = best.tokens * text.bytes_per_token
+    plenty = TextFacts(
+        text.vocab_size, best.tokens, text.bytes_per_token, text.gzip_bits_per_byte, 0
+    )
+    new = expected_bits(best.shape.layer_parameters, read, plenty)
+    return (
+        f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "
+        f"{rounded(text.train_tokens * text.bytes_per_token)} would give about "
+        f"{new / best.bits - 1:+.0%} bits for a byte"
+    )

@@ -1,0 +1,104 @@
+"""The result of a run on texts: the loss beside gzip and xz, samples, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from firstlight.data.shards import read_manifest
+from firstlight.pipeline.choices import Choices
+from firstlight.pipeline.plan import Request, time_text
+from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
+
+if TYPE_CHECKING:
+    from firstlight.training.loop import TrainResult
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """The result of `train_texts`.
+
+    Attributes:
+        run_folder: folder of the recipe, the data, checkpoints and the report.
+        training: the result of the training; None for a run that was complete before.
+        choices: every setting; None where the run of an earlier call was gone on with.
+        bits_per_byte: on held-out text, by the last evaluation; None if the run was stopped before.
+        gzip_bits_per_byte, xz_bits_per_byte: what gzip -9 and xz make of all held-out text.
+        samples: (prompt, continuation) pairs of the last evaluation.
+        seconds: wall-clock time of the whole call.
+        next_commands: (command, purpose) pairs.
+    """
+
+    run_folder: Path
+    training: TrainResult | None
+    choices: Choices | None
+    bits_per_byte: float | None
+    gzip_bits_per_byte: float | None
+    xz_bits_per_byte: float | None
+    samples: Sequence[tuple[str, str]]
+    seconds: float
+    next_commands: Sequence[tuple[str, str]]
+
+
+def result_of(
+    folder: Path,
+    result: TrainResult | None,
+    choices: Choices | None,
+    request: Request,
+    state: Mapping[str, Any],
+    began: float,
+) -> TextRun:
+    """The result for the caller, from the run folder's files."""
+    metrics = read_json_lines(folder / METRICS_NAME)
+    found = [line["bits_per_byte"] for line in metrics if line.get("bits_per_byte") is not None]
+    samples = read_json_lines(folder / SAMPLES_NAME)
+    last = max((line["step"] for line in samples), default=0)
+    splits = read_manifest(Path(state["data"]))["splits"]
+    held = splits.get("val")
+    gzip = None if held is None else 8 * held["gzip_bytes"] / max(held["text_bytes"], 1)
+    return TextRun(
+        folder,
+        result,
+        choices,
+        found[-1] if found else None,
+        gzip,
+        state.get("xz"),
+        [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
+        time.time() - began,
+        list(_next_commands(folder, request)),
+    )
+
+
+def _next_commands(folder: Path, request: Request) -> Iterator[tuple[str, str]]:
+    run, inputs = shlex.quote(str(folder)), shlex.join(request.inputs)
+    yield f"firstlight generate {run} --prompt 'Once upon a time'", "continue a text"
+    yield f"firstlight chat {run}", "write and let it go on, turn by turn"
+    yield f"firstlight serve {run}", "an OpenAI-compatible server"
+    yield f"firstlight convert {run} --to gguf --out {run}/gguf", "a file for llama.cpp and Ollama"
+    longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
+    yield f"firstlight train {inputs} --budget {longer}", "train longer, beside this run"
+
+
+def result_lines(run: TextRun) -> Iterator[str]:
+    """The result for people."""
+    if run.bits_per_byte is not None:
+        beside = [
+            f"{name}: {value:.3f}"
+            for name, value in (("gzip -9", run.gzip_bits_per_byte), ("xz", run.xz_bits_per_byte))
+            if value is not None
+        ]
+        yield (
+            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out text "
+            f"({', '.join(beside)})"
+        )
+    for prompt, text in run.samples[:3]:
+        yield f"  {prompt!r} -> {text!r}"
+    yield f"all of it took {time_text(run.seconds)}; report: {run.run_folder / 'report.html'}"
+    yield ""
+    width = max(len(command) for command, _ in run.next_commands)
+    for command, purpose in run.next_commands:
+        yield f"{command:<{width}}  # {purpose}"

@@ -1,0 +1,97 @@
+"""The numbers behind the choices for new models: layouts, rates, shapes, and what is expected.
+
+They were measured on models of 0.8 to 5 million parameters that trained on the source of Python's
+standard library (`firstlight bench learning`); larger ones follow the published laws named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Model, initial weights and optimizer of every new model, by key of the recipe.
+LAYOUT: dict[str, Any] = {
+    "model.model_type": "qwen3",
+    "model.tie_word_embeddings": False,
+    "init.residual_projections": "zero",
+    "init.embedding_std": 0.8,
+    "init.head_std": 0.001,
+    "optimizer.name": "muon",
+    "optimizer.muon_learning_rate": 0.01,
+    "optimizer.muon_coefficients": "polar_express",
+    "optimizer.muon_beta2": 0.95,
+    "optimizer.muon_momentum_warmup_steps": 150,
+    "optimizer.cautious_weight_decay": True,
+    "optimizer.embedding_weight_decay": 0.0,
+    "optimizer.head_weight_decay": 0.0,
+    "optimizer.learning_rate": 0.3,
+    "optimizer.head_lr_multiple": 0.0133,
+    "optimizer.vector_lr_multiple": 0.0133,
+    "optimizer.betas": [0.8, 0.95],
+    "optimizer.max_grad_norm": 0.0,
+    "schedule.kind": "wsd",
+    "schedule.decay_fraction": 0.65,
+    "schedule.min_lr_ratio": 0.0,
+}
+
+#: The width that the rates of `LAYOUT` were measured at.
+RATE_WIDTH = 192
+
+#: (hidden_size, num_hidden_layers) of the models to choose from, smallest first. Widths are
+#: multiples of 64, the size of a head.
+SHAPES = (
+    *((64, 2), (64, 4), (128, 3), (128, 4), (192, 4), (256, 4), (256, 6), (320, 6), (384, 6)),
+    *((384, 8), (448, 8), (512, 8), (576, 10), (640, 10), (704, 12), (768, 12), (896, 14)),
+    *((1024, 16), (1152, 18), (1280, 20), (1536, 20), (1792, 22), (2048, 24), (2304, 26)),
+)
+HEAD_DIM = 64
+
+#: Names of shapes for `--size`.
+SIZES = {
+    "tiny": (128, 4),
+    "small": (256, 6),
+    "medium": (512, 8),
+    "large": (768, 12),
+    "xl": (1280, 20),
+}
+
+#: Size of the vocabulary by bytes of text: (up to so many bytes, tokens).
+VOCABULARIES = (
+    *((150e3, 512), (500e3, 1024), (3e6, 2048), (40e6, 4096), (400e6, 8192), (4e9, 16384)),
+    (float("inf"), 32768),
+)
+#: Bytes of Latin text for a token, by the size of the vocabulary.
+BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384: 4.1, 32768: 4.4}
+
+#: Tokens of a sequence by width of the model: (up to so wide, tokens).
+SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
+
+#: Tokens of a step for a run of so many tokens; it grows with the root of the run's length, as the
+#: noise of the gradient does at a falling loss (McCandlish et al. 2018).
+BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 700_000
+MOST_BATCH_TOKENS = 524_288
+
+#: Tokens of a forward pass that keep a device busy.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
+
+#: Expected bits for a byte of held-out text: FLOOR + A / parameters^ALPHA + B / bytes^BETA, times
+#: what gzip makes of the text over what it makes of the standard library. Parameters are those of
+#: the layers; exponents are those of Hoffmann et al. 2022.
+FLOOR, A, ALPHA, B, BETA = 0.75, 18.0, 0.34, 47.0, 0.28
+GZIP_OF_LIBRARY = 1.867
+#: What the expectation is off by, down and up.
+EXPECTED_RANGE = (0.92, 1.10)
+
+#: Passes over the text up to which another is nearly as good as new text (Muennighoff et al. 2023),
+#: and after which the held-out loss rises.
+GOOD_EPOCHS, MOST_EPOCHS = 4.0, 24.0
+#: Parameters of the layers for each token of the text, at most: a larger model learns it by heart.
+MOST_PARAMETERS_A_TOKEN = 8.0
+#: Weight decay, and weight decay where the text is read more often than `GOOD_EPOCHS`.
+WEIGHT_DECAY, REPEATED_WEIGHT_DECAY = 0.1, 0.3
+
+#: Shares of the run's time: all evaluations together; and evaluations of a run.
+EVALUATION_SHARE, EVALUATIONS = 0.05, 5
+#: Speed of an evaluation over that of training.
+EVALUATION_SPEED = 3.0
+#: Seconds of a run from which on compiling, which takes about a minute, is repaid on a GPU.
+COMPILE_SECONDS = 600.0

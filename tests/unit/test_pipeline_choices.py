@@ -1,0 +1,161 @@
+"""Settings chosen from facts: pure functions, so their laws can be stated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.errors import ConfigError
+from firstlight.pipeline import settings
+from firstlight.pipeline.choices import Choices, choose, choose_vocabulary, estimated_text
+from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, worth_of_bytes
+from firstlight.pipeline.recipe_text import commented_yaml
+from firstlight.pipeline.scan import CorpusFacts
+from firstlight.recipe import parse_recipe
+from firstlight.recipe.load import parse_yaml
+
+MACHINE = MachineFacts("two cores", "cpu", [(9e6, 20_000.0), (56e6, 4_500.0)], 8 << 30)
+TEXT = TextFacts(4096, 3.4e6, 3.3, 1.87, 3e5)
+
+
+def corpus(**changes: Any) -> CorpusFacts:
+    facts = CorpusFacts(100, 12_000_000, 12_000_000, 12_000_000, 90, {}, 0, 0, 0, 1.87, "key")
+    return dataclasses.replace(facts, **changes)
+
+
+def recipe_of(choices: Choices) -> Any:
+    return parse_recipe(choices.values | {"data": {**choices.values["data"], "dir": "d"}})
+
+
+@pytest.mark.parametrize(
+    "size, tokens", [(1e4, 512), (1.1e6, 2048), (12e6, 4096), (2e9, 16384), (2e10, 32768)]
+)
+def test_more_text_has_a_larger_vocabulary(size: float, tokens: int) -> None:
+    assert choose_vocabulary(corpus(total_bytes=int(size)), {}).value == tokens
+
+
+def test_a_script_of_many_characters_has_tokens_for_them() -> None:
+    korean = corpus(total_bytes=1_000_000, common_characters=1500)
+    assert choose_vocabulary(korean, {}).value == 4096
+    assert choose_vocabulary(korean, {"model.vocab_size": 1000}).value == 1000
+
+
+def test_text_in_three_bytes_a_character_has_more_bytes_a_token() -> None:
+    latin, han = corpus(), corpus(characters=4_000_000)
+    assert estimated_text(han, 4096).bytes_per_token > estimated_text(latin, 4096).bytes_per_token
+
+
+def test_speed_lies_on_a_line_through_the_known_ones() -> None:
+    assert MACHINE.tokens_per_second(9e6) == pytest.approx(20_000)
+    assert MACHINE.tokens_per_second(56e6) == pytest.approx(4_500)
+    assert MACHINE.tokens_per_second(103e6) == pytest.approx(1 / (2 / 4_500 - 1 / 20_000))
+    # However small, a token costs half of what the smallest known model's does.
+    assert MACHINE.tokens_per_second(0.0) <= 40_000
+
+
+@given(st.floats(60, 1e6), st.floats(2, 100))
+def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
+    first = choose(TEXT, MACHINE, Length(seconds))
+    longer = choose(TEXT, MACHINE, Length(seconds * factor))
+    assert longer.bits_per_byte[0] <= first.bits_per_byte[0] + 1e-9
+    assert longer.parameters >= first.parameters
+
+
+@given(
+    st.floats(20, 1e5),
+    st.floats(1e3, 1e9),
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from([None, "tiny", "medium", "5M"]),
+)
+def test_every_choice_is_a_valid_recipe(
+    seconds: float, tokens: float, kind: str, size: str | None
+) -> None:
+    text = dataclasses.replace(TEXT, train_tokens=tokens)
+    machine = dataclasses.replace(MACHINE, kind=kind)
+    choices = choose(text, machine, Length(seconds), {}, size)
+    recipe = recipe_of(choices)
+    batch = recipe.batch
+    assert batch.accumulation(recipe.data.seq_len) * batch.rows * recipe.data.seq_len == (
+        batch.global_batch_tokens
+    )
+    assert recipe.schedule.max_steps == choices.steps
+    assert choices.seconds <= seconds * 1.3 or choices.steps < 3
+    assert len({choice.key for choice in choices.choices}) == len(choices.choices)
+
+
+def test_a_given_key_stands_and_the_others_follow() -> None:
+    chosen = choose(TEXT, MACHINE, Length(600.0))
+    given_width = choose(TEXT, MACHINE, Length(600.0), {"model.hidden_size": 512})
+    assert given_width["model.hidden_size"] == 512
+    assert given_width["model.num_attention_heads"] == 8
+    assert given_width.steps < chosen.steps
+    short = choose(TEXT, MACHINE, Length(600.0), {"data.seq_len": 64})
+    assert (short["data.seq_len"], short["model.max_position_embeddings"]) == (64, 64)
+    rate = choose(TEXT, MACHINE, Length(600.0), {"optimizer.learning_rate": 0.1})
+    assert next(c for c in rate.choices if c.key == "optimizer.learning_rate").reason == "given"
+
+
+def test_a_width_without_whole_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no multiple of 64.*take 128"):
+        choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
+
+
+def test_sizes_have_names_and_numbers() -> None:
+    assert choose(TEXT, MACHINE, Length(60.0), {}, "medium")["model.hidden_size"] == 512
+    assert choose(TEXT, MACHINE, Length(60.0), {}, "3M")["model.hidden_size"] == 192
+    with pytest.raises(ConfigError, match=r"--size smal is unknown \(did you mean 'small'"):
+        choose(TEXT, MACHINE, Length(60.0), {}, "smal")
+
+
+def test_tokens_have_the_model_whose_time_they_fill() -> None:
+    few = choose(TEXT, MACHINE, Length(tokens=1e6))
+    assert few.tokens == pytest.approx(1e6, rel=0.01)
+    in_time = choose(TEXT, MACHINE, Length(few.seconds))
+    assert in_time.parameters >= few.parameters
+    assert choose(TEXT, MACHINE, Length(steps=20)).steps == 20
+
+
+def test_little_text_is_read_a_limited_number_of_times() -> None:
+    little = dataclasses.replace(TEXT, train_tokens=30_000.0)
+    choices = choose(little, MACHINE, Length(3600.0))
+    assert choices.epochs <= settings.MOST_EPOCHS * 1.05
+    assert choices.seconds < 3600
+    assert choices["optimizer.weight_decay"] == settings.REPEATED_WEIGHT_DECAY
+    assert "times" in choices.advice
+    assert choose(TEXT, MACHINE, Length(60.0)).advice == ""
+
+
+def test_what_does_not_fit_into_memory_is_not_chosen() -> None:
+    tight = dataclasses.replace(MACHINE, usable_bytes=16 * 2_000_000)
+    assert choose(TEXT, tight, Length(1e6)).parameters <= 2_000_000
+    with pytest.raises(ConfigError, match="smaller --size"):
+        choose(TEXT, tight, Length(60.0), {}, "large")
+
+
+@given(st.floats(1, 1e9), st.floats(1, 1e12))
+def test_repeated_text_is_worth_less_than_new_text(unique: float, read: float) -> None:
+    worth = worth_of_bytes(read, unique)
+    assert min(read, unique) <= worth * (1 + 1e-9)
+    assert worth <= min(read, 17 * unique) * (1 + 1e-9)
+
+
+def test_parameters_are_counted_as_the_model_has_them() -> None:
+    from firstlight.models.accounting import count_parameters, meta_model
+
+    choices = choose(TEXT, MACHINE, Length(60.0), {}, "tiny")
+    model = recipe_of(choices).model
+    shape = Shape(model.hidden_size, model.num_hidden_layers, model.vocab_size, 256)
+    assert shape.parameters == pytest.approx(count_parameters(meta_model(model)).total, rel=0.01)
+
+
+def test_the_recipe_has_the_reason_above_each_key() -> None:
+    recipe = recipe_of(choose(TEXT, MACHINE, Length(60.0)))
+    text = commented_yaml(recipe, {"model.hidden_size": "why", "data.seq_len": "long " * 40}, ["a"])
+    assert text.startswith("# a\n")
+    assert "  # why\n  hidden_size:" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert parse_recipe(parse_yaml(text)) == recipe

@@ -1,0 +1,169 @@
+"""`train_texts` on small texts: from a folder to a model, and what a second call does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from firstlight.cli.main import main
+from firstlight.cli.train_texts import takes_texts
+from firstlight.errors import ConfigError, InputError
+from firstlight.pipeline import machine as machine_module
+from firstlight.pipeline.facts import MachineFacts
+from firstlight.pipeline.plan import Request, request_of, run_name, time_text
+from firstlight.pipeline.result import TextRun, result_lines
+from firstlight.pipeline.run import train_texts
+from firstlight.planner.plan.machine import find_machine
+
+WORDS = (
+    "the cat sat on a mat and saw one red bird that sang in the old tree by a small lake".split()
+)
+TINY = {"evaluation.sample_tokens": 4, "model.hidden_size": 64, "data.seq_len": 32}
+
+
+@pytest.fixture(autouse=True)
+def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def facts(gpu: str | None = None) -> tuple[Any, MachineFacts]:
+        found = find_machine(gpu)
+        return found, MachineFacts(found.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
+
+    monkeypatch.setattr(machine_module, "machine_facts", facts)
+
+
+def write_texts(folder: Path, count: int = 30, words: int = 150) -> Path:
+    folder.mkdir()
+    draw = random.Random(0)
+    for number in range(count):
+        text = " ".join(draw.choices(WORDS, k=words))
+        (folder / f"{number:02}.txt").write_text(text + "\n")
+    return folder
+
+
+def trained(folder: Path, **changes: Any) -> TextRun:
+    options: dict[str, Any] = {"steps": 3, "overrides": TINY, "progress": False} | changes
+    return train_texts(folder, **options)
+
+
+def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "my texts")
+    run = trained(texts)
+    assert run.run_folder == Path("runs/my-texts")
+    assert run.training is not None
+    assert run.training.step == 3
+    assert run.bits_per_byte is not None
+    assert 0 < run.bits_per_byte < 9
+    assert run.gzip_bits_per_byte is not None
+    assert run.xz_bits_per_byte is not None
+    assert len(run.samples) == 3
+    recipe = (run.run_folder / "recipe.yaml").read_text()
+    values = yaml.safe_load(recipe)
+    assert values["schedule"]["max_steps"] == 3
+    assert values["model"]["hidden_size"] == 64
+    assert "  # given\n  hidden_size: 64" in recipe
+    assert "bits for a byte" in "\n".join(result_lines(run))
+
+    again = trained(texts)
+    assert again.training is None
+    assert again.bits_per_byte == run.bits_per_byte
+
+    manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
+    longer = trained(texts, steps=4)
+    assert longer.run_folder == Path("runs/my-texts-2")
+    assert not (longer.run_folder / "data").exists()
+    assert (run.run_folder / "data/manifest.json").stat().st_mtime_ns == manifest
+
+
+def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    first = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
+    assert first.training is not None
+    assert first.training.stopped_by == "max_minutes"
+    recipe = first.run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
+    second = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
+    assert second.run_folder == first.run_folder
+    assert second.training is not None
+    assert second.training.step == 3
+
+
+def test_changed_texts_are_another_run(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    trained(texts, steps=1)
+    (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
+    assert trained(texts, steps=1).run_folder == Path("runs/texts-2")
+    with pytest.raises(ConfigError, match="has a run of other texts or options"):
+        trained(texts, steps=2, run_dir="runs/texts")
+
+
+def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    with pytest.raises(ConfigError, match="the budget of 5 s is too short"):
+        trained(texts, steps=None, budget="5s")
+
+
+def test_one_file_of_one_line_trains(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(500))))
+    overrides = {"model.hidden_size": 64, "evaluation.sample_tokens": 4}
+    run = trained(tmp_path / "a.txt", steps=1, overrides=overrides)
+    assert run.bits_per_byte is not None
+
+
+def test_empty_texts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n \n")
+    with pytest.raises(InputError, match="the corpus is empty"):
+        trained(tmp_path / "a.txt", steps=1)
+    (tmp_path / "a.txt").write_text("one line\n")
+    with pytest.raises(InputError, match=r"hold 9 bytes of text, too little.*give 1,000"):
+        trained(tmp_path / "a.txt", steps=1)
+
+
+def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
+        trained(texts, overrides={"schedule.epochs": 2})
+    with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
+        trained(texts, overrides={"model.hidden_sise": 2})
+    with pytest.raises(ConfigError, match="--budget and --steps both say how long"):
+        trained(texts, budget=60)
+    assert not Path("runs").exists()
+
+
+def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_texts(tmp_path / "texts", count=12)
+    assert main(["train", "texts", "--plan-only", "--budget", "3m"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("reading texts: 12 files")
+    assert "model.hidden_size" in shown.out
+    assert not Path("runs").exists()
+
+
+def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=1)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("")
+    cases = {str(texts): True, str(texts / "00.txt"): True, "stdlib": True, "hf:some": True}
+    cases |= {"*.txt": True, "a.yaml": False, str(run): False, "nothing": False}
+    assert {path: takes_texts([path]) for path in cases} == cases
+    assert takes_texts(["a.txt", "b.txt"])
+    assert not takes_texts([])
+
+
+def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "a.yaml", "--budget", "3m"]) == 2
+    assert "--budget is for texts, and a.yaml is a recipe" in capsys.readouterr().err
+
+
+def test_names_and_times() -> None:
+    assert run_name(["hf:roneneldan/TinyStories:x"]) == "TinyStories"
+    assert run_name(["/nowhere/my texts.tar.gz"]) == "my-texts"
+    assert [time_text(s) for s in (5, 90, 600, 3600, 5400)] == [
+        *("5 s", "1 min 30 s", "10 min", "1 h", "1 h 30 min")
+    ]
+    assert request_of("a", "3m", None, None, None, {}, "text") == Request(("a",), 180.0)
