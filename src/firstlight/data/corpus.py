@@ -1,6 +1,6 @@
 """A split of a prepared corpus, as training, evaluation and planning see it: a `Corpus`, whether
 
-    text                `TokenDataset`
+    text                `TokenDataset`; in aligned rows, `alignment.AlignedDataset`
     conversations       `examples.ExampleDataset`
     preference pairs    `examples.PreferenceDataset`
     a mix of corpora    `mixing.MixedDataset`

@@ -31,6 +31,9 @@ from firstlight.section import Section
 
 IGNORE_INDEX = -100
 
+#: Rows of text: one stream cut into rows, or documents packed into them; see `alignment`.
+RowAlignment = Literal["stream", "document"]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -307,6 +310,10 @@ class DataConfig(Section):
     document_masking: bool = False
     """attention within documents: tokens see only their own document; positions start anew in each.
     Always so with conversations."""
+    row_alignment: RowAlignment = "stream"
+    """rows of text to train on: "stream" cuts all text, one document after the other, into rows
+    that begin anywhere; "document" packs documents whole into rows that begin with one, and cuts
+    only those longer than a row. Conversations are always packed; validation stays a stream."""
     workers: int = Field(1, ge=0, le=64)
     """threads that read rows ahead; the order of the rows does not depend on them. 0 reads them
     when a step needs them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from firstlight.data.alignment import open_training_split
 from firstlight.data.chat import ChatOptions, cached_chat
 from firstlight.data.corpus import Corpus, CorpusPart, TokenDataset
 from firstlight.data.examples import open_split
@@ -49,7 +50,12 @@ def open_splits(
         folders.append(
             local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
         )
-    train = [open_split(folder, "train", verify=data.verify, long=data.long) for folder in folders]
+    train = [
+        open_training_split(
+            folder, verify=data.verify, long=data.long, row_alignment=data.row_alignment
+        )
+        for folder in folders
+    ]
     if data.kind is not None:
         _require_kind(data.kind, train)
     elif data.mix is not None and any(one.kind == "preference" for one in train):

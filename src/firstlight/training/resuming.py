@@ -33,6 +33,12 @@ _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bit
 #: Values of keys that a checkpoint of an older version lacks.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
+#: Entries of the data's identity that have to stay, with what an absent one means.
+_KEPT_OF_DATA = {
+    **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
+    "row_alignment": "stream",
+}
+
 
 def take_up(run: Run, folder: Path) -> None:
     """Put a checkpoint's state into the run.
@@ -42,8 +48,8 @@ def take_up(run: Run, folder: Path) -> None:
     """
     checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
     saved, identity = checkpoint.trainer_state, run.data_identity
-    for key in ("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256"):
-        before, is_now = saved.get("data", {}).get(key), identity.get(key)
+    for key, default in _KEPT_OF_DATA.items():
+        before, is_now = saved.get("data", {}).get(key, default), identity.get(key, default)
         if before != is_now:
             raise CheckpointError(
                 f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "

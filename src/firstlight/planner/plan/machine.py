@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.data.alignment import open_training_split
 from firstlight.data.corpus import Kind
-from firstlight.data.examples import kind_of, open_split
+from firstlight.data.examples import kind_of
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError, FirstlightError
@@ -337,7 +338,13 @@ def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
     folders = _folders(recipe)
     try:
         splits = [
-            open_split(folder, "train", verify=False, long=recipe.data.long) for folder in folders
+            open_training_split(
+                folder,
+                verify=False,
+                long=recipe.data.long,
+                row_alignment=recipe.data.row_alignment,
+            )
+            for folder in folders
         ]
         return sum(split.num_rows(seq_len) for split in splits)
     except FirstlightError:
