@@ -9,7 +9,7 @@ import click
 
 from firstlight.cli.options import split_arguments
 from firstlight.cli.output import show, show_rows, show_table, with_json
-from firstlight.cli.plan import parse_time
+from firstlight.console import parse_time
 
 if TYPE_CHECKING:
     from firstlight.bench.tuning import TuneResult
