@@ -69,7 +69,7 @@ class Scenarios:
 
     def saver(self, name: str, asynchronous: bool) -> ShardedSaver:
         config = CheckpointConfig(asynchronous=asynchronous, sharded=True, keep_last=1)
-        return ShardedSaver(self.folder / name, config, self.engine, last_step=99)
+        return ShardedSaver(self.folder / name, config, self.engine, lambda step: step == 99)
 
     def said(self, saver: ShardedSaver, step: int, checkpoint: Checkpoint) -> str:
         """The error of a save."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
+from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.schedule import (
-    BatchSchedule,
     Schedule,
     ScheduleConfig,
     ScheduleKind,

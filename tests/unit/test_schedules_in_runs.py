@@ -14,7 +14,7 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
-from firstlight.optim.schedule import BatchSchedule
+from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.recipe import parse_recipe
 from firstlight.report.html import run_page
 from firstlight.report.records import read_json_lines, read_run

@@ -31,9 +31,11 @@ class Saver:
         saved_step: the step of the run's newest complete checkpoint; -1 if there is none. A run
             that goes on from another checkpoint (a resume, a rollback) sets it to that one's step,
             when nothing is being written (see `wait`): later saves are of a dead branch then.
+        write_seconds: seconds that a thread took to write the newest checkpoint; 0 without one.
     """
 
     saved_step = -1
+    write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
         """Save a checkpoint of this moment; return the seconds that training stood still.
@@ -136,7 +138,7 @@ class CheckpointSaver(BackgroundSaver):
         checkpoint = capture()
         if self._is_asynchronous(checkpoint):
             snapshot = self._snapshot(checkpoint)
-            self._writing = self._executor.submit(self._write, step, snapshot)
+            self._writing = self._executor.submit(self._write_beside, step, snapshot)
         else:
             self._write(step, checkpoint)
         return time.perf_counter() - start
@@ -179,6 +181,11 @@ class CheckpointSaver(BackgroundSaver):
             optimizer = {name: copies[f"optimizer {name}"] for name in optimizer}
         state = copy.deepcopy(checkpoint.trainer_state)
         return Checkpoint(dict(checkpoint.files), model, optimizer, state)
+
+    def _write_beside(self, step: int, checkpoint: Checkpoint) -> None:
+        start = time.perf_counter()
+        self._write(step, checkpoint)
+        self.write_seconds = time.perf_counter() - start
 
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self._parent

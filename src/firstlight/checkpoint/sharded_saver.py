@@ -62,15 +62,20 @@ class ShardedSaver(BackgroundSaver):
         run_folder: the run's, in a file system that all processes share.
         config: the recipe's `checkpoint` section.
         engine: the engine that shards the run's model.
-        last_step: the run's last step, whose checkpoint gets the weights in one file, too.
+        is_last: whether a step is the run's last one, whose checkpoint gets the weights in one
+            file, too.
     """
 
     def __init__(
-        self, run_folder: Path, config: CheckpointConfig, engine: Engine, last_step: int
+        self,
+        run_folder: Path,
+        config: CheckpointConfig,
+        engine: Engine,
+        is_last: Callable[[int], bool],
     ) -> None:
         super().__init__(run_folder, config)
         self._world, self._is_main = engine.world, engine.is_main
-        self._last_step = last_step
+        self._is_last = is_last
         self._folder = contextlib.ExitStack()
         self._writing: Future[dict[str, Any]] | None = None
         self._finish: Callable[[list[dict[str, Any]]], None]
@@ -205,7 +210,7 @@ class ShardedSaver(BackgroundSaver):
             if self._is_main:
                 marks = {name: m for one in outcomes for name, m in one["marks"].items()}
                 with storage_errors(folder):
-                    if step == self._last_step:
+                    if self._is_last(step):
                         marks |= _write_whole(folder, state)
                     write_manifest(
                         folder,

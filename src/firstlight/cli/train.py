@@ -33,9 +33,9 @@ STOPPED_EXIT_CODE = 75
 _HELP_ALL = "firstlight.help_all"
 _USUAL_KEYS = (
     *("run.dir", "data.dir", "data.seq_len", "batch.micro_batch_size"),
-    *("batch.global_batch_tokens", "schedule.max_steps", "schedule.epochs"),
-    *("optimizer.learning_rate", "efficiency.precision", "evaluation.every_steps"),
-    *("checkpoint.every_steps", "lora.rank"),
+    *("batch.global_batch_tokens", "schedule.max_steps", "schedule.max_minutes"),
+    *("schedule.epochs", "optimizer.learning_rate", "efficiency.precision"),
+    *("evaluation.every_steps", "checkpoint.every_steps", "lora.rank"),
 )
 
 #: Variables of launchers. Of several processes only the main one forecasts; its rank isn't known

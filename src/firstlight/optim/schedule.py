@@ -1,8 +1,7 @@
-"""Schedules of the learning rate and of the batch size: pure functions of the step."""
+"""Schedules of the learning rate: pure functions of the step."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from firstlight.errors import ConfigError
+from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.section import Section
 
 #: Curves of the learning rate after its warm-up.
@@ -22,7 +22,7 @@ DecayShape = Literal["linear", "1-sqrt"]
 
 #: Keys of which at most one is given, and the question that they answer.
 ALTERNATIVES = (
-    (("max_steps", "epochs"), "how long the run is"),
+    (("max_steps", "epochs", "max_minutes"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
     (("decay_fraction", "cooldown_steps"), "how long the decay is"),
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
@@ -44,6 +44,10 @@ _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0,
 #: `decay_fraction` where the length of wsd's decay is not given.
 _DECAY_FRACTION = 0.2
 
+#: Share of a run in minutes that is left when its length is decided, where the rate does not depend
+#: on the length.
+_LAST_FRACTION = 0.02
+
 
 class ScheduleConfig(Section):
     """The `schedule` section of a recipe."""
@@ -57,12 +61,17 @@ class ScheduleConfig(Section):
     """optimizer steps of the run; null is one epoch of the training split."""
     epochs: float | None = Field(None, gt=0)
     """passes over the training split, fractions included, instead of max_steps."""
+    max_minutes: float | None = Field(None, gt=0)
+    """minutes that the training loop takes, evaluations and saves included, instead of max_steps:
+    the number of steps follows from measured steps (wsd: when the decay has to begin; cosine and
+    linear: after the warm-up) and is then part of the run."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """tokens over which the learning rate rises, instead of warmup_steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """share of the run's steps over which the learning rate rises, instead of warmup_steps."""
+    """share of the run's steps over which the learning rate rises, instead of warmup_steps; with
+    max_minutes a share of the steps that are predicted at the start."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate has come down to its minimum, where it stays, counted from
     the run's first one; null is the last step of the run."""
@@ -108,6 +117,8 @@ class ScheduleConfig(Section):
                     f"{' and '.join(given)} both say {question}: keep one, and set the other to "
                     "null"
                 )
+        if self.max_minutes is not None:
+            self._require_open_length()
         for key, kinds in _KINDS_OF_KEYS.items():
             if getattr(self, key) is not None and self.kind not in kinds:
                 raise ValueError(
@@ -115,6 +126,41 @@ class ScheduleConfig(Section):
                     "take another kind"
                 )
         return self
+
+    def _require_open_length(self) -> None:
+        if self.decay_steps is not None:
+            raise ValueError(
+                "decay_steps is a step of a run of known length, and max_minutes leaves the number "
+                "of steps open: set decay_steps to null"
+            )
+        if self.resume:
+            raise ValueError(
+                "resume goes on in a schedule whose length is known in steps: set max_steps "
+                "instead of max_minutes"
+            )
+        shares = (self.warmup_ratio or 0.0) + (self.decay_fraction or 0.0)
+        if shares > 1:
+            raise ValueError(
+                f"warmup_ratio and decay_fraction are {shares:g} of the run together: lower one"
+            )
+
+    def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
+        """Whether the number of steps of a run in minutes has to be decided now, because the
+        learning rate of the next step depends on it.
+
+        Args:
+            step: steps done.
+            warmup_steps: steps over which the learning rate rises.
+            steps_left: number of steps that there is time for.
+        """
+        if self.kind in ("cosine", "linear"):
+            return step >= warmup_steps
+        if self.cooldown_steps is not None:
+            return steps_left <= self.cooldown_steps
+        share = _LAST_FRACTION
+        if self.kind == "wsd":
+            share = self.decay_fraction or _DECAY_FRACTION
+        return steps_left <= math.ceil(Fraction(str(share)) * (step + steps_left))
 
     def minimum_scale(self, learning_rate: float) -> float:
         """The minimum of the learning rate as a share of the peak `learning_rate`."""
@@ -133,8 +179,10 @@ class Schedule:
         decay_steps: step, counted from the first one, at which it is at its minimum.
         min_lr_ratio: minimum of the learning rate as a share of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
-        cooldown_steps: steps that wsd's decay takes.
+        cooldown_steps: steps that the decay takes; 0 is all steps after the warm-up.
         decay_shape: curve of wsd's decay.
+        is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
+            a prediction, and no learning rate depends on it.
     """
 
     max_steps: int
@@ -144,6 +192,7 @@ class Schedule:
     kind: ScheduleKind = "cosine"
     cooldown_steps: int = 0
     decay_shape: DecayShape = "linear"
+    is_open: bool = False
 
     @property
     def decay_begin(self) -> int:
@@ -151,7 +200,7 @@ class Schedule:
         does."""
         if self.kind == "constant":
             return self.max_steps
-        return self.decay_steps - self.cooldown_steps if self.kind == "wsd" else self.warmup_steps
+        return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
         """The course of the learning rate after its warm-up, for a person.
@@ -172,15 +221,19 @@ class Schedule:
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
-        lowest = f"down to {peak * self.min_lr_ratio:.4g} at step {self.decay_steps:,}"
+        # Steps of a length that is still to be decided.
+        about = "about " if self.is_open else ""
+        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {self.decay_steps:,}"
         if self.kind == "wsd":
-            return f"stable to step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
-        return f"then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
+            return f"stable to {about}step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
+        stable = f"stable to step {self.decay_begin:,}, " if self.cooldown_steps else ""
+        return f"{stable}then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
 
     def lr_scale(self, step: int) -> float:
         """The share of the peak learning rate at `step` (0 is the first update).
 
-        Linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. Then a curve down to
+        Linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1, the peak up to step
+        decay_begin, and as long as the number of steps is open. Then a curve down to
         min_lr_ratio at step decay_steps - 1, and min_lr_ratio from there on: half a cosine
         (Loshchilov and Hutter 2017, without restarts), a line, or the peak followed by a decay of
         cooldown_steps (Hu et al. 2024; for 1-sqrt Haegele et al. 2024). Or the peak for ever; or
@@ -191,7 +244,7 @@ class Schedule:
         if self.kind == "inverse_sqrt":
             return max(math.sqrt(max(self.warmup_steps, 1) / (step + 1)), self.min_lr_ratio)
         begin = self.decay_begin
-        if self.kind == "constant" or step < begin:
+        if self.kind == "constant" or self.is_open or step < begin:
             return 1.0
         progress = min((step + 1 - begin) / max(self.decay_steps - begin, 1), 1.0)
         if self.kind == "cosine":
@@ -202,48 +255,28 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class BatchSchedule:
-    """Sequences of each optimizer step, all processes together.
-
-    In a ramp they rise from `start` to `size` in equal parts of `start`, each for the same number
-    of steps, as far as that comes out even.
+class PredictedLength:
+    """The number of steps of a run in minutes before it is decided.
 
     Attributes:
-        size: sequences of a step after the ramp.
-        start: sequences of the first step, a divisor of `size`.
-        ramp_steps: steps of the ramp; 0 if there is none.
+        predicted_steps: number of steps by the speed that is predicted at the run's start.
     """
 
-    size: int
-    start: int
-    ramp_steps: int = 0
+    predicted_steps: int
 
-    @property
-    def in_words(self) -> str:
-        """The number of sequences of a step, for a person."""
-        if not self.ramp_steps:
-            return f"{self.size:,}"
-        return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
 
-    def at(self, step: int) -> int:
-        """The number of sequences of `step` (0 is the first)."""
-        if step >= self.ramp_steps:
-            return self.size
-        rises = self.size // self.start - 1
-        return self.start * (1 + rises * step // self.ramp_steps)
+@dataclass(frozen=True)
+class DecidedLength(PredictedLength):
+    """The number of steps of a run in minutes, by the speed that was measured.
 
-    def before(self, step: int) -> int:
-        """The number of sequences of all steps before `step`: the loader's position."""
-        ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # Each rise counts from the first step that has it.
-        begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
-        risen = sum(max(ramped - begin, 0) for begin in begins)
-        return self.start * (ramped + risen) + self.size * (step - ramped)
+    Attributes:
+        max_steps: number of steps.
+        decided_at: number of the steps that were done when it was decided: the learning rate of
+            none of them depends on `max_steps`.
+    """
 
-    def steps_for(self, sequences: Fraction) -> int:
-        """The smallest number of steps that have so many sequences."""
-        whole = math.ceil(sequences)
-        return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
+    max_steps: int
+    decided_at: int
 
 
 def resolve_schedule(
@@ -252,6 +285,7 @@ def resolve_schedule(
     rows_per_epoch: int,
     batch: BatchSchedule,
     seq_len: int,
+    length: PredictedLength | None = None,
 ) -> Schedule:
     """The schedule of a run.
 
@@ -261,38 +295,32 @@ def resolve_schedule(
         rows_per_epoch: rows of the training split.
         batch: rows of each optimizer step.
         seq_len: tokens of a row.
+        length: number of steps of a run in minutes, predicted or decided; None for other runs.
 
     Raises:
         ConfigError: the learning rate would have come down before it has risen, or warm-up and
             decay don't fit into the run.
     """
+    if config.max_minutes is not None:
+        assert length is not None
+        return _schedule_in_minutes(config, learning_rate, batch, seq_len, length)
     # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
     epochs = Fraction(str(config.epochs or 1))
     max_steps = config.max_steps or batch.steps_for(epochs * rows_per_epoch)
     decay_steps = config.decay_steps or max_steps
-    if config.warmup_tokens is not None:
-        warmup_steps = batch.steps_for(Fraction(config.warmup_tokens, seq_len))
-    elif config.warmup_ratio is not None:
-        warmup_steps = math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
-    elif config.warmup_steps is not None:
-        warmup_steps = config.warmup_steps
-    else:
-        warmup_steps = decay_steps // 20
+    warmup_steps = _warmup_steps(config, batch, seq_len, max_steps, decay_steps)
     if config.decay_steps is not None and warmup_steps >= decay_steps:
         raise ConfigError(
             f"schedule.decay_steps {decay_steps} is not after the warm-up of {warmup_steps} steps: "
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
-    cooldown_steps = 0
-    if config.kind == "wsd":
-        share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
-        cooldown_steps = config.cooldown_steps or math.ceil(share * max_steps)
-        if warmup_steps + cooldown_steps > decay_steps:
-            raise ConfigError(
-                f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
-                f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
-                "cooldown_steps, warmup_steps)"
-            )
+    cooldown_steps = _cooldown_steps(config, max_steps)
+    if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:
+        raise ConfigError(
+            f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
+            f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
+            "cooldown_steps, warmup_steps)"
+        )
     return Schedule(
         max_steps,
         warmup_steps,
@@ -302,3 +330,50 @@ def resolve_schedule(
         cooldown_steps,
         config.decay_shape or "linear",
     )
+
+
+def _schedule_in_minutes(
+    config: ScheduleConfig,
+    learning_rate: float,
+    batch: BatchSchedule,
+    seq_len: int,
+    length: PredictedLength,
+) -> Schedule:
+    """The schedule of a run whose length is given in minutes."""
+    # The warm-up has begun by the time the length is decided, and must not change.
+    predicted = length.predicted_steps
+    warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
+    max_steps, is_open = predicted, True
+    cooldown_steps = min(_cooldown_steps(config, predicted), max(predicted - warmup_steps, 0))
+    if isinstance(length, DecidedLength):
+        max_steps, is_open = length.max_steps, False
+        if config.kind in ("wsd", "cosine", "linear"):
+            cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
+    return Schedule(
+        max_steps,
+        warmup_steps,
+        max_steps,
+        config.minimum_scale(learning_rate),
+        config.kind,
+        cooldown_steps,
+        config.decay_shape or "linear",
+        is_open,
+    )
+
+
+def _warmup_steps(
+    config: ScheduleConfig, batch: BatchSchedule, seq_len: int, max_steps: int, decay_steps: int
+) -> int:
+    if config.warmup_tokens is not None:
+        return batch.steps_for(Fraction(config.warmup_tokens, seq_len))
+    if config.warmup_ratio is not None:
+        return math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
+    return decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
+
+
+def _cooldown_steps(config: ScheduleConfig, max_steps: int) -> int:
+    """Steps of wsd's decay; 0 for other kinds."""
+    if config.kind != "wsd":
+        return 0
+    share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
+    return config.cooldown_steps or math.ceil(share * max_steps)

@@ -32,6 +32,9 @@ from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 #: some times as long, and compiling up to a minute.
 _WORTH_COMPILING_SECONDS = 240.0
 
+#: Usual share of the peak rate that training reaches.
+USUAL_MFU = 0.4
+
 #: Tokens of a forward pass from which on a CPU multiplies at its full rate.
 _BUSY_TOKENS = 1024
 
@@ -280,8 +283,7 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
 def _ideal_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, facts: Facts
 ) -> float:
-    """Seconds of the run if the hardware did nothing but multiply, at its peak rate; infinite
-    where the rate or the length of the run is unknown."""
+    """Seconds of the run's matrix products at the peak rate; infinite where that is unknown."""
     flops = facts.flops(dtype_of(precision))
     batch, steps = recipe.batch, recipe.schedule.max_steps
     if steps is not None:
@@ -294,6 +296,8 @@ def _ideal_seconds(
         tokens = math.inf
     if flops is None:
         return math.inf
+    if recipe.schedule.max_minutes is not None:
+        return USUAL_MFU * 60 * recipe.schedule.max_minutes
     return train_flops_per_token(meta_model(model), seq_len) * tokens / flops
 
 

@@ -134,7 +134,15 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
     began = run.starts[0].get("time") if run.starts else None
     if isinstance(began, str):
         facts.append(f"started {_when(began)}")
+    if run.length:
+        facts.append(_minutes(run.length))
     return facts
+
+
+def _minutes(length: Mapping[str, Any]) -> str:
+    """The length of a run in minutes, and how much of it is used."""
+    used = length.get("seconds_used", 0.0) / 60
+    return f"{used:.2f} of {length.get('max_minutes', math.nan):g} minutes"
 
 
 def _when(text: str) -> str:
@@ -304,6 +312,7 @@ def kind_of(event: Mapping[str, Any]) -> str:
         "resumed": "resumed",
         "branched": "resumed",
         "diverged": "diverged",
+        "length": "decision",
     }
     return known.get(event["event"], "event")
 
@@ -321,6 +330,8 @@ def happening(event: Mapping[str, Any]) -> str:
         return f"off {event['branched_from']}, {_when(str(event.get('time', '')))}"
     if event["event"] == "diverged":
         return str(event.get("reason"))
+    if event["event"] == "length":
+        return f"{event['max_steps']:,} steps fit into {event.get('max_minutes')} minutes"
     details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
     return f"{event['event']} {', '.join(details)}"
 

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file
 from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
+from firstlight.report.length import decisions, read_length
 
 #: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
 #: learned, but for the padding of an epoch's last row.
@@ -90,11 +91,9 @@ class Metrics:
         return Series(x[known], values[known])
 
     def _axis(self, axis: Axis) -> Floats:
-        if axis == "step":
-            return self.steps
         if axis == "tokens":
             return self._filled("tokens_seen", math.nan)
-        return self.hours
+        return self.steps if axis == "step" else self.hours
 
     @property
     def hours(self) -> Floats:
@@ -250,6 +249,7 @@ class RunRecord:
         samples: the lines of samples.jsonl.
         events: the lines of events.jsonl.
         starts: the lines of starts.jsonl.
+        length: what length.json says of a run in minutes; empty for other runs.
         recipe: the resolved recipe; empty where there is none.
         recipe_text: its file; "" where there is none.
     """
@@ -259,6 +259,7 @@ class RunRecord:
     samples: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     starts: Sequence[Mapping[str, Any]]
+    length: Mapping[str, Any]
     recipe: Mapping[str, Any]
     recipe_text: str
 
@@ -282,18 +283,18 @@ class RunRecord:
         """Steps of the whole run, where known."""
         schedule = self.recipe.get("schedule")
         found = schedule.get("max_steps") if isinstance(schedule, dict) else None
-        found = self.start.get("max_steps", found)
+        found = self.length.get("max_steps", self.start.get("max_steps", found))
         return found if type(found) is int and found > 0 else None
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events and resumptions, by step."""
-        resumed = [
-            {**s, "event": "branched" if "branched_from" in s else "resumed"}
-            for s in self.starts
-            if s["step"] > 0
-        ]
-        return sorted([*self.events, *resumed], key=lambda event: event["step"])
+        """Events, resumptions and the decision on the length of a run in minutes, by step."""
+        starts = (start for start in self.starts if start["step"] > 0)
+        resumed = (
+            {**s, "event": "branched" if "branched_from" in s else "resumed"} for s in starts
+        )
+        happened = [*self.events, *resumed, *decisions(self.length)]
+        return sorted(happened, key=lambda event: event["step"])
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -309,6 +310,7 @@ def read_run(folder: Path) -> RunRecord:
         _read_lines(folder / SAMPLES_NAME, "prompt", "text"),
         _read_lines(folder / EVENTS_NAME, "event"),
         _read_lines(folder / STARTS_NAME),
+        read_length(folder),
         recipe,
         text,
     )
@@ -360,8 +362,7 @@ def last_start(run_folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a line in the middle of the file is damaged.
     """
-    lines = read_json_lines(run_folder / STARTS_NAME)
-    return lines[-1] if lines else {}
+    return (read_json_lines(run_folder / STARTS_NAME) or [{}])[-1]
 
 
 def require_run(folder: Path) -> None:

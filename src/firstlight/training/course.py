@@ -157,15 +157,36 @@ class Course:
 
     @property
     def share(self) -> float:
-        """Share of the run's steps that are done."""
+        """Share of the run's steps that are done, of a run in minutes that of its time."""
+        if self._budget_left is not None and self._max_minutes is not None and not self.is_done:
+            return 1 - self._budget_left / (60 * self._max_minutes)
         return min(float(self._record["step"]) / max(self._max_steps(), 1), 1.0)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of the last steps; None before there is one."""
+        """Seconds to the end at the pace of the last steps, None before there is one; of a run in
+        minutes what is left of these."""
+        if self._budget_left is not None:
+            return 0.0 if self.is_done else self._budget_left
         if self._done <= _SLOW_STEPS + 1 and not self.is_done:
             return None
         return float(max(self._max_steps() - self._record["step"], 0)) * self._mean_seconds
+
+    @property
+    def _budget_left(self) -> float | None:
+        """Seconds that a run in minutes has left; None for other runs."""
+        used = self._record.get("elapsed_seconds")
+        if used is None or self._max_minutes is None:
+            return None
+        return max(60 * self._max_minutes - used - (time.monotonic() - self._last_at), 0.0)
+
+    @property
+    def _seconds_over(self) -> float:
+        """Seconds of this call; of a run in minutes those of the whole run."""
+        used = self._record.get("elapsed_seconds")
+        if used is None:
+            return time.monotonic() - self._begun
+        return float(used) + time.monotonic() - self._last_at
 
     @property
     def line(self) -> str:
@@ -182,7 +203,7 @@ class Course:
     @property
     def time(self) -> str:
         """The time that is over and the time that is left, for a terminal."""
-        over, left = _clock(time.monotonic() - self._begun), self.seconds_left
+        over, left = _clock(self._seconds_over), self.seconds_left
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
         if self.is_done:
             return f"{over}{budget}"

@@ -25,6 +25,7 @@ from firstlight.report.report import draw_report
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
+from firstlight.training.minutes import decide_length, predict_length
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
@@ -36,7 +37,7 @@ from firstlight.training.processes import (
 )
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.setup import record_start, set_up
+from firstlight.training.setup import describe_start, record_start, set_up
 from firstlight.training.step import train_step
 from firstlight.training.validation import evaluate
 
@@ -136,6 +137,7 @@ def train(
             _begin(run, forecaster, comparison)
             training_loop(run, checkpoints, stopping, _watched(run, comparison, on_step))
             checkpoints.finish()
+            wait_for_main(engine, run.write_budget)
             write_average(run)
             return _result(run, stopping, comparison)
 
@@ -162,6 +164,8 @@ def training_loop(
     # A process that stopped in the middle of an evaluation would leave the others waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
+        run.times.begin_step()
+        decide_length(run)  # of a run in minutes
         batches = run.read_batches()
         run.stopped_by = first_reason(engine, stopping.reason or run.unreadable)
         if run.stopped_by is not None:
@@ -214,9 +218,14 @@ def _begin(run: Run, forecaster: Forecaster | None, comparison: ForecastComparis
     """Record the start of a run that has steps left, and predict what they take."""
     if not run.goes_on:
         return
-    wait_for_main(run.engine, lambda: record_start(run))
     if forecaster is not None:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
+    forecast = comparison.forecast
+    rates = None if forecast is None else forecast.tokens_per_second
+    predict_length(run, None if rates is None else rates[1])
+    wait_for_main(run.engine, lambda: record_start(run))
+    for line in describe_start(run):
+        run.tell(line)
 
 
 def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:

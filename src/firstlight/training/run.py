@@ -19,17 +19,19 @@ from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
-from firstlight.files.atomic import remove_leftovers, write_file
+from firstlight.files.atomic import remove_file, remove_leftovers, write_file
 from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import resolve_schedule
+from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe, load_recipe
+from firstlight.report.length import LENGTH_NAME
 from firstlight.report.records import RECIPE_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.course import Course
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
+from firstlight.training.length import LoopTimes, TimeBudget
 from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -70,6 +72,8 @@ class Run:
         unreadable: message of the error that reading training data ended in; None before one.
         stopped_by: reason for ending before the last step; None without one.
         save_stall_seconds: time that training stood still for the last save.
+        times: seconds of the loop's steps, evaluations and saves.
+        budget: the time of a run in minutes; None for other runs.
         loader, logs: the data and the log files, once `open`.
         schedule: learning-rate schedule of the whole run.
         batch: sequences of each optimizer step, all processes together.
@@ -98,18 +102,16 @@ class Run:
     unreadable: str | None = None
     stopped_by: str | None = None
     save_stall_seconds: float = 0.0
+    times: LoopTimes = field(default_factory=LoopTimes)
+    budget: TimeBudget | None = None
 
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.seq_len, self.guard = recipe.data.seq_len, Guard(recipe.guard)
         self.batch = recipe.batch.schedule(self.seq_len, self.engine.size)
-        self.schedule = resolve_schedule(
-            recipe.schedule,
-            recipe.optimizer.learning_rate,
-            self.dataset.num_rows(self.seq_len),
-            self.batch,
-            self.seq_len,
-        )
+        if self.budget is not None:
+            self.times = self.budget.times
+        self.schedule = self._resolved_schedule()
         self.data_identity = data_identity(
             self.dataset,
             self.tokenizer,
@@ -124,6 +126,16 @@ class Run:
         self.logs: RunLogs | SilentLogs
         self.bar: TrainingProgress
 
+    def _resolved_schedule(self) -> Schedule:
+        return resolve_schedule(
+            self.recipe.schedule,
+            self.recipe.optimizer.learning_rate,
+            self.dataset.num_rows(self.seq_len),
+            self.batch,
+            self.seq_len,
+            None if self.budget is None else self.budget.length,
+        )
+
     @property
     def engine(self) -> Engine:
         """The engine by which processes share the model."""
@@ -131,17 +143,26 @@ class Run:
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps of the whole run; of a run in minutes a prediction until they are decided."""
         return self.schedule.max_steps
 
     @property
     def goes_on(self) -> bool:
         """Whether anything is left to be done."""
-        return self.state.pending is not None or self.state.step < self.max_steps
+        return self.state.pending is not None or self.has_steps_left
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether there are steps to be made."""
+        return self.schedule.is_open or self.state.step < self.max_steps
+
+    def is_last(self, step: int) -> bool:
+        """Whether a step is the last one of the run."""
+        return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
-        at_end = self.state.step == self.max_steps
+        at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     @property
@@ -209,8 +230,12 @@ class Run:
             yield
 
     def _course(self) -> Course:
-        minutes = getattr(self.recipe.schedule, "max_minutes", None) or self.recipe.run.max_minutes
-        return Course(lambda: self.max_steps, self.state.step, minutes)
+        # A run whose length is open is not over where it was predicted to be.
+        def steps() -> int:
+            return max(self.max_steps, self.state.step + self.schedule.is_open)
+
+        minutes = self.recipe.schedule.max_minutes or self.recipe.run.max_minutes
+        return Course(steps, self.state.step, minutes)
 
     def _make_folder_ready(self) -> None:
         for folder in (self.folder, self.folder / CHECKPOINTS):
@@ -220,16 +245,34 @@ class Run:
             copy_checkpoint(self.branch_from, self.folder)
         # What was decided stands also for a run that is killed before its first checkpoint. A file
         # that says the same keeps its comments.
-        if _says(self.folder / RECIPE_NAME, self.recipe):
-            return
-        text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
-        write_file(self.folder / RECIPE_NAME, text)
+        if not _says(self.folder / RECIPE_NAME, self.recipe):
+            text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+            write_file(self.folder / RECIPE_NAME, text)
+        # Before the logs lose the lines of steps that took time and will be made again.
+        if self.budget is None:
+            remove_file(self.folder / LENGTH_NAME)
+        else:
+            self.budget.write(self.folder)
 
     def _open_logs(self) -> RunLogs | SilentLogs:
         if not self.engine.is_main:
             return SilentLogs()
         tensorboard = self.recipe.run.tensorboard
         return RunLogs(self.folder, self.logged_step, self.state.events, tensorboard=tensorboard)
+
+    def take_length(self, length: PredictedLength) -> None:
+        """Take over the number of steps of a run in minutes; it is on the disk when this ends."""
+        budget = self.budget
+        assert budget is not None
+        budget.length = length
+        self.schedule = self._resolved_schedule()
+        wait_for_main(self.engine, self.write_budget)
+
+    def write_budget(self) -> None:
+        """Write the length of a run in minutes and the time that it has used to the disk."""
+        if self.budget is not None:
+            self.require_folder()
+            self.budget.write(self.folder)
 
     # A step: batches are read, used, and their metrics written down
 
@@ -281,6 +324,7 @@ class Run:
         # Only now: a step that was interrupted reads its rows again.
         state.rows_seen = self.loader.state_dict()["rows_seen"]
         record = self._metrics(result, lr_scale, seconds)
+        self.times.count(self.batch.at(state.step - 1))
         # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
         # A save's stall stands in one line, that of the step after it.
@@ -328,6 +372,8 @@ class Run:
         assert record is not None
         # Never a line into another run's folder that has taken this one's place.
         self.require_folder()
+        if self.budget is not None:
+            record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
         self.last_record = record
         self.samples, self.state.pending, self.unsaved = [], None, True

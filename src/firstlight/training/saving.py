@@ -36,7 +36,7 @@ class RunCheckpoints:
         config, engine = run.recipe.checkpoint, run.engine
         self.saver: Saver
         if config.sharded:
-            self.saver = ShardedSaver(run.folder, config, engine, run.max_steps)
+            self.saver = ShardedSaver(run.folder, config, engine, run.is_last)
         elif engine.is_main:
             self.saver = CheckpointSaver(run.folder, config, run.require_folder)
         else:
@@ -61,6 +61,7 @@ class RunCheckpoints:
             CheckpointError, StorageError: the checkpoint could not be written.
         """
         self.saver.require_written()
+        self.run.times.write_seconds = self.saver.write_seconds
 
     @property
     def are_due(self) -> bool:
@@ -88,6 +89,10 @@ class RunCheckpoints:
         Raises:
             CheckpointError, StorageError: this one could not be written, or the one before.
         """
+        with self.run.times.part("save"):
+            self._save()
+
+    def _save(self) -> None:
         run, asked = self.run, self._is_asked
         # On a CPU, the copy that is written takes their place.
         run.program.optimizer.zero_grad()
@@ -188,6 +193,7 @@ def captured(run: Run) -> Checkpoint:
             },
             "guard": run.guard.state_dict(),
             "schedule": dataclasses.asdict(run.schedule),
+            **({} if run.budget is None else {"length": run.budget.record}),
         },
     )
 

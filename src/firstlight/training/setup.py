@@ -46,6 +46,7 @@ from firstlight.report.records import STARTS_NAME, read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
+from firstlight.training.minutes import budget_of
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
@@ -147,14 +148,19 @@ def _assembled(
     # From here on random numbers are for dropout, which differs from row to row.
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
-    run = Run(resolved, program, folder, tokenizer, dataset, validation, origin, base, tasks, tell)
+    # An earlier attempt without a checkpoint has used time, too.
+    resumed = newest is not None or bool(earlier)
+    budget = budget_of(resolved, program, folder, newest, resumed=resumed)
+    run = Run(
+        *(resolved, program, folder, tokenizer, dataset, validation, origin, base, tasks, tell),
+        budget=budget,
+    )
     if newest is not None:
         take_up(run, newest)
     elif resolved.schedule.resume:
         continue_schedule(run, init_from)
     rows_of_run = run.batch.before(run.max_steps)
-    start = describe_start(run) if run.goes_on else ()
-    for line in (*dataset.describe_run(rows_of_run, run.seq_len), *start):
+    for line in dataset.describe_run(rows_of_run, run.seq_len):
         tell(line)
     if engine.is_main:
         _require_disk(run)
@@ -295,7 +301,8 @@ def _require_fitting_prompts(
 def _require_disk(run: Run) -> None:
     """Refuse a run whose checkpoints can't fit, before it has cost anything."""
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
-    left = run.max_steps - run.state.step
+    # Of a run in minutes that went on for longer than was predicted, it is one more.
+    left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
     # The trunk's checkpoint is copied into the run folder first.
     saves += run.branch_from is not None
@@ -314,7 +321,7 @@ def _require_disk(run: Run) -> None:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
     folder = next(f for f in (run.folder, *run.folder.resolve().parents) if f.is_dir())
     free = shutil.disk_usage(folder).free
-    if run.state.step < run.max_steps and needed > free:
+    if run.has_steps_left and needed > free:
         raise StorageError(
             f"the disk of {folder} has {free / 1e6:,.0f} MB free, and the run's checkpoints need "
             f"about {needed / 1e6:,.0f} MB: free some space, choose another run.dir, "
@@ -338,7 +345,7 @@ def record_start(run: Run) -> None:
         {
             "step": run.state.step,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "max_steps": run.max_steps,
+            **({} if run.schedule.is_open else {"max_steps": run.max_steps}),
             "warmup_steps": run.schedule.warmup_steps,
             "init_from": run.init_from,
             **({"branched_from": str(run.branch_from)} if run.branch_from else {}),
@@ -366,9 +373,11 @@ def describe_start(run: Run) -> Iterator[str]:
     """How long a run is, and the rates and weight decay of each group of parameters."""
     schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
-    peak = optimizer.learning_rate
+    peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
+    if schedule.is_open:
+        count = f"about {count} in {run.recipe.schedule.max_minutes:g} minutes"
     yield (
-        f"schedule: {schedule.max_steps:,} steps of {batch.in_words} x {run.seq_len} tokens "
+        f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
         f"{schedule.in_words(peak)}"
     )

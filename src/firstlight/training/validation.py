@@ -49,10 +49,12 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     run.program.model.eval()
     run.samples = []
     if losses_due:
-        _write_samples(run, check)
-        _validate(run, check)
+        with run.times.part("evaluation"):
+            _write_samples(run, check)
+            _validate(run, check)
     if tasks_due:
-        _score(run, check)
+        with run.times.part("tasks"):
+            _score(run, check)
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:

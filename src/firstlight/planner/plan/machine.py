@@ -21,7 +21,8 @@ from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, find_gpu
-from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
+from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu
@@ -32,6 +33,7 @@ from firstlight.recipe import (
     parse_resolved_recipe,
 )
 from firstlight.recipe.resolve import Facts, facts_here, resolve, with_deepspeed_file
+from firstlight.training.length import predicted_steps
 from firstlight.weights.huggingface import read_config
 
 #: Of the memory of a GPU that is not in the table.
@@ -316,8 +318,16 @@ class PlannedRun:
     epochs: float | None
 
 
-def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
-    """How long a resolved recipe's run is; None where that depends on data that are not here.
+def planned_run(
+    recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
+) -> PlannedRun | None:
+    """How long a resolved recipe's run is; None where that depends on data that are not here, or
+    on a speed that is not known.
+
+    Args:
+        recipe: the resolved recipe.
+        machine: the machine that it runs on.
+        tokens_per_second: predicted speed, for a run in minutes; None where it is not known.
 
     Raises:
         ConfigError: the schedule can't be; see `resolve_schedule`.
@@ -325,10 +335,15 @@ def planned_run(recipe: ResolvedRecipe, machine: Machine) -> PlannedRun | None:
     seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
     batch = recipe.batch.schedule(seq_len, copies)
     rows = _rows_per_epoch(recipe, seq_len)
-    if rows is None and recipe.schedule.max_steps is None:
+    minutes, length = recipe.schedule.max_minutes, None
+    if minutes is not None:
+        if tokens_per_second is None:
+            return None
+        length = PredictedLength(predicted_steps(minutes, tokens_per_second, batch, seq_len))
+    elif rows is None and recipe.schedule.max_steps is None:
         return None
     peak = recipe.optimizer.learning_rate
-    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, batch, seq_len)
+    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, batch, seq_len, length)
     seen = batch.before(schedule.max_steps)
     return PlannedRun(schedule, batch, seen * seq_len, None if not rows else seen / rows)
 

@@ -182,17 +182,18 @@ def make_plan(
         ModelError: `init_from` is no model's folder.
     """
     resolved = resolve_for(recipe, machine, init_from)
-    run, budget = planned_run(resolved, machine), budget or Budget()
-    if budget.price_per_hour is not None and run is None and not budget.is_given:
-        raise ConfigError(
-            "--price-per-hour needs the length of the run: set schedule.max_steps, or give "
-            "--budget or --tokens"
-        )
+    budget = budget or Budget()
     tell("as it stands")
     estimator = estimator or Estimator()
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
+    run = _run_of(first, machine)
+    if budget.price_per_hour is not None and run is None and not budget.is_given:
+        raise ConfigError(
+            "--price-per-hour needs the length of the run: set schedule.max_steps, or give "
+            "--budget or --tokens"
+        )
     parameters = count_parameters(meta_model(resolved.model)).total
     plan = Plan(machine, resolved, parameters, first, run, budget=budget)
     if searches:
@@ -200,12 +201,20 @@ def make_plan(
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
         nearest = [] if best is not None else nearest_estimates(resolved, machine, estimator, tell)
         methods = method_table(resolved, machine, estimator, tell)
+        if best is not None and resolved.schedule.max_minutes is not None:
+            run = _run_of(best, machine)
         plan = dataclasses.replace(
-            plan, best=best, reasons=reasons, nearest=nearest, methods=methods
+            plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
     if budget.is_given:
         plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator, tell))
     return plan
+
+
+def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
+    """Length of an estimate's run, at the speed of the estimate."""
+    speed = estimate.tokens_per_second
+    return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
 #: How often another model is tried: a smaller one where the suggested turns out not to fit, another
@@ -336,7 +345,10 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
             "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
             "schedule": {
                 **recipe.schedule.model_dump(
-                    exclude={"epochs", "decay_steps", "cooldown_steps", "min_learning_rate"}
+                    exclude={
+                        *("epochs", "max_minutes", "decay_steps", "cooldown_steps"),
+                        "min_learning_rate",
+                    }
                 ),
                 "max_steps": found.max_steps,
                 "min_lr_ratio": None

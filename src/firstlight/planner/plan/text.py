@@ -63,8 +63,10 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 
 def _run(plan: Plan, run: PlannedRun) -> str:
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
+    # Evaluations and saves take their part of the time, too; the run measures them.
+    about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
-        f"the recipe's run: {run.schedule.max_steps:,} steps of {run.batch.in_words} rows, "
+        f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} rows, "
         f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
     )
     if plan.run_seconds is None:

@@ -1,0 +1,313 @@
+"""The length of a run in minutes: the time of its steps, evaluations and saves, and the number of
+steps that follows from it, once, on the disk before the learning rate depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from firstlight.errors import CheckpointError
+from firstlight.files.atomic import write_json
+from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleConfig
+from firstlight.report.length import LENGTH_NAME, read_length
+from firstlight.report.records import METRICS_NAME, read_json_lines
+
+#: Parts of the loop's time beside the steps themselves.
+Part = Literal["evaluation", "tasks", "save"]
+
+#: First steps of a process, which touch memory and compile: no measure of the others.
+_SLOW_STEPS = 2
+
+#: Settled steps, and seconds of them, that a decision needs (of short runs this share).
+_FEWEST_STEPS = 8
+_FEWEST_SECONDS = 30.0
+_FEWEST_SHARE = 0.02
+
+#: Of the time that is left, the share that fewer settled steps have to have taken: of a run of few,
+#: slow steps.
+_ENOUGH_SHARE = 0.2
+
+#: Steps that are remembered.
+_MOST_STEPS = 10_000
+
+#: How often in a run it is computed whether the length has to be decided.
+_CHECKS = 500
+
+#: Most steps of a run.
+_LONGEST = 2**40
+
+
+class LoopTimes:
+    """Seconds of the training loop since it began in this process, and of its parts.
+
+    Args:
+        clock: the clock, in seconds.
+
+    Attributes:
+        steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
+        slow_steps: the same of the first steps.
+        settled_steps, settled_seconds: number of all settled steps, and their time.
+        seconds: seconds of the last evaluation, scores of tasks and save, as far as there was one.
+        write_seconds: seconds that a thread took to write the last checkpoint; 0 where training
+            waits for that.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun: float | None = None
+        self._step_began = self._apart = 0.0
+        self._sequences = 0
+        self.steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
+        self.slow_steps: list[tuple[int, float]] = []
+        self.settled_steps, self.settled_seconds = 0, 0.0
+        self.seconds: dict[Part, float] = {}
+        self.write_seconds = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first step of this process began."""
+        return 0.0 if self._begun is None else self._clock() - self._begun
+
+    def begin_step(self) -> None:
+        """End the step before, if there was one, and begin the next."""
+        now = self._clock()
+        if self._begun is None:
+            self._begun = now
+        if self._sequences:
+            seconds = now - self._step_began - self._apart
+            if len(self.slow_steps) < _SLOW_STEPS:
+                self.slow_steps.append((self._sequences, seconds))
+            else:
+                self.steps.append((self._sequences, seconds))
+                self.settled_steps += 1
+                self.settled_seconds += seconds
+        self._step_began, self._apart, self._sequences = now, 0.0, 0
+
+    def count(self, sequences: int) -> None:
+        """The step at hand has updated the model with so many sequences."""
+        self._sequences = sequences
+
+    @contextlib.contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """A context of what is no part of a step."""
+        began = self._clock()
+        yield
+        self.seconds[name] = self._clock() - began
+        self._apart += self.seconds[name]
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """Evaluations or saves of a run.
+
+    Attributes:
+        every_steps: steps between two; 0 is at the end only.
+        seconds: seconds of each.
+        last_seconds: seconds of the one after the last step.
+    """
+
+    every_steps: int
+    seconds: float
+    last_seconds: float
+
+    def total(self, step: int, steps: int) -> float:
+        """Seconds of all during and after the `steps` steps that follow `step`."""
+        between = 0
+        if self.every_steps:
+            between = (step + steps - 1) // self.every_steps - step // self.every_steps
+        return between * self.seconds + self.last_seconds
+
+
+def steps_in_time(
+    seconds: float,
+    step: int,
+    sequence_seconds: float,
+    batch: BatchSchedule,
+    periodic: Sequence[Periodic],
+) -> int:
+    """The most steps that end within a time, with what comes between them and after them; at
+    least 1.
+
+    Args:
+        seconds: the time.
+        step: steps done before.
+        sequence_seconds: seconds of a sequence of a step.
+        batch: sequences of each step.
+        periodic: evaluations and saves.
+    """
+    done = batch.before(step)
+
+    def needed(steps: int) -> float:
+        training = sequence_seconds * (batch.before(step + steps) - done)
+        return training + sum(one.total(step, steps) for one in periodic)
+
+    return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
+
+
+def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
+    """Seconds that a sequence takes in a step: the mean over the last steps, as far back as is to
+    be looked ahead, so that a machine that has become slower counts as slow.
+
+    A step that took more than twice the median counts as twice the median: a machine that stood
+    still for a moment is not expected to do so again.
+
+    Args:
+        steps: (sequences, seconds) of each step, at least one.
+        ahead: seconds of the steps to come.
+    """
+    recent: list[tuple[int, float]] = []
+    back = 0.0
+    for sequences, seconds in reversed(steps):
+        if back >= ahead and len(recent) >= _FEWEST_STEPS:
+            break
+        recent.append((sequences, seconds))
+        back += seconds
+    most = 2 * statistics.median(seconds / sequences for sequences, seconds in recent)
+    total = sum(min(seconds, most * sequences) for sequences, seconds in recent)
+    return total / sum(sequences for sequences, _ in recent)
+
+
+class TimeBudget:
+    """The minutes of a run, how many are used, and the number of steps that they have time for.
+
+    Args:
+        config: the recipe's `schedule` section.
+        length: the number of steps, predicted or decided.
+        seconds_used: seconds of the training loop in earlier processes of the run.
+        is_new: True if this process is the first one.
+
+    Attributes:
+        times: the times of this process.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        length: PredictedLength,
+        seconds_used: float,
+        times: LoopTimes,
+        *,
+        is_new: bool,
+    ) -> None:
+        assert config.max_minutes is not None
+        self._config, self.seconds = config, 60 * config.max_minutes
+        self.length, self.is_new, self.times = length, is_new, times
+        self._used_before = seconds_used
+        self._next_check = 0.0
+
+    @property
+    def seconds_used(self) -> float:
+        """Seconds of the training loop so far, in all processes of the run one after the other."""
+        return self._used_before + self.times.elapsed
+
+    def write(self, run_folder: Path) -> None:
+        """Write the length to the disk, where resuming looks for it.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        write_json(run_folder / LENGTH_NAME, self.record | {"seconds_used": self.seconds_used})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The length as JSON values."""
+        length = self.length
+        record = {
+            "max_minutes": self._config.max_minutes,
+            "predicted_steps": length.predicted_steps,
+        }
+        if isinstance(length, DecidedLength):
+            record |= {"max_steps": length.max_steps, "decided_at": length.decided_at}
+        return record
+
+    def decided_steps(
+        self,
+        step: int,
+        warmup_steps: int,
+        batch: BatchSchedule,
+        periodic: Callable[[float], Sequence[Periodic]],
+    ) -> int | None:
+        """The number of steps of the run, if it has to be decided now; None if there is time.
+
+        Args:
+            step: steps done.
+            warmup_steps: steps over which the learning rate rises.
+            batch: sequences of each step.
+            periodic: gives the evaluations and saves of the run from the seconds of a sequence.
+        """
+        used = self.seconds_used
+        left = self.seconds - used
+        if left > 0 and (used < self._next_check or not self._is_settled(left)):
+            return None
+        self._next_check = used + self.seconds / _CHECKS
+        steps = self.times.steps or self.times.slow_steps
+        if not steps:
+            return step + 1
+        seconds = mean_sequence_seconds(steps, left)
+        steps_left = steps_in_time(left, step, seconds, batch, periodic(seconds))
+        is_due = self._config.decides_length(step, warmup_steps, steps_left)
+        return step + steps_left if left <= 0 or is_due else None
+
+    def _is_settled(self, left: float) -> bool:
+        """Whether the steps that were measured tell how long others take.
+
+        Args:
+            left: seconds that are left.
+        """
+        count, seconds = self.times.settled_steps, self.times.settled_seconds
+        enough = min(_FEWEST_SHARE * self.seconds, _FEWEST_SECONDS)
+        is_long = count >= _FEWEST_STEPS and seconds >= enough
+        return is_long or (count > 0 and seconds >= _ENOUGH_SHARE * left)
+
+
+def predicted_steps(
+    max_minutes: float, tokens_per_second: float, batch: BatchSchedule, seq_len: int
+) -> int:
+    """Steps that a run in minutes makes at a predicted speed, without evaluations and saves."""
+    sequences = 60 * max_minutes * tokens_per_second / seq_len
+    none: Sequence[Periodic] = ()
+    return steps_in_time(sequences, 0, 1.0, batch, none)
+
+
+def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The length that a run has written down, and the seconds that it has used, as JSON values.
+
+    Args:
+        run_folder: the run's; its file counts, which is newer than any checkpoint.
+        saved: the trainer state of the checkpoint that is gone on from; {} without one.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    record = read_length(run_folder) or dict(saved.get("length") or {})
+    used = [float(record.pop("seconds_used", 0.0))]
+    # Also of a run that began with a length in steps: the time that its steps took.
+    steps_took = 0.0
+    for line in read_json_lines(run_folder / METRICS_NAME):
+        steps_took += float(line.get("seconds") or 0.0)
+        used.append(float(line.get("elapsed_seconds") or 0.0))
+    return {**record, "seconds_used": max(used) or steps_took}
+
+
+def length_of(record: Mapping[str, Any]) -> PredictedLength:
+    """The number of steps in a record.
+
+    Raises:
+        CheckpointError: it lacks something.
+    """
+    try:
+        if "max_steps" in record:
+            return DecidedLength(
+                record["predicted_steps"], record["max_steps"], record["decided_at"]
+            )
+        return PredictedLength(record["predicted_steps"])
+    except KeyError as error:
+        raise CheckpointError(f"{LENGTH_NAME} is damaged: it lacks {error}") from None

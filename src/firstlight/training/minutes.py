@@ -1,0 +1,171 @@
+"""Runs whose length is given in minutes: the number of steps is predicted at the start, and decided
+by measured steps when the learning rate begins to depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from firstlight.checkpoint.checkpoint import checkpoint_bytes, load_trainer_state
+from firstlight.data.corpus import Corpus
+from firstlight.hardware.device import peak_flops
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.schedule import DecidedLength, PredictedLength
+from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe.resolve import USUAL_MFU
+from firstlight.training.length import (
+    LoopTimes,
+    Periodic,
+    TimeBudget,
+    length_of,
+    predicted_steps,
+    recorded_length,
+)
+from firstlight.training.processes import on_main
+from firstlight.training.program import TrainingProgram
+from firstlight.training.run import Run
+
+#: Guesses for what has not been measured yet: time of a sequence's evaluation as a share of its
+#: step's, seconds of a sampled token, bytes a second of a checkpoint.
+_FORWARD_SHARE = 0.35
+_SAMPLED_TOKEN_SECONDS = 0.01
+_WRITTEN_PER_SECOND = 150e6
+
+
+def budget_of(
+    recipe: ResolvedRecipe,
+    program: TrainingProgram,
+    folder: Path,
+    newest: Path | None,
+    *,
+    resumed: bool,
+) -> TimeBudget | None:
+    """The time of a run in minutes, and what was decided in it before; None for other runs.
+
+    Args:
+        recipe: recipe of the run.
+        program: program of the run.
+        folder: the run folder.
+        newest: checkpoint that is gone on from; None without one.
+        resumed: False for a new run, which has no past.
+
+    Raises:
+        CheckpointError: the run's record of its length is damaged.
+    """
+    minutes = recipe.schedule.max_minutes
+    if minutes is None:
+        return None
+    engine = program.engine
+
+    def find() -> dict[str, Any]:
+        record: dict[str, Any] = {"seconds_used": 0.0}
+        if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
+            record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
+        if record.get("max_minutes") == minutes:
+            return record
+        # A new run, or one that goes on with another length: the time that it has used counts.
+        rate = _usual_tokens_per_second(recipe, program)
+        batch = recipe.batch.schedule(recipe.data.seq_len, engine.size)
+        steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
+        return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}
+
+    record: Mapping[str, Any] = on_main(engine, find)
+    return TimeBudget(
+        recipe.schedule,
+        length_of(record),
+        record["seconds_used"],
+        LoopTimes(),
+        is_new=record.get("is_new", False),
+    )
+
+
+def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
+    """A rough prediction of the speed, for runs that nothing better is known of."""
+    peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
+    model = meta_model(program.model.config)
+    flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
+    return USUAL_MFU * peak / flops
+
+
+def predict_length(run: Run, tokens_per_second: float | None) -> None:
+    """Predict the number of steps of a new run in minutes by its predicted speed, of all processes
+    together; None leaves the rough prediction."""
+    budget = run.budget
+    if budget is None or not budget.is_new:
+        return
+    rate = on_main(run.engine, lambda: tokens_per_second)
+    if rate is not None:
+        steps = predicted_steps(budget.seconds / 60, rate, run.batch, run.seq_len)
+        run.take_length(PredictedLength(steps))
+
+
+def decide_length(run: Run) -> None:
+    """Decide the number of steps of a run in minutes before its next step, if it is time.
+
+    All processes take the main one's decision, which is on the disk before any of them goes on.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    budget, step = run.budget, run.state.step
+    if budget is None or not run.schedule.is_open or run.state.pending is not None:
+        return
+
+    def decide() -> int | None:
+        return budget.decided_steps(
+            step, run.schedule.warmup_steps, run.batch, lambda seconds: _periodic(run, seconds)
+        )
+
+    steps = on_main(run.engine, decide)
+    if steps is None:
+        return
+    run.take_length(DecidedLength(budget.length.predicted_steps, steps, step))
+    run.bar.message(
+        f"step {step}: {budget.seconds_used:.0f} of {budget.seconds:.0f} s are used, and the run "
+        f"has {steps:,} steps: {run.schedule.in_words(run.recipe.optimizer.learning_rate)}"
+    )
+
+
+def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
+    """Evaluations and saves of the run, each as long as the last one took.
+
+    Args:
+        sequence_seconds: seconds of a sequence in a step: a guess for evaluations before the first.
+    """
+    evaluation, checkpoint, found = run.recipe.evaluation, run.recipe.checkpoint, run.times.seconds
+    seconds = found.get("evaluation")
+    if seconds is None:
+        tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
+        forward = _FORWARD_SHARE * sequence_seconds * _evaluated_sequences(run)
+        seconds = forward + _SAMPLED_TOKEN_SECONDS * tokens
+    optimizer = run.program.optimizer
+    size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
+    writing = size / _WRITTEN_PER_SECOND
+    # A thread writes while training goes on, but for the last checkpoint.
+    save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
+    if "save" in found:
+        save, last_save = found["save"], found["save"] + run.times.write_seconds
+    elif not save:
+        last_save = writing
+    # With the best checkpoint kept, an evaluation may be followed by a save.
+    keeps_best = run.validation is not None and checkpoint.keep_best and checkpoint.every_steps
+    periodic = [
+        Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
+        Periodic(checkpoint.every_steps, save, last_save),
+    ]
+    if run.tasks:
+        every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
+        periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))
+    return periodic
+
+
+def _evaluated_sequences(run: Run) -> int:
+    """Sequences of an evaluation, of one process."""
+    config = run.recipe.evaluation
+
+    def taken(split: Corpus | None, most: int) -> int:
+        return 0 if split is None else min(split.num_rows(run.seq_len), most)
+
+    most = config.max_rows or run.dataset.num_rows(run.seq_len)
+    return taken(run.validation, most) + taken(run.dataset, config.train_rows)
