@@ -294,11 +294,10 @@ def _ideal_seconds(
         tokens = facts.epoch_tokens * (recipe.schedule.epochs or 1)
     else:
         tokens = math.inf
-    if flops is None:
-        return math.inf
     if recipe.schedule.max_minutes is not None:
         return USUAL_MFU * 60 * recipe.schedule.max_minutes
-    return train_flops_per_token(meta_model(model), seq_len) * tokens / flops
+    token_flops = train_flops_per_token(meta_model(model), seq_len)
+    return math.inf if flops is None else token_flops * tokens / flops
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:

@@ -178,7 +178,7 @@ class Course:
         used = self._record.get("elapsed_seconds")
         if used is None or self._max_minutes is None:
             return None
-        return max(60 * self._max_minutes - used - (time.monotonic() - self._last_at), 0.0)
+        return max(60 * self._max_minutes - self._seconds_over, 0.0)
 
     @property
     def _seconds_over(self) -> float:
