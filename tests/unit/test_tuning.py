@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import tuning
 from firstlight.bench.process import error_of
 from firstlight.bench.tuning import TuneResult, tune
-from firstlight.bench.tuning_once import tuning_once
+from firstlight.bench.tuning_once import trial_processes, tuning_once
 from firstlight.bench.tuning_page import in_order, table
 from firstlight.bench.tuning_space import (
     POINTS,
@@ -253,7 +254,7 @@ def test_a_search_finds_the_best_rate_and_ends_the_hopeless(
     best = load_recipe(result.best_recipe)
     assert best.schedule.max_steps == 1000
     assert best.optimizer.learning_rate == result.best["values"][_RATE]
-    assert best.run.dir == "runs/mine"
+    assert best.run.dir == str(tmp_path / "study" / "best")
     assert result.picture is not None
     assert result.picture.read_bytes()[:4] == b"\x89PNG"
     rows = table(result.study.search, "bits_per_byte", result.trials)
@@ -336,6 +337,26 @@ def test_a_trial_that_would_not_end_in_the_budget_is_not_begun(
     assert [line["wall_seconds"] for line in found.trials] == 4 * [60.0]
     with pytest.raises(ConfigError, match="raise --budget or --trial-minutes, lower --trials"):
         tune(small(), tmp_path / "t", search=search, budget_minutes=0.5)
+
+
+def test_a_budget_that_ends_within_the_first_steps_is_refused(
+    tmp_path: Path, in_process: Callable[[Any], None]
+) -> None:
+    in_process(lambda *_: error_of("TimeoutError", "took more than 6 s"))
+    with pytest.raises(ConfigError, match="raise --budget"):
+        tune(small(), tmp_path / "s", budget_minutes=0.1)
+    assert not (tmp_path / "s").exists()
+
+
+def test_trials_on_a_gpu_are_processes_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("firstlight.bench.tuning_once.ask", lambda *given: asked.append(given))
+    with trial_processes(torch.device("cuda")) as asker:
+        asker({"pace": True}, 5.0)
+    ((module, request, environment, seconds),) = asked
+    assert module == "firstlight.bench.tuning_once"
+    assert (request, seconds) == ({"pace": True}, 5.0)
+    assert "PATH" in environment
 
 
 def test_all_combinations_of_a_few_values_are_tried_once(

@@ -219,9 +219,11 @@ def _begin_study(
     """
     say("tune: measuring the pace of the recipe")
     values = changed_recipe(recipe, {"evaluation": _pace_evaluation(question.recipe)})
-    found = ask_trial(asker, folder / "pace", values, question.init_from, ends, pace=True)
-    if (folder / "pace").exists():
-        remove_folder(folder / "pace")
+    try:
+        found = ask_trial(asker, folder / "pace", values, question.init_from, ends, pace=True)
+    finally:
+        if (folder / "pace").exists():
+            remove_folder(folder / "pace")
     if "error" in found:
         _refuse(found["error"])
     left = ends - time.monotonic()
@@ -261,7 +263,9 @@ def _pace_evaluation(recipe: Recipe) -> dict[str, Any]:
 
 
 def _refuse(error: Mapping[str, Any]) -> None:
-    """Raise the error that a trial ended in."""
+    """Raise the error that the first steps ended in."""
+    if error["type"] == "TimeoutError":
+        raise ConfigError("the budget ended before a few steps of the recipe: raise --budget")
     kinds = {"ConfigError": ConfigError, "InputError": InputError}
     kind = kinds.get(error["type"], TrainingError)
     raise kind(f"the recipe can't be tuned, as it does not train: {error['message']}")
@@ -372,18 +376,20 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
     weights = importance(study, lines) if len(complete) >= _TRIALS_TO_WEIGH else {}
     if best is not None:
         best_recipe = folder / BEST_NAME
-        write_file(best_recipe, _best_recipe(study, best, len(lines)))
+        write_file(best_recipe, _best_recipe(folder, study, best, len(lines)))
         picture = folder / PICTURE_NAME
         write_file(picture, draw(study.search, study.objective, lines))
     return TuneResult(folder, study, lines, best, best_recipe, weights, picture)
 
 
-def _best_recipe(study: Study, best: Mapping[str, Any], count: int) -> str:
-    """The whole run's recipe with the best values, as YAML."""
+def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
+    """The whole run's recipe with the best values, as YAML; its run folder is in the study's, since
+    the recipe's own may have a run."""
     # The first trial has the recipe's own values, some of which may be open.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)
+    content = changed_recipe({"run": {}, **content}, {"run.dir": str(folder / "best")})
     head = (
         f"# The best of {count} trials of firstlight tune: {describe(values)}.\n"
         f"# {study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "

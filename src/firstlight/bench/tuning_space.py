@@ -196,7 +196,7 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
         if texts:
             found[one.key] = texts[0]
         elif isinstance(value, int | float) and not one.choices and one.low <= value <= one.high:
-            found[one.key] = value
+            found[one.key] = one.rounded(value)
     return found
 
 

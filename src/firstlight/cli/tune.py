@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,4 +106,5 @@ def _show(result: TuneResult) -> None:
         show(f"share in the difference between good and bad trials: {shares}")
     if result.best_recipe is not None:
         show_rows([("best recipe", result.best_recipe), ("picture", result.picture)])
-        show(f"next: firstlight train {result.best_recipe}")
+        start = ["--init-from", init_from] if (init_from := result.study.init_from) else []
+        show(f"next: {shlex.join(['firstlight', 'train', str(result.best_recipe), *start])}")
