@@ -64,6 +64,11 @@ class Choices:
             found.setdefault(section, {})[key] = choice.value
         return found
 
+    @property
+    def keys(self) -> set[str]:
+        """The keys that were chosen."""
+        return {choice.key for choice in self.choices}
+
     def __getitem__(self, key: str) -> Any:
         return next(choice.value for choice in self.choices if choice.key == key)
 
@@ -105,13 +110,15 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A model, how long it trains, and what is expected of it."""
+    """A model, how long it trains, and what is expected of it; `is_capped` where the text, not the
+    time, ends the run."""
 
     shape: Shape
     rate: float
     batch: int
     steps: int
     bits: float
+    is_capped: bool
 
     @property
     def tokens(self) -> int:
@@ -233,9 +240,11 @@ def _candidate(
 ) -> _Candidate:
     """A model with the run that there is time for."""
     rate = machine.tokens_per_second(shape.flops_per_token)
+    is_capped = False
     if length.seconds is not None:
         tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-        tokens = min(tokens, settings.MOST_EPOCHS * text.train_tokens)
+        most = settings.MOST_EPOCHS * text.train_tokens
+        tokens, is_capped = min(tokens, most), tokens > most
     else:
         tokens = length.tokens or 0.0
     steps = length.steps
@@ -243,7 +252,7 @@ def _candidate(
     if steps is None:
         steps = max(round(tokens / batch), 1)
     bits = expected_bits(shape.layer_parameters, steps * batch * text.bytes_per_token, text)
-    return _Candidate(shape, rate, batch, steps, bits)
+    return _Candidate(shape, rate, batch, steps, bits, is_capped)
 
 
 def _batch_tokens(tokens: float, seq_len: int) -> int:
@@ -336,8 +345,14 @@ def _length_choices(best: _Candidate, length: Length, text: TextFacts) -> Iterat
     schedule = {k: v for k, v in settings.LAYOUT.items() if k.startswith("schedule.")}
     reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
     epochs = best.tokens / max(text.train_tokens, 1.0)
-    passes = f"{best.tokens:,} tokens, {epochs:.2g} passes over the text"
-    yield Choice("schedule.max_steps", best.steps, passes)
+    if length.seconds is not None and not best.is_capped:
+        minutes = round(length.seconds / 60, 3)
+        reason = "of the training; measured steps decide their number, once"
+        yield Choice("schedule.max_minutes", minutes, reason)
+    else:
+        passes = f"{best.tokens:,} tokens, {epochs:.2g} passes over the text"
+        passes += ": more would not help" if best.is_capped else ""
+        yield Choice("schedule.max_steps", best.steps, passes)
     yield Choice("schedule.warmup_steps", max(best.steps // 50, min(10, best.steps // 10)), "")
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))

@@ -141,4 +141,5 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     law: float = settings.FLOOR + settings.A / parameters**settings.ALPHA
     law += settings.B / worth**settings.BETA
     # A byte costs no more than guessing it.
-    return min(law * text.gzip_bits_per_byte / settings.GZIP_OF_LIBRARY, 8.0)
+    ratio = text.gzip_bits_per_byte / settings.GZIP_OF_LIBRARY
+    return min(law * ratio**settings.GZIP_POWER, 8.0)

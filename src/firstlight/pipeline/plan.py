@@ -215,8 +215,8 @@ def plan_lines(plan: TextPlan) -> Iterator[str]:
         f"{rounded(choices.parameters)} parameters"
     )
     yield (
-        f"the run: {choices.steps:,} steps, {choices.tokens:,} tokens, "
-        f"{choices.epochs:.2g} times the text, about {time_text(choices.seconds)}"
+        f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
+        f"{choices.epochs:.2g} times the text, {time_text(choices.seconds)} of training"
     )
     yield (
         f"expected: {low:.2f} to {high:.2f} bits for a byte of held-out text "

@@ -51,7 +51,7 @@ _SPARE = 1.5
 #: Held-out text that xz is tried on.
 _XZ_BYTES = 8 << 20
 #: Seconds of the whole command that are not training: starting the run, and its report.
-_RESERVED_SECONDS = 6.0
+_RESERVED_SECONDS = 4.0
 #: A run that is shorter is not worth its start.
 _LEAST_SECONDS = 10.0
 
@@ -314,28 +314,19 @@ class _Pipeline:
                 break
             values["batch"]["micro_batch_size"] = rows // 2
         choices = _with_value(plan.choices, "batch.micro_batch_size", rows)
-        # Choosing has taken time too: the length is what is left now.
-        choices = choices if plan.request.seconds is None else self._in_time(choices)
-        self.plan = replace(
-            plan, choices=choices, memory_bytes=None if forecast is None else forecast.peak_bytes
-        )
-        values["schedule"]["max_steps"] = choices["schedule.max_steps"]
+        if "schedule.max_minutes" in choices.keys:
+            # Choosing has taken time too: the run has what is left now.
+            left = self._length().seconds
+            assert left is not None
+            choices = _with_value(choices, "schedule.max_minutes", round(left / 60, 4))
+            values["schedule"]["max_minutes"] = round(left / 60, 4)
+        if forecast is not None and plan.speed.kind == "cpu":
+            rate = choices.tokens_per_second
+            forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
+        memory = None if forecast is None else forecast.peak_bytes
+        self.plan = replace(plan, choices=choices, memory_bytes=memory)
         recipe = parse_recipe(values, "the chosen recipe", overrides)
         return recipe, resolve_for(recipe, plan.machine), forecast
-
-    def _in_time(self, choices: Choices) -> Choices:
-        """The choices with the steps that there is time for by now."""
-        left = self._length().seconds
-        assert left is not None
-        share = min(left / choices.seconds, 1.0)
-        steps = max(int(choices.steps * share), 1)
-        changed = _with_value(choices, "schedule.max_steps", steps)
-        return replace(
-            changed,
-            steps=steps,
-            tokens=steps * choices.tokens // choices.steps,
-            seconds=choices.seconds * share,
-        )
 
     def _write_recipe(self, recipe: ResolvedRecipe) -> None:
         from firstlight.files.atomic import write_file

@@ -74,12 +74,14 @@ MOST_BATCH_TOKENS = 524_288
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits for a byte of held-out text: FLOOR + A / parameters^ALPHA + B / bytes^BETA, times
-#: what gzip makes of the text over what it makes of the standard library. Parameters are those of
-#: the layers; exponents are those of Hoffmann et al. 2022.
-FLOOR, A, ALPHA, B, BETA = 0.75, 18.0, 0.34, 47.0, 0.28
-GZIP_OF_LIBRARY = 1.867
+#: (what gzip makes of the text / what it makes of the standard library)^GZIP_POWER. Parameters are
+#: those of the layers, bytes those read. Fitted to runs of 0.2 to 2.4 million parameters on 0.5 to
+#: 7 MB of the standard library, Shakespeare and WikiText-2, which it meets within 3 %; BETA is that
+#: of Hoffmann et al. 2022.
+FLOOR, A, ALPHA, B, BETA = 0.75, 2.4, 0.2, 47.0, 0.28
+GZIP_OF_LIBRARY, GZIP_POWER = 1.867, 0.22
 #: What the expectation is off by, down and up.
-EXPECTED_RANGE = (0.92, 1.10)
+EXPECTED_RANGE = (0.93, 1.08)
 
 #: Passes over the text up to which another is nearly as good as new text (Muennighoff et al. 2023),
 #: and after which the held-out loss rises.
