@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.choices import Choices, choose, choose_vocabulary, estimated_text
-from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, worth_of_bytes
+from firstlight.pipeline.choices import Choices, choose, choose_vocabulary
+from firstlight.pipeline.facts import (
+    Length,
+    MachineFacts,
+    Shape,
+    TextFacts,
+    estimated_text,
+    worth_of_bytes,
+)
 from firstlight.pipeline.recipe_text import commented_yaml
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.recipe import parse_recipe

@@ -15,7 +15,7 @@ from firstlight.console import rounded
 from firstlight.errors import ConfigError, nearest
 from firstlight.pipeline import settings
 from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, expected_bits
-from firstlight.pipeline.scan import CorpusFacts, held_out_share
+from firstlight.pipeline.scan import CorpusFacts
 
 #: A schedule needs some steps, however short the run.
 _FEWEST_STEPS = 100
@@ -92,22 +92,6 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
     return Choice("model.vocab_size", size, reason)
 
 
-def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
-    """What the text is going to be in tokens, before there is a tokenizer."""
-    sizes = settings.BYTES_PER_TOKEN
-    known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
-    # Characters of other scripts have more bytes, and as many letters to a token.
-    per_token = sizes[known] * (facts.text_bytes / max(facts.characters, 1)) ** 0.8
-    held = held_out_share(facts.text_bytes) * facts.text_bytes
-    return TextFacts(
-        vocab_size,
-        (facts.total_bytes - held) / per_token,
-        per_token,
-        facts.gzip_bits_per_byte,
-        held / per_token,
-    )
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A model, how long it trains, and what is expected of it; `is_capped` where the text, not the
@@ -123,6 +107,10 @@ class _Candidate:
     @property
     def tokens(self) -> int:
         return self.steps * self.batch
+
+    @property
+    def flops(self) -> float:
+        return self.shape.flops_per_token
 
 
 def choose(
@@ -197,15 +185,16 @@ def _best(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """The model with the least expected loss in the time; or, of a number of tokens or steps, the
-    largest one for whose time it is the best, since any larger one learns more from them."""
+    """The model with nearly the least expected loss in the time; or, of a number of tokens or
+    steps, the largest one for whose time it is the best, since any larger one learns more."""
     if length.seconds is not None:
-        return min(candidates, key=lambda one: one.bits)
+        most = (1 + settings.INDIFFERENT) * min(one.bits for one in candidates)
+        return max((one for one in candidates if one.bits <= most), key=lambda one: one.flops)
     best = candidates[0]
     for one in candidates[1:]:
         time = Length(one.tokens / one.rate)
         rivals = [_candidate(other.shape, text, machine, time, fixed) for other in candidates]
-        if min(rivals, key=lambda rival: rival.bits).shape.parameters < one.shape.parameters:
+        if _best(rivals, text, machine, time, fixed).flops < one.flops:
             break
         best = one
     return best
@@ -375,13 +364,14 @@ def _other_choices(
     count = settings.EVALUATIONS
     every = max(math.ceil(best.steps / count), 1)
     yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
-    share = settings.EVALUATION_SHARE / 2
+    # The rest is for the sample texts.
+    share = settings.EVALUATION_SHARE * 2 / 3
     tokens = share * best.tokens * settings.EVALUATION_SPEED / count
     rows = max(int(tokens / best.shape.seq_len), 16)
     if rows * best.shape.seq_len >= text.val_tokens:
         yield Choice("evaluation.max_rows", 0, "all held-out text")
     else:
-        yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.1%} of the run")
+        yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
     yield Choice("checkpoint.every_steps", every, "with each evaluation")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firstlight.pipeline import settings
+from firstlight.pipeline.scan import CorpusFacts, held_out_share
 
 #: Readings of a text after which more add nothing: see `worth_of_bytes`.
 _WORTH_OF_REPETITION = 15.39
@@ -142,4 +143,20 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     law += settings.B / worth**settings.BETA
     # A byte costs no more than guessing it.
     ratio = text.gzip_bits_per_byte / settings.GZIP_OF_LIBRARY
-    return min(law * ratio**settings.GZIP_POWER, 8.0)
+    return min(law * math.pow(ratio, settings.GZIP_POWER), 8.0)
+
+
+def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
+    """What the text is going to be in tokens, before there is a tokenizer."""
+    sizes = settings.BYTES_PER_TOKEN
+    known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
+    # Characters of other scripts have more bytes, and as many letters to a token.
+    per_token = sizes[known] * (facts.text_bytes / max(facts.characters, 1)) ** 0.8
+    held = held_out_share(facts.text_bytes) * facts.text_bytes
+    return TextFacts(
+        vocab_size,
+        (facts.total_bytes - held) / per_token,
+        per_token,
+        facts.gzip_bits_per_byte,
+        held / per_token,
+    )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from firstlight.console import parse_count, parse_time, plain, rounded
 from firstlight.data.sources import DataSource, find_sources
 from firstlight.errors import ConfigError, InputError
-from firstlight.pipeline.choices import Choices, choose, choose_vocabulary, estimated_text
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
+from firstlight.pipeline.choices import Choices, choose, choose_vocabulary
+from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.scan import Scan, described, scan_corpus
 
 if TYPE_CHECKING:
