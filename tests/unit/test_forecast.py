@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import firstlight
 from firstlight.bench.memory import measured_memory
 from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
+from firstlight.hardware.allocator import AllocatedPeak, allocated_bytes
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.planner.plan import automatic
 from firstlight.planner.plan import processes as forecasting
@@ -85,14 +87,58 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     words = "tensors take up to 3.00 GiB, in the loss (logits and loss 2.00 GiB, weights 1.00 GiB)"
     assert f"predicted: {words}; the process " in said
     assert " GiB, 2 tokens/s (1 to 3)\n" in said
-    assert "memory of the process: predicted " in said
+    # Each figure of the beginning is compared with its own.
+    assert "\nmemory of tensors: predicted 3.00 GiB, allocated " in said
+    assert " MiB; of the process: predicted " in said
+    assert " GiB, resident " in said
     found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["peak_bytes"] == 3 * 2**30
     # What is resident and what is to come, each byte of it with three tenths that are kept.
     assert found["predicted"]["process_bytes"] > 1.3 * 3 * 2**30
     assert found["measured"]["peak_bytes"] is None
+    assert 0 < found["measured"]["allocated_bytes"] < found["measured"]["process_bytes"]
     assert found["measured"]["process_bytes"] > 2**26
     assert found["measured"]["tokens_per_second"] > 0
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="this C library counts nothing")
+def test_what_is_allocated_is_counted_and_what_is_freed_is_not() -> None:
+    before = allocated_bytes()
+    # Larger than what the allocator maps on its own, and smaller.
+    tensors = [torch.ones(16 << 20), *(torch.ones(10_000) for _ in range(1000))]
+    after, own = allocated_bytes(), sum(tensor.nbytes for tensor in tensors)
+    tensors.clear()
+    again = allocated_bytes()
+    assert before is not None
+    assert after is not None
+    assert after - before == pytest.approx(own, rel=0.02)
+    assert again == pytest.approx(before, abs=0.02 * own)
+
+
+def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [100, 300, 250, 200]
+    watch = AllocatedPeak()
+    assert watch.peak_bytes is None
+
+    def allocated() -> int:
+        if len(seen) == 1:
+            watch._end.set()
+        return seen.pop(0)
+
+    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", allocated)
+    with watch:
+        # 40 of the 100 are the run's own.
+        watch.start(40)
+        watch._end.wait()
+    assert watch.peak_bytes == 300 - 60
+
+
+def test_nothing_is_measured_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", lambda: None)
+    with AllocatedPeak() as watch:
+        watch.start(0)
+        watch.look_less()
+    assert watch.peak_bytes is None
 
 
 class Broken:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from firstlight.console import say
 from firstlight.training import progress
 from firstlight.training.course import Course, LossCurve
-from firstlight.training.progress import TrainingProgress
+from firstlight.training.notebook import NotebookView, notebook_display
+from firstlight.training.progress import TrainingProgress, teller
 
 
 def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
     shown = course(40, max_minutes=2.0)
     shown.predicted_bytes = 3 << 30
     shown.step(record(41, 3.25, **{"val/loss": 3.5}))
-    shown.sample(41, "To be", "\x1b[31m or not\nto be")
+    shown.sample(41, "To be", "\x1b[31m or not\n\n \nto be")
     lines = list(shown.lines(140, 24))
     assert re.fullmatch(r"step 41/100   41%  █+░+  \S+ of 2:00, \S+ left", lines[0])
     assert lines[1] == (
@@ -212,3 +216,60 @@ def test_nothing_is_shown_where_nobody_asked(capsys: pytest.CaptureFixture[str])
         bar.message("a message")
         bar.sample(1, "a", "b")
     assert capsys.readouterr() == ("", "")
+
+
+# In a notebook
+
+
+class Output:
+    """The one output of a cell."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, str]] = []
+
+    def __call__(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Output:
+        assert raw
+        assert display_id
+        self.shown.append(content)
+        return self
+
+    def update(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.shown.append(content)
+
+
+def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    output = Output()
+    shown = Course(lambda: 1000, 0)
+    view = NotebookView(shown, output)
+    view.open()
+    for step in range(1, 9):
+        shown.step(record(step, 8.0 - step))
+        view.step(shown)
+        now += 0.4
+    # At its opening, and at the first step of each second.
+    assert [content["text/plain"].split()[1] for content in output.shown] == [
+        f"{step}/1,000" for step in (0, 1, 4, 7)
+    ]
+    view.message("val/loss < 3 & falling")
+    shown.sample(8, "<b>", "To be")
+    view.close()
+    last = output.shown[-1]
+    assert last["text/plain"].splitlines()[0] == "val/loss < 3 & falling"
+    assert last["text/plain"].splitlines()[-1] == "step 8: <b>To be"
+    assert "val/loss &lt; 3 &amp; falling\nstep 8/1,000" in last["text/html"]
+    assert "step 8: &lt;b&gt;To be" in last["text/html"]
+    # 7.0 at step 1 is the highest of eight losses that a picture shows, 0.0 the lowest.
+    assert '<polyline points="60.0,10.0 ' in last["text/html"]
+    assert '630.0,140.0" fill="none"' in last["text/html"]
+
+
+def test_outside_of_a_notebook_there_is_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert notebook_display() is None
+    # IPython on a terminal, or imported by a library.
+    terminal = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=None))
+    monkeypatch.setitem(sys.modules, "IPython", terminal)
+    assert notebook_display() is None
+    assert teller() is say

@@ -67,6 +67,11 @@ class LossCurve:
         """The mean losses, the first steps first."""
         return [total / count for total, count in zip(self._sums, self._counts, strict=True)]
 
+    @property
+    def edges(self) -> tuple[float, float]:
+        """The losses at the upper and the lower edge of a picture of the means."""
+        return _edges(self.means)
+
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
         """The curve in braille characters.
 
@@ -75,9 +80,7 @@ class LossCurve:
             lower edge).
         """
         points = _resampled(self.means, 2 * columns)
-        # The loss of guessing, at which a run begins, would press the rest to the lower edge.
-        ordered = sorted(points)
-        high, low = ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
+        high, low = _edges(points)
         scale = (4 * rows - 1) / (high - low) if high > low else 0.0
         heights = [round((high - min(point, high)) * scale) for point in points]
         cells = [[0] * columns for _ in range(rows)]
@@ -90,6 +93,13 @@ class LossCurve:
         # Blanks at the end would be wrapped where a terminal is made narrower.
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
+
+
+def _edges(points: list[float]) -> tuple[float, float]:
+    """The loss that a twentieth of the points is above, and the lowest one: the loss of guessing,
+    at which a run begins, would press the rest to the lower edge."""
+    ordered = sorted(points)
+    return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
 
 
 def _resampled(values: list[float], count: int) -> list[float]:
@@ -233,7 +243,7 @@ class Course:
         )
         yield _fitting(self.figures, columns)
         free = rows - 3
-        sample = self._sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
+        sample = self.sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
         height = min(free - len(sample) - 2, _CURVE_ROWS)
         if columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS and self.curve.last_step:
             yield from self._curve_lines(columns, height)
@@ -248,8 +258,10 @@ class Course:
         first, last = f"step {self.curve.first_step:,}", f"{self.curve.last_step:,}"
         yield " " * label + f"{first}{last:>{columns - label - 1 - len(first)}}"
 
-    def _sample_lines(self, columns: int) -> list[str]:
-        lines = self._sample.expandtabs(4).splitlines()
+    def sample_lines(self, columns: int) -> list[str]:
+        """The lines of the last sample text but blank ones, each cut to so many columns."""
+        # A model that has just begun writes many blank lines.
+        lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
         return [line if len(line) < columns else f"{line[: columns - 2]}…" for line in lines]
 
 

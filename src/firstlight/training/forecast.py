@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from firstlight.files.atomic import write_json
+from firstlight.hardware.allocator import AllocatedPeak
 from firstlight.hardware.device import Hardware, peak_memory_bytes
 from firstlight.recipe import ResolvedRecipe
 from firstlight.report.records import MOSTLY_LEARNED
@@ -99,7 +100,7 @@ class Forecaster(Protocol):
 
 
 class ForecastComparison:
-    """The forecast of a run and its measurements, side by side.
+    """The forecast of a run and its measurements, side by side. A context; measuring ends with it.
 
     Args:
         hardware: hardware of this process, before the run has taken any memory.
@@ -116,10 +117,19 @@ class ForecastComparison:
         self._hardware = hardware
         self._level = _level(hardware)
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
+        self._steps = 0
+        self._allocated = AllocatedPeak()
+
+    def __enter__(self) -> ForecastComparison:
+        return self
+
+    def __exit__(self, *of_error: Any) -> None:
+        self._allocated.__exit__(*of_error)
 
     def predict_process(self, held_bytes: int, *, compiles: bool) -> None:
         """Add the memory of the whole process to the forecast, on a CPU: what is resident at this
-        moment, the tensors that are still to come, and what comes with them.
+        moment, the tensors that are still to come, and what comes with them. What is allocated is
+        measured from here on.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are in memory already.
@@ -131,9 +141,13 @@ class ForecastComparison:
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries)
         self.forecast = replace(self.forecast, process_bytes=total)
+        self._allocated.start(held_bytes)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's metrics in."""
+        self._steps += 1
+        if self._steps == _SLOW_STEPS:
+            self._allocated.look_less()
         for name, found in self._rates.items():
             rate = record.get(name)
             if rate is not None:
@@ -144,6 +158,8 @@ class ForecastComparison:
 
         Returns:
             "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
+            "allocated_bytes": on a CPU, of tensors and of libraries' buffers, by the C library's
+                allocator; None where it doesn't count.
             "process_bytes": on a CPU the most resident memory of the process, else None.
             "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
             of all steps but the first ones, None without any.
@@ -152,6 +168,7 @@ class ForecastComparison:
         on_gpu = self._hardware.device.type == "cuda"
         return {
             "peak_bytes": max(peak - self._level, 0) if on_gpu else None,
+            "allocated_bytes": self._allocated.peak_bytes,
             "process_bytes": None if on_gpu else peak,
             **{name: _median(found[_SLOW_STEPS:]) for name, found in self._rates.items()},
         }
@@ -189,14 +206,17 @@ class ForecastComparison:
     def _memory_in_words(self, found: Mapping[str, Any]) -> str:
         """Each figure beside its own kind."""
         assert self.forecast is not None
-        if found["peak_bytes"] is not None:
-            kind, predicted, measured = "tensors", self.forecast.peak_bytes, found["peak_bytes"]
-        elif self.forecast.process_bytes is not None:
-            kind, predicted = "process", self.forecast.process_bytes
-            measured = found["process_bytes"]
-        else:
-            return f"memory of the process: measured {_size(found['process_bytes'])}"
-        return f"memory of the {kind}: predicted {_size(predicted)}, measured {_size(measured)}"
+        tensors = found["peak_bytes"] or found["allocated_bytes"]
+        kinds = {
+            "tensors": (self.forecast.peak_bytes, "allocated", tensors),
+            "the process": (self.forecast.process_bytes, "resident", found["process_bytes"]),
+        }
+        told = [
+            f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
+            for kind, (predicted, name, measured) in kinds.items()
+            if predicted is not None and measured is not None
+        ]
+        return f"memory {'; '.join(told)}"
 
 
 def _median(rates: Sequence[float]) -> float | None:

@@ -21,11 +21,12 @@ from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.resolve import with_deepspeed_file
 from firstlight.report.findings import Finding, best_checkpoint, findings_of
 from firstlight.report.records import read_run
-from firstlight.report.report import draw_report
+from firstlight.report.report import REPORT_NAME, draw_report
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.minutes import decide_length, predict_length
+from firstlight.training.notebook import notebook_display, show_picture
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
@@ -87,7 +88,7 @@ def train(
     new_rows: str = "mean",
     branch_from: str | Path | None = None,
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     forecaster: Forecaster | None = None,
 ) -> TrainResult:
     """Train a model as a recipe says.
@@ -108,7 +109,8 @@ def train(
             that has no checkpoint yet (else `resume` takes that one). See `cooldown_recipe`.
         on_step: called with each step's metrics, in the main process. It may draw from the global
             generators of Python, numpy and torch: their states are seeded, saved and resumed.
-        progress: show a progress bar and messages on stderr.
+        progress: show the run and its messages to a person: on stderr, in a notebook as one output
+            of the cell, with the report's picture at the end. None does so in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
 
     Raises:
@@ -122,11 +124,13 @@ def train(
             a DivergedError, the last checkpoint is untouched.
     """
     recipe = _read_recipe(recipe)
+    if progress is None:
+        progress = notebook_display() is not None
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
+        ForecastComparison(hardware) as comparison,  # before the run takes any memory
     ):
-        comparison = ForecastComparison(hardware)  # before the run takes any memory
         show = progress and engine.is_main
         with (
             set_up(recipe, resume, init_from, new_rows, branch_from, hardware, engine, show) as run,
@@ -139,7 +143,10 @@ def train(
             checkpoints.finish()
             wait_for_main(engine, run.write_budget)
             write_average(run)
-            return _result(run, stopping, comparison)
+            result = _result(run, stopping, comparison)
+        if show:
+            show_picture(result.run_folder / REPORT_NAME)
+        return result
 
 
 def training_loop(

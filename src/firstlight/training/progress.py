@@ -1,10 +1,10 @@
-"""The progress of a run: a live view on a terminal, a line a minute in a log."""
+"""The progress of a run: a live view on a terminal or in a notebook, a line a minute in a log."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from rich.live import Live
 
 from firstlight.console import console, say
 from firstlight.training.course import Course
+from firstlight.training.notebook import NotebookView, notebook_display
 
 #: In a log: seconds to the first line, and from then on between two.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
@@ -82,6 +83,19 @@ class _TerminalView(_NoView):
         self._live.stop()
 
 
+def _view(course: Course) -> View:
+    display, target = notebook_display(), console()
+    if display is not None:
+        return NotebookView(course, display)
+    return _TerminalView(course, target) if target.is_interactive else _LogView()
+
+
+def teller() -> Callable[[str], None]:
+    """The function that prints a message for people: on stderr, in a notebook below the cell,
+    where stderr would look like an error."""
+    return say if notebook_display() is None else print
+
+
 class TrainingProgress:
     """Shows a run to a person: steps, loss, speed, memory, the time left, the last sample text.
 
@@ -95,9 +109,8 @@ class TrainingProgress:
         self._shows_samples = True
         self._view: View = _NoView()
         if shown:
-            target = console()
-            self._shows_samples = not target.is_interactive
-            self._view = _TerminalView(course, target) if target.is_interactive else _LogView()
+            self._view = _view(course)
+            self._shows_samples = isinstance(self._view, _LogView)
 
     def __enter__(self) -> TrainingProgress:
         self._view.open()

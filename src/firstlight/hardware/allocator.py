@@ -1,0 +1,93 @@
+"""Memory that the C library's allocator has given out on a CPU, where the library counts it (glibc
+2.33 or later): tensors and buffers of libraries, without code and without what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+#: Seconds between two looks at the allocator: in the first steps, and in those whose speed counts.
+#: A look took 0.4 ms in the demo's recipe (2 cores of an AMD EPYC).
+_DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
+
+
+class _Mallinfo2(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    )
+
+
+@functools.cache
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # another C library; Windows has no None
+        return None
+    function.restype = _Mallinfo2
+    found: Callable[[], _Mallinfo2] = function
+    return found
+
+
+def allocated_bytes() -> int | None:
+    """Bytes that are allocated now, small blocks and mapped ones; None where nobody counts them."""
+    function = _mallinfo2()
+    if function is None:
+        return None
+    info = function()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+class AllocatedPeak:
+    """The most bytes that were allocated at a time, by a thread that looks now and then.
+
+    A context; the thread ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._peak, self._level = 0, 0
+        self._seconds = _DENSE_SECONDS
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> AllocatedPeak:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def start(self, counted_bytes: int) -> None:
+        """Begin to look; `counted_bytes` of what is allocated now are of the peak, the rest is
+        not."""
+        level = allocated_bytes()
+        if level is None or self._thread is not None:
+            return
+        self._level = level - counted_bytes
+        self._thread = threading.Thread(target=self._look, name="allocated peak", daemon=True)
+        self._thread.start()
+
+    def look_less(self) -> None:
+        """Look so seldom from now on that it takes no time of the others."""
+        self._seconds = _SPARSE_SECONDS
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that was seen; None where nobody counts, and before the start."""
+        return max(self._peak - self._level, 0) if self._peak else None
+
+    def _look(self) -> None:
+        while not self._end.is_set():
+            self._peak = max(self._peak, allocated_bytes() or 0)
+            self._end.wait(self._seconds)

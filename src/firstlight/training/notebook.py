@@ -1,0 +1,109 @@
+"""A run in a Jupyter notebook: one output that is updated while it goes on, and its report."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from firstlight.training.course import Course
+
+#: Seconds between two updates of the output.
+_SECONDS_BETWEEN_UPDATES = 1.0
+#: Characters of a line, and the curve of the loss in pixels.
+_COLUMNS, _WIDTH, _HEIGHT = 110, 640, 150
+#: Lines that stand above the figures, at most.
+_MOST_MESSAGES = 40
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display`, in the kernel of a notebook; None elsewhere."""
+    # A notebook has imported it.
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    if getattr(shell, "kernel", None) is None:
+        return None
+    found: Callable[..., Any] = importlib.import_module("IPython.display").display
+    return found
+
+
+class NotebookView:
+    """The course of a run as one output of a cell, with the messages of the run above it."""
+
+    def __init__(self, course: Course, display: Callable[..., Any]) -> None:
+        self._course, self._display = course, display
+        self._messages: list[str] = []
+        self._handle: Any = None
+        self._due = 0.0
+
+    def open(self) -> None:
+        """Begin."""
+        self._handle = self._display(self._content(), raw=True, display_id=True)
+
+    def step(self, course: Course) -> None:
+        """Show the course after a step, once a second."""
+        if time.monotonic() >= self._due or course.is_done:
+            self._update()
+
+    def message(self, text: str) -> None:
+        """Show a line above the figures."""
+        self._messages = [*self._messages, text][-_MOST_MESSAGES:]
+        self._update()
+
+    def close(self) -> None:
+        """Show the end of it."""
+        self._update()
+
+    def _update(self) -> None:
+        self._due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
+        if self._handle is not None:
+            self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        """The output in both forms that notebooks show."""
+        (
+            first,
+            figures,
+            *_,
+        ) = self._course.lines(_COLUMNS, 3)
+        plain = [*self._messages, first, figures, *self._course.sample_lines(_COLUMNS)]
+        escaped = html.escape("\n".join([*self._messages, first, figures]))
+        sample = html.escape("\n".join(self._course.sample_lines(_COLUMNS)))
+        page = f"<pre>{escaped}</pre>{_curve(self._course)}<pre>{sample}</pre>"
+        return {"text/plain": "\n".join(plain), "text/html": page}
+
+
+def _curve(course: Course) -> str:
+    """The curve of the loss as SVG; empty before there are two points."""
+    means = course.curve.means
+    if len(means) < 2:
+        return ""
+    high, low = course.curve.edges
+    scale = (_HEIGHT - 20) / (high - low) if high > low else 0.0
+    width = (_WIDTH - 70) / (len(means) - 1)
+    points = " ".join(
+        f"{60 + width * i:.1f},{10 + (high - min(mean, high)) * scale:.1f}"
+        for i, mean in enumerate(means)
+    )
+    text = 'font-family="monospace" font-size="12" fill="currentColor"'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 15}" width="{_WIDTH}" role="img" '
+        'aria-label="training loss by step">'
+        f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+        f'<text x="2" y="15" {text}>{high:.3f}</text>'
+        f'<text x="2" y="{_HEIGHT - 6}" {text}>{low:.3f}</text>'
+        f'<text x="60" y="{_HEIGHT + 12}" {text}>step {course.curve.first_step:,}</text>'
+        f'<text x="{_WIDTH - 10}" y="{_HEIGHT + 12}" text-anchor="end" {text}>'
+        f"{course.curve.last_step:,}</text></svg>"
+    )
+
+
+def show_picture(path: Path) -> None:
+    """Show a picture below the cell, where there is a notebook and the picture."""
+    display = notebook_display()
+    if display is not None and path.is_file():
+        display(importlib.import_module("IPython.display").Image(filename=str(path)))
