@@ -1,4 +1,6 @@
-"""Progress, warnings and hints for people, always on stderr; texts and figures made fit to read.
+"""Progress, warnings and hints for people, on stderr; texts and figures made fit to read.
+
+In a notebook they are on stdout, since a notebook shows stderr as errors.
 
 stdout belongs to results: generated text, a verb's tables, or the one JSON object of `--json`
 (`cli/output.py`).
@@ -7,12 +9,14 @@ stdout belongs to results: generated text, a verb's tables, or the one JSON obje
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -25,13 +29,25 @@ def console() -> Console:
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display`, in the kernel of a notebook; None elsewhere."""
+    # A notebook has imported it.
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    if getattr(shell, "kernel", None) is None:
+        return None
+    found: Callable[..., Any] = importlib.import_module("IPython.display").display
+    return found
+
+
 def say(message: str) -> None:
     """Print one line for people. `message` is plain text: nothing in it is markup.
 
     The work goes on if the reader is gone (a closed pipe or terminal).
     """
+    stream = sys.stderr if notebook_display() is None else sys.stdout
     try:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
+        print(message, file=stream, flush=True)
     except OSError:
         silence()
 

@@ -16,12 +16,7 @@ pytest.importorskip("ipykernel")
 
 _NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 #: What makes it quick, and is no part of what is tested.
-_SHORTER = {
-    '("json", "email", "http")': '("json",)',
-    '"max_steps": 200': '"max_steps": 4',
-    '"every_steps": 100': '"every_steps": 2',
-    '"max_rows": 64': '"max_rows": 4',
-}
+_SHORTER = {'("asyncio", "email", "json")': '("json",)', 'budget="3m"': 'steps=8, size="tiny"'}
 
 
 # jupyter_client's own warnings about the zmq library and about its folders.
@@ -50,19 +45,19 @@ def test_the_quickstart_shows_progress_and_report_inline(
     nbclient.NotebookClient(
         notebook, kernel_name="this", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    training = next(cell for cell in notebook.cells if "firstlight.train(recipe" in cell.source)
+    training = next(cell for cell in notebook.cells if "firstlight.train_texts(" in cell.source)
     _require_inline(training.outputs)
     # The output is one that is updated, and nothing is red.
     everything = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [one for one in everything if one.get("name") == "stderr"] == []
-    assert "bits for a byte of text" in "".join(one.get("text", "") for one in everything)
+    assert "bits per byte of held-out text" in "".join(one.get("text", "") for one in everything)
 
 
 def _require_inline(outputs: list[Any]) -> None:
     shown = [one["data"] for one in outputs if one["output_type"] == "display_data"]
     progress, report = shown
     lines = progress["text/plain"].splitlines()
-    assert [line for line in lines if line.startswith("step 4/4  100%")]
-    assert [line for line in lines if line.startswith("step 4: val/loss ")]
+    assert [line for line in lines if line.startswith("step 8/8  100%")]
+    assert [line for line in lines if line.startswith("step 8: val/loss ")]
     assert "<polyline points=" in progress["text/html"]
     assert base64.b64decode(report["image/png"]).startswith(b"\x89PNG")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from firstlight.console import say
+from firstlight.console import notebook_display, say
 from firstlight.training import progress
 from firstlight.training.course import Course, LossCurve
-from firstlight.training.notebook import NotebookView, notebook_display
-from firstlight.training.progress import TrainingProgress, teller
+from firstlight.training.notebook import NotebookView
+from firstlight.training.progress import TrainingProgress
 
 
 def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any]:
@@ -266,10 +266,13 @@ def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyP
     assert '630.0,140.0" fill="none"' in last["text/html"]
 
 
-def test_outside_of_a_notebook_there_is_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_notebook_messages_are_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert notebook_display() is None
     # IPython on a terminal, or imported by a library.
     terminal = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=None))
     monkeypatch.setitem(sys.modules, "IPython", terminal)
     assert notebook_display() is None
-    assert teller() is say
+    say("a message")
+    assert capsys.readouterr() == ("", "a message\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.console import notebook_display
 from firstlight.errors import DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.eight_bit import compiles_update
@@ -26,7 +27,7 @@ from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.minutes import decide_length, predict_length
-from firstlight.training.notebook import notebook_display, show_picture
+from firstlight.training.notebook import show_picture
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import importlib
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from firstlight.console import notebook_display
 from firstlight.training.course import Course
 
 #: Seconds between two updates of the output.
@@ -18,17 +18,6 @@ _SECONDS_BETWEEN_UPDATES = 1.0
 _COLUMNS, _WIDTH, _HEIGHT = 110, 640, 150
 #: Lines that stand above the figures, at most.
 _MOST_MESSAGES = 40
-
-
-def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display`, in the kernel of a notebook; None elsewhere."""
-    # A notebook has imported it.
-    interactive = sys.modules.get("IPython")
-    shell = interactive.get_ipython() if interactive is not None else None
-    if getattr(shell, "kernel", None) is None:
-        return None
-    found: Callable[..., Any] = importlib.import_module("IPython.display").display
-    return found
 
 
 class NotebookView:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
 
-from firstlight.console import console, say
+from firstlight.console import console, notebook_display, say
 from firstlight.training.course import Course
-from firstlight.training.notebook import NotebookView, notebook_display
+from firstlight.training.notebook import NotebookView
 
 #: In a log: seconds to the first line, and from then on between two.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
@@ -88,12 +88,6 @@ def _view(course: Course) -> View:
     if display is not None:
         return NotebookView(course, display)
     return _TerminalView(course, target) if target.is_interactive else _LogView()
-
-
-def teller() -> Callable[[str], None]:
-    """The function that prints a message for people: on stderr, in a notebook below the cell,
-    where stderr would look like an error."""
-    return say if notebook_display() is None else print
 
 
 class TrainingProgress:

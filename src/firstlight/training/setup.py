@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
 from firstlight.checkpoint.selection import resolve_model_folder
-from firstlight.console import own_version
+from firstlight.console import own_version, say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
 from firstlight.files.atomic import write_file
@@ -50,7 +50,6 @@ from firstlight.training.minutes import budget_of
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
-from firstlight.training.progress import teller
 from firstlight.training.resuming import (
     continue_schedule,
     decided_before,
@@ -99,7 +98,7 @@ def set_up(
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(folder))
-    tell = teller() if shown else lambda _: None
+    tell = say if shown else lambda _: None
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
     with held(folder) if engine.is_main else contextlib.nullcontext(lambda: None) as require_folder:
@@ -182,7 +181,7 @@ def _open_data(
         recipe.data.model_copy(update={"verify": verify}),
         tell,
         tokenizer=None if start is None else lambda: resolve_model_folder(start),
-        progress=tell is teller(),
+        progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
