@@ -1,6 +1,6 @@
 """Progress, warnings and hints for people, on stderr; texts and figures made fit to read.
 
-In a notebook they are on stdout, since a notebook shows stderr as errors.
+A notebook shows stderr as errors, so there they are outputs of the cell.
 
 stdout belongs to results: generated text, a verb's tables, or the one JSON object of `--json`
 (`cli/output.py`).
@@ -45,9 +45,11 @@ def say(message: str) -> None:
 
     The work goes on if the reader is gone (a closed pipe or terminal).
     """
-    stream = sys.stderr if notebook_display() is None else sys.stdout
+    if (display := notebook_display()) is not None:
+        display({"text/plain": message}, raw=True)
+        return
     try:
-        print(message, file=stream, flush=True)
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
     except OSError:
         silence()
 

@@ -55,7 +55,10 @@ def test_the_quickstart_shows_progress_and_report_inline(
 
 def _require_inline(outputs: list[Any]) -> None:
     shown = [one["data"] for one in outputs if one["output_type"] == "display_data"]
-    progress, report = shown
+    (progress,) = [data for data in shown if "text/html" in data]
+    (report,) = [data for data in shown if "image/png" in data]
+    assert shown[-1] == report
+    assert any(data["text/plain"].startswith("memory of tensors: ") for data in shown)
     lines = progress["text/plain"].splitlines()
     assert [line for line in lines if line.startswith("step 8/8  100%")]
     assert [line for line in lines if line.startswith("step 8: val/loss ")]
