@@ -116,21 +116,22 @@ def test_what_is_allocated_is_counted_and_what_is_freed_is_not() -> None:
 
 
 def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [100, 300, 250, 200]
+    # At the start, 40 of them counted; of three looks; where 30 are counted; of two looks.
+    seen = [100, 300, 250, 200, 180, 400, 390]
     watch = AllocatedPeak()
-    assert watch.peak_bytes is None
-
-    def allocated() -> int:
-        if len(seen) == 1:
-            watch._end.set()
-        return seen.pop(0)
-
-    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", allocated)
+    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", lambda: seen.pop(0))
+    monkeypatch.setattr(AllocatedPeak, "_look", lambda _: None)
     with watch:
-        # 40 of the 100 are the run's own.
         watch.start(40)
-        watch._end.wait()
-    assert watch.peak_bytes == 300 - 60
+        for _ in range(3):
+            watch.look()
+        assert watch.peak_bytes == 300 - 60
+        watch.find_level(30)
+        # What was seen before counts by the higher level.
+        assert watch.peak_bytes == 300 - 150
+        for _ in range(2):
+            watch.look()
+    assert watch.peak_bytes == 400 - 150
 
 
 def test_nothing_is_measured_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:

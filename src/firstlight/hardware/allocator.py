@@ -47,13 +47,15 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """The most bytes that were allocated at a time, by a thread that looks now and then.
+    """The most bytes that were allocated at a time beside a level, by a thread that looks now and
+    then. A context; the thread ends with it.
 
-    A context; the thread ends with it.
+    The level is what is allocated without being counted. It rises on the way, as libraries make
+    buffers and kernels, and is found anew where the counted bytes are known.
     """
 
     def __init__(self) -> None:
-        self._peak, self._level = 0, 0
+        self._most, self._peak, self._level = 0, 0, 0
         self._seconds = _DENSE_SECONDS
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,15 +70,26 @@ class AllocatedPeak:
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread looks."""
+        return self._thread is not None and not self._end.is_set()
+
     def start(self, counted_bytes: int) -> None:
-        """Begin to look; `counted_bytes` of what is allocated now are of the peak, the rest is
-        not."""
+        """Begin to look; `counted_bytes` of what is allocated now are counted."""
         level = allocated_bytes()
         if level is None or self._thread is not None:
             return
         self._level = level - counted_bytes
         self._thread = threading.Thread(target=self._look, name="allocated peak", daemon=True)
         self._thread.start()
+
+    def find_level(self, counted_bytes: int) -> None:
+        """Take the level anew: what is allocated now but for the `counted_bytes`."""
+        level = (allocated_bytes() or 0) - counted_bytes
+        # The peak since the last time may be older or younger than the rise.
+        self._most = max(self._most, self._peak - max(level, self._level))
+        self._peak, self._level = 0, level
 
     def look_less(self) -> None:
         """Look so seldom from now on that it takes no time of the others."""
@@ -85,9 +98,15 @@ class AllocatedPeak:
     @property
     def peak_bytes(self) -> int | None:
         """The most that was seen; None where nobody counts, and before the start."""
-        return max(self._peak - self._level, 0) if self._peak else None
+        if self._thread is None:
+            return None
+        return max(self._most, self._peak - self._level, 0)
 
     def _look(self) -> None:
         while not self._end.is_set():
-            self._peak = max(self._peak, allocated_bytes() or 0)
+            self.look()
             self._end.wait(self._seconds)
+
+    def look(self) -> None:
+        """Look once."""
+        self._peak = max(self._peak, allocated_bytes() or 0)

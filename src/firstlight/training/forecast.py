@@ -5,6 +5,7 @@ The forecaster is passed in: the planner runs the training step itself, and so s
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -148,6 +149,9 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
+        # An evaluation and a save leave buffers behind, as does the first step.
+        if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
+            self._allocated.find_level(_tensor_bytes())
         for name, found in self._rates.items():
             rate = record.get(name)
             if rate is not None:
@@ -158,8 +162,8 @@ class ForecastComparison:
 
         Returns:
             "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
-            "allocated_bytes": on a CPU, of tensors and of libraries' buffers, by the C library's
-                allocator; None where it doesn't count.
+            "allocated_bytes": on a CPU, of tensors and of libraries' buffers for a step, by the C
+                library's allocator; None where it doesn't count.
             "process_bytes": on a CPU the most resident memory of the process, else None.
             "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
             of all steps but the first ones, None without any.
@@ -217,6 +221,13 @@ class ForecastComparison:
             if predicted is not None and measured is not None
         ]
         return f"memory {'; '.join(told)}"
+
+
+def _tensor_bytes() -> int:
+    """Bytes of all tensors that there are between two steps; takes a tenth of a second."""
+    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    storages = (one.untyped_storage() for one in tensors if one.layout == torch.strided)
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def _median(rates: Sequence[float]) -> float | None:
