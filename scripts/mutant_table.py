@@ -36,6 +36,9 @@ _LATE = "tests/gpu/test_late_copies.py::test_"
 _COMPILED = "tests/unit/test_compiled.py::test_"
 _MUON = "tests/unit/test_muon.py::test_"
 _GROUPS = "tests/unit/test_optimizer_groups.py::test_"
+_SCHEDULE = "tests/unit/test_schedule.py::test_"
+_COOLDOWN = "tests/unit/test_cooldown.py::test_"
+_SAVING = "tests/unit/test_saving.py::test_"
 _SAME_BITS = "tests/unit/test_determinism.py::test_"
 _ORDER = (
     "tests/faults/test_loader_order.py::"
@@ -180,6 +183,65 @@ MUTANTS = [
         "max(self.decay_steps - begin, 1), 1.0)",
         "max(self.decay_steps - begin - 1, 1), 1.0)",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
+    ),
+    Mutant(
+        "wsd decays from the end of its warm-up",
+        "firstlight/optim/schedule.py",
+        "return self.decay_steps - self.cooldown_steps if self.kind",
+        "return self.warmup_steps if self.kind",
+        (_SCHEDULE + "wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part",),
+    ),
+    Mutant(
+        "a ramp rises a step early",
+        "firstlight/optim/schedule.py",
+        "self.start * (1 + rises * step // self.ramp_steps)",
+        "self.start * (1 + rises * (step + 1) // self.ramp_steps)",
+        (
+            _SCHEDULE + "a_step_has_more_rows_in_equal_parts_over_the_ramp",
+            _SCHEDULE + "the_position_is_the_sum_of_the_steps_before",
+        ),
+    ),
+    Mutant(
+        "the position in a ramp counts each rise a step late",
+        "firstlight/optim/schedule.py",
+        "begins = (-(-rise * self.ramp_steps // rises)",
+        "begins = (rise * self.ramp_steps // rises + 1",
+        (_SCHEDULE + "the_position_is_the_sum_of_the_steps_before",),
+    ),
+    Mutant(
+        "a cooldown begins with a warm-up of its own",
+        "firstlight/training/cooldown.py",
+        '"warmup_steps": schedule.warmup_steps,',
+        '"warmup_steps": step + 1,',
+        (_COOLDOWN + "a_cooldown_is_bit_for_bit_the_end_of_one_wsd_run",),
+    ),
+    Mutant(
+        "a cooldown of steps counted from the trunk's first",
+        "firstlight/training/cooldown.py",
+        '"max_steps": step + steps,',
+        '"max_steps": max(steps, step + 1),',
+        (_COOLDOWN + "a_cooldown_is_bit_for_bit_the_end_of_one_wsd_run",),
+    ),
+    Mutant(
+        "Muon's rate falls with the width as AdamW's does",
+        "firstlight/optim/table.py",
+        "muon_rate * math.sqrt(ratio)",
+        "muon_rate * ratio",
+        (_GROUPS + "rates_follow_from_the_width_they_were_tuned_at",),
+    ),
+    Mutant(
+        "the rates of a width are derived again from a resolved recipe",
+        "firstlight/optim/table.py",
+        'changes: dict[str, Any] = {"tuned_width": hidden_size}',
+        "changes: dict[str, Any] = {}",
+        (_GROUPS + "a_resolved_recipe_has_the_rates_of_its_width_once",),
+    ),
+    Mutant(
+        "a background thread with OpenMP threads of its own",
+        "firstlight/hardware/device.py",
+        "        torch.set_num_threads(1)\n",
+        "",
+        (_SAVING + "the_saving_thread_brings_no_threads_of_its_own",),
     ),
     Mutant(
         "horizon rescaled on resume",
@@ -795,10 +857,10 @@ MUTANTS = [
     ),
     Mutant(
         "full memory kept when it ran out",
-        "firstlight/training/run.py",
-        '        gc.collect()\n        if self.program.hardware.device.type == "cuda":\n'
-        "            torch.cuda.empty_cache()\n",
-        "        gc.collect()\n",
+        "firstlight/training/out_of_memory.py",
+        '    gc.collect()\n    if run.program.hardware.device.type == "cuda":\n'
+        "        torch.cuda.empty_cache()\n",
+        "    gc.collect()\n",
         (_FAKE_RUNS + "memory_that_ran_out_is_given_back_before_the_next_try",),
     ),
     Mutant(

@@ -131,7 +131,13 @@ ROWS: dict[str, LearningRow] = {
         "65 %",
     ),
     NEW: LearningRow(
-        {**_NANOCHAT, "optimizer.muon_learning_rate": 0.01, "schedule.min_lr_ratio": 0.0},
+        {
+            **_NANOCHAT,
+            "optimizer.muon_learning_rate": 0.01,
+            "optimizer.head_lr_multiple": 0.02,
+            "optimizer.muon_momentum_warmup_steps": 100,
+            "schedule.min_lr_ratio": 0.0,
+        },
         about="firstlight's recipe for new models: nanochat's with Muon at 0.01, down to zero",
     ),
     # Single changes.
