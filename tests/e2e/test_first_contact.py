@@ -3,6 +3,7 @@ one line that says what to do."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -91,6 +92,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "texts.tar": _tar(),
         "texts.tar.gz": gzip.compress(_tar()),
         "text.gz": gzip.compress(_ENGLISH.encode()),
+        "text.bz2": bz2.compress(_ENGLISH.encode()),
+        "paper.v2.pdf": _picture("pdf"),
         "notes.sqlite": _database(tmp_path_factory.mktemp("database") / "notes.sqlite"),
         "numbers.npy": array.getvalue(),
         "program": Path(sys.executable).read_bytes()[: 1 << 17],
@@ -125,6 +128,8 @@ _ANSWERS = {
     "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
     "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
     "text.gz": " is a compressed file: unpack it with gzip -d text.gz, and name what comes out",
+    "text.bz2": " is a compressed file: unpack it with bzip2 -d text.bz2, and name what comes ",
+    "paper.v2.pdf": " is a PDF document: make text of it with pdftotext paper.v2.pdf paper.v2.txt",
     "notes.sqlite": " is an SQLite database: export its text with sqlite3 -header -csv ",
     "numbers.npy": " is a file of numbers: leave it out",
     "program": " is a program: leave it out",

@@ -315,6 +315,8 @@ def test_a_folder_with_another_study_is_refused(
     path.write_text(path.read_text().replace(_RATE, "optimizer.eps"))
     with pytest.raises(CheckpointError, match=r"trials.jsonl:2 is no trial of this study"):
         tune(small(), tmp_path / "s", search=search, trials=3)
+    with pytest.raises(ConfigError, match="max_minutes gives the run no number of steps"):
+        tune(small(schedule={"max_minutes": 3}), tmp_path / "t")
     (tmp_path / "s" / "study.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):
         tune(small(), tmp_path / "s", search=search, trials=3)

@@ -174,6 +174,11 @@ def _require_options(
         )
     if recipe.schedule.resume:
         raise ConfigError("schedule.resume goes on in another run's schedule: tune sets its own")
+    if recipe.schedule.max_minutes is not None:
+        raise ConfigError(
+            "schedule.max_minutes gives the run no number of steps, which its trials are a part "
+            "of: set it to null, and schedule.max_steps to the steps of the whole run"
+        )
 
 
 # The study's files

@@ -32,7 +32,7 @@ _SECTIONS = (
 )
 
 #: The length of a run is not searched: longer runs are better.
-_LENGTHS = ("schedule.max_steps", "schedule.epochs", "schedule.resume")
+_LENGTHS = (*("schedule.max_steps", "schedule.epochs", "schedule.max_minutes", "schedule.resume"),)
 
 #: Keys that count steps or tokens of the whole run.
 _SCALED = (

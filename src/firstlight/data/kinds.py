@@ -34,10 +34,10 @@ class FileKind(NamedTuple):
 
     def advice(self, path: Path) -> str:
         """The remedy for the file at hand, as a shell takes its name."""
-        stem = path.with_name(path.name.split(".")[0] or path.name)
-        text = stem.with_suffix(".txt")
+        stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
+        text = stem.with_name(f"{stem.name}.txt")
         # A document called .txt is not to be written over while it is read.
-        text = stem.with_suffix(".plain.txt") if text == path else text
+        text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         names = {"file": path, "text": text, "folder": stem}
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
@@ -69,6 +69,8 @@ _TAR = FileKind(
 _7Z = FileKind("a 7z archive", "unpack it with 7z x {file} -o{folder}, and name that folder")
 _RAR = FileKind("a RAR archive", "unpack it with unrar x {file} {folder}/, and name that folder")
 _GZIP = FileKind("a compressed file", "unpack it with gzip -d {file}, and name what comes out")
+_BZIP2 = FileKind("a compressed file", "unpack it with bzip2 -d {file}, and name what comes out")
+_ZSTD = FileKind("a compressed file", "unpack it with zstd -d {file}, and name what comes out")
 _XZ = FileKind("a compressed file", "unpack it with xz -d {file}, and name what comes out")
 _IMAGE = FileKind("an image", "leave it out, or have its letters read by tesseract {file} {folder}")
 _SOUND = FileKind("a recording", "leave it out, or write down first what is spoken in it")
@@ -92,7 +94,8 @@ _SIGNATURES = (
     (0, b"%PDF-", _PDF),
     (0, b"PK\x03\x04", _ZIP),
     (0, b"\x1f\x8b", _GZIP),
-    (0, b"BZh", _GZIP),
+    (0, b"BZh", _BZIP2),
+    (0, b"\x28\xb5\x2f\xfd", _ZSTD),
     (0, b"\xfd7zXZ\x00", _XZ),
     (0, b"7z\xbc\xaf\x27\x1c", _7Z),
     (0, b"Rar!\x1a\x07", _RAR),
@@ -141,7 +144,9 @@ _ENDINGS = {
     _TAR: ".tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz .tar.zst",
     _7Z: ".7z",
     _RAR: ".rar",
-    _GZIP: ".gz .bz2",
+    _GZIP: ".gz",
+    _BZIP2: ".bz2",
+    _ZSTD: ".zst",
     _XZ: ".xz",
     _IMAGE: ".png .jpg .jpeg .gif .webp .tif .tiff .bmp .heic .ico",
     _SOUND: ".mp3 .wav .ogg .flac .m4a .mp4 .mkv .avi .mov .webm",

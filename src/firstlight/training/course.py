@@ -40,8 +40,8 @@ class LossCurve:
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        self._sums: list[float] = []
-        self._counts: list[int] = []
+        #: (sum, count) of each mean. The screen's thread reads the list while steps are added.
+        self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
     def add(self, step: int, loss: float) -> None:
@@ -49,23 +49,20 @@ class LossCurve:
         if not math.isfinite(loss):
             return
         self.first_step, self.last_step = self.first_step or step, step
-        if self._sums and self._counts[-1] < self._steps_of_a_mean:
-            self._sums[-1] += loss
-            self._counts[-1] += 1
+        if self._parts and self._parts[-1][1] < self._steps_of_a_mean:
+            total, count = self._parts[-1]
+            self._parts[-1] = (total + loss, count + 1)
             return
-        if len(self._sums) == self.most:
-            self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
-            self._counts = [
-                a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)
-            ]
+        if len(self._parts) == self.most:
+            pairs = zip(self._parts[::2], self._parts[1::2], strict=True)
+            self._parts = [(a + b, m + n) for (a, m), (b, n) in pairs]
             self._steps_of_a_mean *= 2
-        self._sums.append(loss)
-        self._counts.append(1)
+        self._parts.append((loss, 1))
 
     @property
     def means(self) -> list[float]:
         """The mean losses, the first steps first."""
-        return [total / count for total, count in zip(self._sums, self._counts, strict=True)]
+        return [total / count for total, count in self._parts]
 
     @property
     def edges(self) -> tuple[float, float]:
