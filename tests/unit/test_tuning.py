@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -460,3 +461,16 @@ def test_wrong_options_are_one_line(
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "run-tune").exists()
+
+
+def test_without_optuna_the_error_is_the_command_that_installs_it(
+    tmp_path: Path,
+    recipe: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    path = tmp_path / "r.yaml"
+    path.write_text(json.dumps(recipe))
+    assert main(["tune", str(path)]) == 1
+    assert "pip install 'firstlight[tune]'\n" in capfd.readouterr().err
