@@ -160,6 +160,14 @@ def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixtur
     assert "--budget is for texts, and a.yaml is a recipe" in capsys.readouterr().err
 
 
+def test_one_process_prepares_texts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "stdlib", "--budget", "3m"]) == 2
+    assert "texts are prepared by one process" in capsys.readouterr().err
+
+
 def test_names_and_times() -> None:
     assert run_name(["hf:roneneldan/TinyStories:x"]) == "TinyStories"
     assert run_name(["/nowhere/my texts.tar.gz"]) == "my-texts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,10 +71,15 @@ def train_texts_command(
     """Train on texts, or with --plan-only show what would be trained.
 
     Raises:
-        ConfigError: options that don't go together.
+        ConfigError: options that don't go together, or several processes were started.
     """
     from firstlight.pipeline.run import train_texts
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "texts are prepared by one process: leave out --nproc and stop the run once it trains, "
+            "then firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
+        )
     text_key = options["text_key"] or "text"
     length = {name: options[name] for name in ("budget", "tokens", "steps")}
     if options["plan_only"]:
