@@ -319,6 +319,8 @@ def _step_choices(
         elif key == "optimizer.head_lr_multiple":
             value = float(f"{value * ratio:.3g}")
         yield Choice(key, value, reason)
+    # A person who changes the width later gets rates that follow.
+    yield Choice("optimizer.tuned_width", shape.hidden_size, "")
 
 
 _RATE_REASONS = {

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Model, initial weights and optimizer of every new model, by key of the recipe.
+#: Model, initial weights and optimizer of every new model, by key of the recipe: those of
+#: recipes/demo.yaml.
 LAYOUT: dict[str, Any] = {
     "model.model_type": "qwen3",
     "model.tie_word_embeddings": False,
@@ -16,15 +17,15 @@ LAYOUT: dict[str, Any] = {
     "init.embedding_std": 0.8,
     "init.head_std": 0.001,
     "optimizer.name": "muon",
-    "optimizer.muon_learning_rate": 0.01,
+    "optimizer.muon_learning_rate": 0.012,
     "optimizer.muon_coefficients": "polar_express",
     "optimizer.muon_beta2": 0.95,
-    "optimizer.muon_momentum_warmup_steps": 150,
+    "optimizer.muon_momentum_warmup_steps": 100,
     "optimizer.cautious_weight_decay": True,
     "optimizer.embedding_weight_decay": 0.0,
     "optimizer.head_weight_decay": 0.0,
     "optimizer.learning_rate": 0.3,
-    "optimizer.head_lr_multiple": 0.0133,
+    "optimizer.head_lr_multiple": 0.02,
     "optimizer.vector_lr_multiple": 0.0133,
     "optimizer.betas": [0.8, 0.95],
     "optimizer.max_grad_norm": 0.0,
