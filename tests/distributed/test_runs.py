@@ -19,6 +19,7 @@ import torch
 from spawned import run_ranks
 
 from firstlight.data.prepare import prepare
+from firstlight.report.length import read_length
 from firstlight.tokenizer import Tokenizer
 
 _DRIVER = Path(__file__).with_name("train_driver.py")
@@ -95,6 +96,31 @@ _RAMP = {"batch": {"ramp_start_tokens": 32, "ramp_steps": 7}}
 
 def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
     _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)])
+
+
+def test_processes_make_as_many_steps_of_a_run_in_minutes_as_the_main_one_decides(
+    tmp_path: Path, shards: Path
+) -> None:
+    minutes: dict[str, Any] = {
+        "schedule": {"kind": "wsd", "max_steps": None, "max_minutes": 0.04, "warmup_steps": 2},
+        "evaluation": {"every_steps": 0, "max_rows": 1, "train_rows": 0, "sample_tokens": 1},
+        "checkpoint": {"every_steps": 0},
+    }
+    recipe = _recipe(shards, tmp_path / "both", 2, distributed=_WAYS["ddp"], **minutes)
+    results = run_ranks(_DRIVER, [json.dumps({"recipe": recipe})], 2)
+    assert [result.returncode for result in results] == [0, 0], results
+    length = read_length(tmp_path / "both")
+    ends = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    assert ends == [{"end": length["max_steps"], "stopped": None}] * 2
+    # As if the number of steps had been in the recipe.
+    decay = length["max_steps"] - length["decided_at"]
+    steps = {"max_minutes": None, "max_steps": length["max_steps"], "cooldown_steps": decay}
+    known = {**minutes, "schedule": {**minutes["schedule"], **steps}}
+    expected = _train(_recipe(shards, tmp_path / "one", 1, **known), 1)
+    found = [json.loads(line) for line in results[0].stdout.splitlines()[:-1]]
+    assert [one["learning_rate"] for one in found] == [one["learning_rate"] for one in expected]
+    for one, other in zip(found[:10], expected, strict=False):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -193,10 +193,10 @@ def test_the_most_steps_that_fit_are_taken(
 def test_the_speed_is_that_of_the_last_steps_without_pauses() -> None:
     steady = [(4, 2.0)] * 50
     assert mean_sequence_seconds(steady, 20.0) == 0.5
-    # A machine that has become slower: as far back as is looked ahead.
+    # A machine that has become slower: half as far back as is looked ahead.
     slower = [*steady, *[(4, 4.0)] * 10]
-    assert mean_sequence_seconds(slower, 40.0) == 1.0
-    assert mean_sequence_seconds(slower, 80.0) == pytest.approx((10 * 4.0 + 20 * 2.0) / (4 * 30))
+    assert mean_sequence_seconds(slower, 80.0) == 1.0
+    assert mean_sequence_seconds(slower, 160.0) == pytest.approx((10 * 4.0 + 20 * 2.0) / (4 * 30))
     # A pause of 60 s counts as twice the median.
     assert mean_sequence_seconds([*steady, (4, 60.0)], 1.0) == pytest.approx((7 * 2 + 4) / 32)
     # Steps of a ramp of the batch size count by their sequences.

@@ -153,8 +153,8 @@ def steps_in_time(
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """Seconds that a sequence takes in a step: the mean over the last steps, as far back as is to
-    be looked ahead, so that a machine that has become slower counts as slow.
+    """Seconds that a sequence takes in a step: the mean over the last steps, half as far back as is
+    to be looked ahead, so that a machine that has become slower soon counts as slow.
 
     A step that took more than twice the median counts as twice the median: a machine that stood
     still for a moment is not expected to do so again.
@@ -166,7 +166,7 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
     recent: list[tuple[int, float]] = []
     back = 0.0
     for sequences, seconds in reversed(steps):
-        if back >= ahead and len(recent) >= _FEWEST_STEPS:
+        if back >= ahead / 2 and len(recent) >= _FEWEST_STEPS:
             break
         recent.append((sequences, seconds))
         back += seconds
