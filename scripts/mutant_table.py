@@ -29,6 +29,7 @@ _CHECKPOINTS = "tests/faults/test_known_bugs_checkpoints.py::test_"
 _CHANGING = "tests/faults/test_changing_folders.py::test_"
 _TEXT = "tests/faults/test_known_bugs_text.py::test_"
 _FAKE_STEPS = "tests/gpu/test_fake_steps.py::test_"
+_MINUTES = "tests/unit/test_minutes.py::test_"
 _FAKE_RUNS = "tests/gpu/test_fake_runs.py::test_"
 _FAKE_TEXT = "tests/gpu/test_fake_generation.py::test_"
 _FAKE_RANKS = "tests/gpu/test_fake_processes.py::test_"
@@ -854,6 +855,27 @@ MUTANTS = [
         "if every and self._steps % every == 0 and",
         "if every and self._steps % every == 1 and",
         (_FAKE_STEPS + "unused_memory_is_given_back_every_so_many_steps",),
+    ),
+    Mutant(
+        "a resumed run decides its number of steps anew",
+        "firstlight/training/minutes.py",
+        '        if record.get("max_minutes") == minutes:\n',
+        '        if record.get("max_minutes") is None:\n',
+        (_MINUTES + "a_killed_run_is_the_whole_run_with_its_decision",),
+    ),
+    Mutant(
+        "the number of steps is not on the disk when the rate falls",
+        "firstlight/training/run.py",
+        "        wait_for_main(self.engine, self.write_budget)\n",
+        "        pass\n",
+        (_MINUTES + "a_killed_run_is_the_whole_run_with_its_decision",),
+    ),
+    Mutant(
+        "time before a kill is free",
+        "firstlight/training/length.py",
+        '    return {**record, "seconds_used": max(used) or steps_took}\n',
+        '    return {**record, "seconds_used": 0.0}\n',
+        (_MINUTES + "time_that_was_used_before_a_kill_counts",),
     ),
     Mutant(
         "full memory kept when it ran out",
