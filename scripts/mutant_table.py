@@ -860,7 +860,7 @@ MUTANTS = [
         "a resumed run decides its number of steps anew",
         "firstlight/training/minutes.py",
         '        if record.get("max_minutes") == minutes:\n',
-        '        if record.get("max_minutes") is None:\n',
+        '        if record.get("max_minutes") == -minutes:\n',
         (_MINUTES + "a_killed_run_is_the_whole_run_with_its_decision",),
     ),
     Mutant(
