@@ -188,13 +188,13 @@ MUTANTS = [
     Mutant(
         "wsd decays from the end of its warm-up",
         "firstlight/optim/schedule.py",
-        "return self.decay_steps - self.cooldown_steps if self.kind",
-        "return self.warmup_steps if self.kind",
+        "return self.decay_steps - self.cooldown_steps if self.cooldown_steps",
+        "return self.warmup_steps if self.cooldown_steps",
         (_SCHEDULE + "wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part",),
     ),
     Mutant(
         "a ramp rises a step early",
-        "firstlight/optim/schedule.py",
+        "firstlight/optim/batch_schedule.py",
         "self.start * (1 + rises * step // self.ramp_steps)",
         "self.start * (1 + rises * (step + 1) // self.ramp_steps)",
         (
@@ -204,7 +204,7 @@ MUTANTS = [
     ),
     Mutant(
         "the position in a ramp counts each rise a step late",
-        "firstlight/optim/schedule.py",
+        "firstlight/optim/batch_schedule.py",
         "begins = (-(-rise * self.ramp_steps // rises)",
         "begins = (rise * self.ramp_steps // rises + 1",
         (_SCHEDULE + "the_position_is_the_sum_of_the_steps_before",),
