@@ -110,6 +110,29 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
     assert next(c for c in rate.choices if c.key == "optimizer.learning_rate").reason == "given"
 
 
+@pytest.mark.parametrize(
+    "fixed, batch, micro",
+    [
+        ({"batch.micro_batch_size": 12}, 3072 * 2, 12),
+        ({"data.seq_len": 300}, 4200, 2),
+        ({"data.seq_len": None, "model.vocab_size": 9999}, 4096, 8),
+    ],
+)
+def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, micro: int) -> None:
+    found = choose(TEXT, MACHINE, Length(None, tokens=2_500_000), fixed)
+    recipe = recipe_of(found)
+    assert recipe.batch.accumulation(recipe.data.seq_len) * micro * recipe.data.seq_len == batch
+    assert (recipe.batch.global_batch_tokens, recipe.batch.micro_batch_size) == (batch, micro)
+    assert found["model.vocab_size"] == TEXT.vocab_size
+
+
+def test_a_batch_of_parts_of_sequences_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no multiple of a micro-batch's 256 tokens: take 256"):
+        choose(TEXT, MACHINE, Length(600), {"batch.global_batch_tokens": 128, "data.seq_len": 256})
+    with pytest.raises(ConfigError, match="--size 0M is unknown"):
+        choose(TEXT, MACHINE, Length(600), size="0M")
+
+
 def test_a_width_without_whole_heads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no multiple of 64.*take 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})

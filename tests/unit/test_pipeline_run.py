@@ -153,6 +153,7 @@ def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
     assert {path: takes_texts([path]) for path in cases} == cases
     assert takes_texts(["a.txt", "b.txt"])
     assert not takes_texts([])
+    assert not takes_texts(["a.yaml", "b.yaml"])
 
 
 def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

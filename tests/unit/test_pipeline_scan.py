@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ from hypothesis import strategies as st
 
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.data.sources import DataSource, find_sources
+from firstlight.data.records import read_documents
+from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
 from firstlight.pipeline.scan import (
     HELD_OUT_BYTES,
     Scan,
     held_out_groups,
-    limited_sources,
     opening_of,
     scan_corpus,
 )
@@ -160,3 +161,43 @@ def test_of_a_dataset_a_number_of_bytes_is_read() -> None:
 def test_a_prompt_is_a_part_of_its_text(text: str, start: int) -> None:
     assert opening_of(text, start) in text
     assert len(opening_of(text, start)) <= 60
+
+
+def test_a_part_of_a_corpus_reads_some_files_whole_and_the_lines_of_long_ones(
+    tmp_path: Path,
+) -> None:
+    for number in range(50):
+        (tmp_path / f"{number:02}.txt").write_text(f"{number} " + "word " * 2000)
+    sources = find_sources([tmp_path])
+    limited = limited_sources(sources, 100_000)
+    assert [source.name for source in limited][:2] == [sources[0].name, sources[6].name]
+    texts = [record.value for record in read_documents(limited)]
+    assert 90_000 <= sum(map(len, texts)) <= 110_000
+    assert {len(text) for text in texts} <= {10_002, 10_003}
+    # A limit does not outlive the call that it is for.
+    assert len(limited_sources(scan_corpus(sources, most_bytes=100_000).sources, 10**7)) == 50
+    long = tmp_path / "long"
+    long.mkdir()
+    (long / "a.txt").write_text("é" * 1000 + "\n" + "b" * 1000, encoding="utf-8")
+    (source,) = find_sources([long])
+    for limit, expected in ((2500, "é" * 1000 + "\n"), (1001, "é" * 500), (5000, None)):
+        (record,) = read_documents([replace(source, most_bytes=limit)])
+        assert record.value == expected or (expected is None and len(record.value) == 2001)
+
+
+def test_a_source_without_the_text_field_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"content": "a text"}\n' * 5000)
+    (source,) = find_sources([path])
+    assert sum(1 for _ in read_documents([replace(source, most_bytes=50_000)])) == 50
+    with pytest.raises(InputError, match="all 1000 documents were rejected"):
+        scan_corpus([source])
+
+
+def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    (run / "data").mkdir(parents=True)
+    for name in ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "data/rejected.jsonl"):
+        (run / name).write_text('{"text": "a sample"}\n')
+    (tmp_path / "a.txt").write_text("a text")
+    assert [source.path for source in find_sources([tmp_path])] == [tmp_path / "a.txt"]

@@ -188,7 +188,12 @@ def train_command(
         for name, value in refused.items():
             if value:
                 raise ConfigError(f"{name} is for a recipe: leave it out with texts")
-        return train_texts_command(paths, overrides, of_texts)
+        found, of_run = train_texts_command(paths, overrides, of_texts)
+        if of_run is not None:
+            say_findings(of_run.findings)
+            if of_run.stopped_by is not None or of_run.diverged:
+                _end_stopped(of_run, "the same command")
+        return found
     for name in TEXT_OPTIONS:
         if of_texts[name]:
             option = name.replace("_", "-")
@@ -226,19 +231,20 @@ def train_command(
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
-        _end_stopped(result, cooldown is not None)
+        again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
+        command = again if cooldown is not None else "the same command and"
+        _end_stopped(result, f"{command} --resume")
     return _as_json(result)
 
 
-def _end_stopped(result: TrainResult, is_cooldown: bool) -> None:
-    """Leave with the exit code of a run that was stopped or has diverged."""
+def _end_stopped(result: TrainResult, command: str) -> None:
+    """Leave with the exit code of a run that was stopped, and goes on with `command`, or that has
+    diverged."""
     # Only here: torch's elastic agent is imported with it.
     from firstlight.parallel.elastic import exit_code_of_rank
 
     if result.stopped_by is not None:
-        again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
-        command = again if is_cooldown else "the same command and"
-        say(f"stopped by {result.stopped_by} and saved: go on with {command} --resume")
+        say(f"stopped by {result.stopped_by} and saved: go on with {command}")
         end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
     else:
         end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))

@@ -18,6 +18,7 @@ from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
     from firstlight.pipeline.plan import TextPlan
+    from firstlight.training.loop import TrainResult
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,21 +55,25 @@ def text_options(verb: F) -> F:
 
 def takes_texts(paths: Sequence[str]) -> bool:
     """Whether the arguments of the verb are texts, not a recipe, run, model or prepared corpus."""
+    places = [Path(path).expanduser() for path in paths]
+    if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
+        return False
     if len(paths) != 1:
         return len(paths) > 1
-    path = paths[0]
-    place = Path(path).expanduser()
+    (path,), (place,) = paths, places
     if place.is_dir():
         return not any((place / name).is_file() for name in _OTHER_FOLDERS)
-    if place.suffix.lower() in (".yaml", ".yml"):
-        return False
-    return place.is_file() or path == "stdlib" or path.startswith("hf:") or "*" in path
+    is_glob = any(character in path for character in "*?[")
+    return place.is_file() or path == "stdlib" or path.startswith("hf:") or is_glob
 
 
 def train_texts_command(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], TrainResult | None]:
     """Train on texts, or with --plan-only show what would be trained.
+
+    Returns:
+        (result as JSON values, result of the training if there was any).
 
     Raises:
         ConfigError: options that don't go together, or several processes were started.
@@ -89,7 +94,7 @@ def train_texts_command(
             paths, **length, size=options["size"], overrides=overrides, text_key=text_key
         )
         scan = scan_texts(request, say, progress=True)
-        return _show_plan(plan_texts(request, scan, options["gpu"]))
+        return _show_plan(plan_texts(request, scan, options["gpu"])), None
     if options["gpu"] is not None:
         raise ConfigError("--gpu is for --plan-only: add that, or call this on that machine")
     run = train_texts(
@@ -106,11 +111,9 @@ def train_texts_command(
     for line in result_lines(run):
         show(line)
     found = dataclasses.asdict(dataclasses.replace(run, training=None))
-    return {**found, "run_folder": str(run.run_folder), "stopped_by": _stopped_by(run.training)}
-
-
-def _stopped_by(training: Any) -> str | None:
-    return None if training is None else training.stopped_by
+    stopped_by = None if run.training is None else run.training.stopped_by
+    found |= {"run_folder": str(run.run_folder), "stopped_by": stopped_by}
+    return found, run.training
 
 
 def _show_plan(plan: TextPlan) -> dict[str, Any]:

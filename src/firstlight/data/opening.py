@@ -121,6 +121,27 @@ def decoded(content: bytes, path: Path) -> str:
         raise EncodingProblem("bad_utf8", detail, line) from error
 
 
+def first_bytes(file: IO[bytes], most_bytes: int | None) -> bytes:
+    """The whole lines in the first `most_bytes` bytes of a file, or of one longer line so many
+    bytes, without a character that may be incomplete. All of a file in UTF-16 or UTF-32, whose
+    lines can't be told by a byte; and all of any file without a limit."""
+    if most_bytes is None:
+        return file.read()
+    content = file.read(most_bytes)
+    wide = tuple(mark for mark, encoding in _MARKS if encoding != "utf-8-sig")
+    if content.startswith(wide):
+        return content + file.read()
+    if not file.read(1):
+        return content
+    if end := content.rfind(b"\n") + 1:
+        return content[:end]
+    # The last character begins with the last byte that is no continuation.
+    end = len(content) - 1
+    while end > 0 and 0x80 <= content[end] < 0xC0:
+        end -= 1
+    return content[: max(end, 0)]
+
+
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
     """The bytes of a file's text in UTF-8, without its mark.
 

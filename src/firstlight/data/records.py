@@ -28,6 +28,7 @@ from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     decoded,
+    first_bytes,
     open_compressed,
     optional,
     utf8_stream,
@@ -51,6 +52,9 @@ _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
 #: Spreadsheets write semicolons where the decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
+
+#: What a rejected document counts for in the bytes of a part of a source.
+_REJECTED_BYTES = 1000
 
 _REPLACE = "replace it, or leave it out"
 
@@ -130,8 +134,12 @@ def read_records(
                 elif text_key is None:
                     yield from _read_list(file, path, name)
                 else:
-                    table = ending.endswith(TABLE_FILE_SUFFIXES)
-                    for line, found in (_read_table if table else _read_text)(file, path, text_key):
+                    texts = (
+                        _read_table(file, path, text_key)
+                        if ending.endswith(TABLE_FILE_SUFFIXES)
+                        else _read_text(file, path, source.most_bytes)
+                    )
+                    for line, found in texts:
                         error = found if isinstance(found, BadRecordError) else None
                         yield Record(name, line, None if error else {text_key: found}, error)
         except OSError as error:
@@ -160,7 +168,9 @@ def read_documents(
                     yield Record(origin, line, text, error)
                 except BadRecordError as bad:
                     yield Record(origin, line, None, bad)
-                    continue
+                    # A dataset without the field is not read to its end.
+                    left -= _REJECTED_BYTES
+                    text = None
                 if source.most_bytes is not None and text is not None:
                     left -= len(text.encode("utf-8"))
                 if left <= 0:
@@ -212,10 +222,11 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
 
 
 def _read_text(
-    file: IO[bytes], path: Path, text_key: str
+    file: IO[bytes], path: Path, most_bytes: int | None
 ) -> Iterator[tuple[int, str | BadRecordError]]:
+    content = first_bytes(file, most_bytes)
     try:
-        yield 1, decoded(file.read(), path)
+        yield 1, decoded(content, path)
     except EncodingProblem as problem:
         yield problem.line, BadRecordError(problem.reason, str(problem))
 

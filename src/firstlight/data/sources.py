@@ -9,7 +9,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firstlight.data.kinds import kind_by_ending, kind_of
@@ -38,8 +38,18 @@ _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
 #: Folders that hold no text of a person's corpus.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+#: Files at the top of a run folder.
+_RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
 #: Parts of the standard library's folder that are left out of the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+
+#: Bytes of text for each byte of a compressed file, about.
+_UNPACKED = 3.0
+#: A larger text file is read in part where a corpus is read in part.
+_WHOLE_BYTES = 1 << 20
+#: Endings of files that hold more than one document, or whose size is not that of their text.
+_MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, *COMPRESSIONS[1:], ".parquet")
 
 
 @dataclass(frozen=True)
@@ -222,6 +232,10 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         raise InputError(f"folder {folder} can't be read: {describe_os_error(error)}")
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
+        if set(names) >= _RUN_FILES:
+            # A run's samples and metrics are no texts, though they are JSONL.
+            folders.clear()
+            continue
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
             file = Path(root) / name
@@ -243,3 +257,33 @@ def _standard_library() -> list[DataSource]:
     return [
         DataSource(name=f"stdlib/{file.relative_to(root).as_posix()}", path=file) for file in files
     ]
+
+
+def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
+    """The sources, of which so many bytes of text are read: some of the small text files, as whole
+    as they are, an equal share of each other file, and of datasets, whose size nobody knows, so
+    many bytes."""
+    known = [text_size(source) for source in sources]
+    total = sum(known)
+    if total <= most_bytes and all(source.dataset is None for source in sources):
+        return list(sources)
+    share = min(most_bytes / total, 1.0) if total else 1.0
+    limited: list[DataSource] = []
+    # Of a share of a fifth, each fifth small file is taken, the first one among them.
+    due = 1.0 - share
+    for source, size in zip(sources, known, strict=True):
+        if 0 < size <= _WHOLE_BYTES and not source.name.lower().endswith(_MANY_DOCUMENTS):
+            due += share
+            if due >= 1.0:
+                due -= 1.0
+                limited.append(source)
+        else:
+            limit = max(int(size * share), 1) if size else most_bytes
+            limited.append(replace(source, most_bytes=limit))
+    return limited
+
+
+def text_size(source: DataSource) -> float:
+    """Bytes of text in a file, about; 0 for a dataset."""
+    packed = (*COMPRESSIONS[1:], ".parquet")
+    return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)

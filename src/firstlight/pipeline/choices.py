@@ -19,7 +19,6 @@ from firstlight.pipeline.scan import CorpusFacts
 
 #: A schedule needs some steps, however short the run.
 _FEWEST_STEPS = 100
-_FEWEST_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,11 @@ def choose(
     Raises:
         ConfigError: the size is unknown, or a given shape can't be.
     """
-    fixed = fixed or {}
+    # The tokenizer may have fewer tokens than were asked for.
+    given = (fixed or {}).items()
+    fixed = {k: v for k, v in given if v is not None and k != "model.vocab_size"}
     candidates = [_candidate(s, text, machine, length, fixed) for s in _shapes(text, fixed, size)]
-    fitting = [one for one in candidates if _state_bytes(one.shape) <= machine.usable_bytes]
+    fitting = [one for one in candidates if one.shape.state_bytes <= machine.usable_bytes]
     if not fitting:
         raise ConfigError(
             f"{rounded(candidates[0].shape.parameters)} parameters take more memory than "
@@ -211,7 +212,8 @@ def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
     if size in settings.SIZES:
         return settings.SIZES[size]
     number, unit = size[:-1], size[-1:].lower()
-    if unit not in _COUNTS or not number.replace(".", "", 1).isdecimal():
+    is_number = number.replace(".", "", 1).isdecimal() and float(number) > 0
+    if unit not in _COUNTS or not is_number:
         raise ConfigError(
             f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
             f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
@@ -237,7 +239,15 @@ def _candidate(
     else:
         tokens = length.tokens or 0.0
     steps = length.steps
-    batch = fixed.get("batch.global_batch_tokens") or _batch_tokens(tokens, shape.seq_len)
+    unit = shape.seq_len * (fixed.get("batch.micro_batch_size") or 1)
+    batch = fixed.get("batch.global_batch_tokens")
+    if batch is None:
+        batch = -(-_batch_tokens(tokens, shape.seq_len) // unit) * unit
+    elif batch % unit:
+        raise ConfigError(
+            f"batch.global_batch_tokens {batch} is no multiple of a micro-batch's {unit} tokens: "
+            f"take {-(-batch // unit) * unit}"
+        )
     if steps is None:
         steps = max(round(tokens / batch), 1)
     bits = expected_bits(shape.layer_parameters, steps * batch * text.bytes_per_token, text)
@@ -252,11 +262,6 @@ def _batch_tokens(tokens: float, seq_len: int) -> int:
     while batch > seq_len and 0 < tokens < _FEWEST_STEPS * batch:
         batch //= 2
     return max(batch, seq_len)
-
-
-def _state_bytes(shape: Shape) -> int:
-    """Weights, gradients and moments in fp32: the least that training takes."""
-    return 16 * shape.parameters
 
 
 def _model_choices(
@@ -296,6 +301,8 @@ def _step_choices(
     rows = best.batch // shape.seq_len
     busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // shape.seq_len, 1)
     micro = min(rows, 1 << int(math.log2(busy)))
+    while rows % micro:
+        micro -= 1
     yield Choice(
         "batch.micro_batch_size",
         fixed.get("batch.micro_batch_size") or micro,

@@ -111,6 +111,11 @@ class Shape:
         return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and moments in fp32: the least that training takes."""
+        return 16 * self.parameters
+
+    @property
     def flops_per_token(self) -> float:
         """FLOPs of a token in training: six for each weight of a product, and attention's."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size

@@ -80,7 +80,11 @@ def _next_commands(folder: Path, request: Request) -> Iterator[tuple[str, str]]:
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
     yield f"firstlight convert {run} --to gguf --out {run}/gguf", "a file for llama.cpp and Ollama"
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
-    yield f"firstlight train {inputs} --budget {longer}", "train longer, beside this run"
+    more = "".join(f" --{key} {shlex.quote(value)}" for key, value in request.overrides)
+    more += f" --size {request.size}" if request.size is not None else ""
+    if request.text_key != "text":
+        more += f" --text-key {shlex.quote(request.text_key)}"
+    yield f"firstlight train {inputs} --budget {longer}{more}", "train longer, beside this run"
 
 
 def result_lines(run: TextRun) -> Iterator[str]:

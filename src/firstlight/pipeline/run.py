@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import say
+from firstlight.data.sources import limited_sources
 from firstlight.errors import ConfigError
 from firstlight.pipeline.choices import Choices
 from firstlight.pipeline.facts import Length, TextFacts
@@ -32,7 +33,6 @@ from firstlight.pipeline.run_folder import (
     remember,
     remembered,
 )
-from firstlight.pipeline.scan import limited_sources
 
 if TYPE_CHECKING:
     from firstlight.hardware.device import Hardware
@@ -125,7 +125,7 @@ def train_texts(
         pipeline = _Pipeline(plan, folder, tell, progress=progress, began=began)
         result = pipeline.begin()
         state, choices = pipeline.state, pipeline.plan.choices
-    if result is not None and result.stopped_by is None:
+    if result is not None and result.stopped_by is None and not result.diverged:
         state = remember(folder, state, complete=True)
     return result_of(folder, result, choices, request, state, began)
 
@@ -201,7 +201,9 @@ class _Pipeline:
         needed = _SPARE * plan.choices.tokens * plan.text.bytes_per_token
         # By powers of two, so that another budget can use the same.
         limit = _PREPARED_BYTES << max(math.ceil(math.log2(needed / _PREPARED_BYTES)), 0)
-        whole = plan.scan.facts.total_bytes <= limit
+        # Nobody knows the size of a dataset.
+        known = all(source.dataset is None for source in plan.scan.sources)
+        whole = known and plan.scan.facts.total_bytes <= limit
         key = f"{plan.scan.facts.content_key}-{plan.text.vocab_size}-{0 if whole else limit}"
         for folder in (self._folder, *sorted(self._folder.parent.glob("*"))):
             state = self.state if folder == self._folder else read_state(folder)

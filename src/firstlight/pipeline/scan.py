@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data.records import Record, nothing_read, read_documents
-from firstlight.data.sources import COMPRESSIONS, DataSource
+from firstlight.data.sources import DataSource, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 #: Bytes of text that are read of a larger corpus: the first part of each file.
 MOST_BYTES = 256 << 20
-#: Bytes of text for each byte of a compressed file, about.
-_UNPACKED = 3.0
 #: Characters that are counted together.
 _BLOCK_CHARACTERS = 1 << 22
+#: Documents without a text among them, after which no more are read.
+_HOPELESS = 1000
 #: Bytes of text that gzip is tried on.
 _GZIP_BYTES = 2 << 20
 #: Share of the text that the common characters make up.
@@ -82,7 +82,7 @@ class Scan:
     """A corpus after its scan.
 
     Attributes:
-        sources: its files and datasets, each with the bytes that were read where that is not all.
+        sources: its files and datasets.
         facts: what was counted.
         split: the documents that are held out, and those left out as duplicates.
         prompts: beginnings of held-out texts, for samples.
@@ -152,29 +152,9 @@ def scan_corpus(
         for record in records:
             size = counts.add(record)
             bar.update(task, advance=size, done=f"{counts.documents:,} documents")
-    facts = counts.facts(limited, text_key)
+    facts = counts.facts(sources, limited, text_key)
     held = counts.held_out()
-    return Scan(limited, facts, held, counts.prompts(held))
-
-
-def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
-    """The sources, of which so many bytes of text are read: an equal share of each file, and of
-    datasets, whose size nobody knows, so many bytes."""
-    known = [_text_size(source) for source in sources]
-    total = sum(known)
-    if total <= most_bytes and all(source.dataset is None for source in sources):
-        return list(sources)
-    share = min(most_bytes / total, 1.0) if total else 1.0
-    return [
-        replace(source, most_bytes=max(int(size * share), 1) if size else most_bytes)
-        for source, size in zip(sources, known, strict=True)
-    ]
-
-
-def _text_size(source: DataSource) -> float:
-    """Bytes of text in a file, about; 0 for a dataset."""
-    packed = (*COMPRESSIONS[1:], ".parquet")
-    return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
+    return Scan(sources, facts, held, counts.prompts(held))
 
 
 class _Counts:
@@ -199,6 +179,8 @@ class _Counts:
         if record.error is not None:
             self._rejected[record.error.reason] += 1
             self._first_rejected = self._first_rejected or f"{record.place}: {record.error}"
+            if not self.documents and self._rejected.total() >= _HOPELESS:
+                raise InputError(nothing_read(self._rejected, self._first_rejected))
             return 0
         text: str = record.value
         self.documents += 1
@@ -216,7 +198,8 @@ class _Counts:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
         if len(self._openings) < _MOST_OPENINGS:
             # Of the text, and of places near its end, which is held out of few documents.
-            places = (0, *(len(text) * part // 100 for part in (92, 95, 98)))
+            share = held_out_share(size)
+            places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
         self._waiting.append(text)
         self._waiting_characters += len(text)
@@ -225,12 +208,22 @@ class _Counts:
         return size
 
     def _count_characters(self) -> None:
-        codes = np.frombuffer("".join(self._waiting).encode("utf-32-le"), "<u4")
-        self._histogram += np.bincount(codes, minlength=len(self._histogram))
+        waiting = "".join(self._waiting)
+        for begin in range(0, len(waiting), _BLOCK_CHARACTERS):
+            block = waiting[begin : begin + _BLOCK_CHARACTERS].encode("utf-32-le")
+            codes = np.frombuffer(block, "<u4")
+            self._histogram += np.bincount(codes, minlength=len(self._histogram))
         self._waiting, self._waiting_characters = [], 0
 
-    def facts(self, sources: Sequence[DataSource], text_key: str) -> CorpusFacts:
+    def facts(
+        self, sources: Sequence[DataSource], limited: Sequence[DataSource], text_key: str
+    ) -> CorpusFacts:
         """The facts of all that was read.
+
+        Args:
+            sources: all sources.
+            limited: those that were read, as far as they were.
+            text_key: see `read_documents`.
 
         Raises:
             InputError: there is no text.
@@ -238,11 +231,11 @@ class _Counts:
         if not self.documents:
             raise InputError(nothing_read(self._rejected, self._first_rejected))
         self._count_characters()
-        is_sampled = any(source.most_bytes is not None for source in sources)
-        limits = [(s.name, s.size, s.most_bytes) for s in sources] if is_sampled else []
+        is_sampled = list(limited) != list(sources)
+        limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
         self._key.update(repr((text_key, limits)).encode())
         head = b"".join(self._head)[:_GZIP_BYTES]
-        whole = sum(_text_size(source) for source in sources)
+        whole = sum(text_size(source) for source in sources)
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
         common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
@@ -365,8 +358,8 @@ def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator
     )
     if facts.is_sampled:
         yield (
-            f"a sample: the first part of each file, of {size_text(facts.total_bytes)} in all "
-            "(about)"
+            f"a sample: some of the files, and the first part of long ones, of "
+            f"{size_text(facts.total_bytes)} in all (about)"
         )
     if facts.duplicates or facts.near_duplicates:
         yield (
