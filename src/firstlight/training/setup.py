@@ -375,7 +375,7 @@ def describe_start(run: Run) -> Iterator[str]:
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
     peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
     if schedule.is_open:
-        count = f"about {count} in {run.recipe.schedule.max_minutes:g} minutes"
+        count = f"about {count} (decided later) in {run.recipe.schedule.max_minutes:g} min"
     yield (
         f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
