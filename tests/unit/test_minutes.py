@@ -196,7 +196,9 @@ def test_the_speed_is_that_of_the_last_steps_without_pauses() -> None:
     # A machine that has become slower: half as far back as is looked ahead.
     slower = [*steady, *[(4, 4.0)] * 10]
     assert mean_sequence_seconds(slower, 80.0) == 1.0
-    assert mean_sequence_seconds(slower, 160.0) == pytest.approx((10 * 4.0 + 20 * 2.0) / (4 * 30))
+    assert mean_sequence_seconds(slower, 160.0) == pytest.approx((10 * 4.0 + 15 * 2.0) / (4 * 25))
+    # The first half of the steps does not count.
+    assert mean_sequence_seconds([*[(4, 1.0)] * 20, *[(4, 2.0)] * 20], 999.0) == 0.5
     # A pause of 60 s counts as twice the median.
     assert mean_sequence_seconds([*steady, (4, 60.0)], 1.0) == pytest.approx((7 * 2 + 4) / 32)
     # Steps of a ramp of the batch size count by their sequences.

@@ -154,7 +154,8 @@ def steps_in_time(
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
     """Seconds that a sequence takes in a step: the mean over the last steps, half as far back as is
-    to be looked ahead, so that a machine that has become slower soon counts as slow.
+    to be looked ahead and at most half of all steps, so that a machine that has become slower soon
+    counts as slow, and the first seconds of a run, when processors are cool, not at all.
 
     A step that took more than twice the median counts as twice the median: a machine that stood
     still for a moment is not expected to do so again.
@@ -164,9 +165,9 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
         ahead: seconds of the steps to come.
     """
     recent: list[tuple[int, float]] = []
-    back = 0.0
+    back, most_back = 0.0, min(ahead, sum(seconds for _, seconds in steps)) / 2
     for sequences, seconds in reversed(steps):
-        if back >= ahead / 2 and len(recent) >= _FEWEST_STEPS:
+        if back >= most_back and len(recent) >= _FEWEST_STEPS:
             break
         recent.append((sequences, seconds))
         back += seconds
