@@ -37,6 +37,8 @@ _OF_CHATS = {
 }
 #: Keys of schedules, likewise.
 _OF_SCHEDULES = {"batch.ramp_start_tokens", "batch.ramp_steps"}
+#: Keys of what and how a model learns, likewise.
+_OF_LEARNING = {"data.row_alignment"}
 _COLUMNS = 6
 
 
@@ -61,7 +63,7 @@ def _methods() -> Iterator[str]:
     }
     for section, kind in sections.items():
         for key, field in kind.model_fields.items():
-            if f"{section}.{key}" not in _OTHERS | _OF_CHATS | _OF_SCHEDULES:
+            if f"{section}.{key}" not in _OTHERS | _OF_CHATS | _OF_SCHEDULES | _OF_LEARNING:
                 yield from _named(f"{section}.{key}", field.annotation)
     for key in ("name", "implementation", "eight_bit_library", "embeddings_in_32_bits"):
         yield from _named(f"optimizer.{key}", OptimizerConfig.model_fields[key].annotation)
@@ -91,6 +93,12 @@ def test_keys_of_schedules_stand_on_their_page() -> None:
     page = PAGE.with_name("schedules.md").read_text(encoding="utf-8")
     for name in (*ScheduleConfig.model_fields, *_OF_SCHEDULES):
         assert re.search(rf"\b{name.removeprefix('batch.')}\b", page), name
+
+
+def test_keys_of_learning_stand_on_their_page() -> None:
+    page = PAGE.with_name("learning.md").read_text(encoding="utf-8")
+    for name in _OF_LEARNING:
+        assert f"`{name}" in page, name
 
 
 @pytest.mark.parametrize("key", _rows())

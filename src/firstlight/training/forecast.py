@@ -5,6 +5,7 @@ The forecaster is passed in: the planner runs the training step itself, and so s
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
@@ -225,9 +226,15 @@ class ForecastComparison:
 
 def _tensor_bytes() -> int:
     """Bytes of all tensors that there are between two steps; takes a tenth of a second."""
-    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
-    storages = (one.untyped_storage() for one in tensors if one.layout == torch.strided)
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    sizes: dict[int, int] = {}
+    for one in gc.get_objects():
+        # Of no other class: wrapped tensors hold plain ones, and a plan's have no memory.
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
+            # A measurement never ends a run.
+            with contextlib.suppress(RuntimeError):
+                storage = one.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _median(rates: Sequence[float]) -> float | None:
