@@ -41,7 +41,7 @@ class Choices:
         tokens_per_second: expected rate of training.
         epochs: passes over the text.
         bits_per_byte: least and most that are expected on held-out text.
-        advice: what more text or time would give, in a sentence; "" without one.
+        advice: a sentence on the gain of more text; "" where the text is enough.
     """
 
     choices: Sequence[Choice]

@@ -68,7 +68,7 @@ class TextFacts:
         vocab_size: number of tokens of the tokenizer.
         train_tokens: tokens of the training split.
         bytes_per_token: UTF-8 bytes of text for a token.
-        gzip_bits_per_byte: what gzip -9 makes of the text.
+        gzip_bits_per_byte: bits per byte of the text by gzip -9.
         val_tokens: tokens of the validation split.
     """
 

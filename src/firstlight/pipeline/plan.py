@@ -123,7 +123,7 @@ class TextPlan:
     """A plan of a run on texts.
 
     Attributes:
-        request: what was asked for.
+        request: inputs, length and overrides of the run.
         scan: the texts.
         machine: the machine to train on.
         speed: its speed.
@@ -153,7 +153,7 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
     """Scan the texts of a request; the first line for people comes at once.
 
     Args:
-        request: what is asked for.
+        request: inputs, length and overrides of the run.
         tell: called with each line for people.
         progress: show a progress bar on stderr.
 
@@ -180,7 +180,7 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     """Choose settings for scanned texts.
 
     Args:
-        request: what is asked for; without a length, `DEFAULT_SECONDS`.
+        request: inputs and overrides, and the length, by default `DEFAULT_SECONDS`.
         scan: its texts.
         gpu: name of a GPU to plan for; None is this machine.
 

@@ -26,8 +26,8 @@ class TextRun:
         run_folder: folder of the recipe, the data, checkpoints and the report.
         training: the result of the training; None for a run that was complete before.
         choices: every setting; None where the run of an earlier call was gone on with.
-        bits_per_byte: on held-out text, by the last evaluation; None if the run was stopped before.
-        gzip_bits_per_byte, xz_bits_per_byte: what gzip -9 and xz make of all held-out text.
+        bits_per_byte: bits per byte of held-out text, last evaluation; None before the first one.
+        gzip_bits_per_byte, xz_bits_per_byte: bits per byte of the held-out text by gzip -9, by xz.
         samples: (prompt, continuation) pairs of the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: (command, purpose) pairs.

@@ -158,7 +158,7 @@ class _Pipeline:
 
     Attributes:
         plan: the plan as far as it is known.
-        state: what the run folder remembers.
+        state: content of the run folder's pipeline.json.
     """
 
     def __init__(

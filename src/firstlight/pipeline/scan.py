@@ -58,7 +58,7 @@ class CorpusFacts:
         duplicates: documents whose text is that of an earlier one.
         near_duplicates: documents that are similar to an earlier one.
         rejected: documents that can't be read.
-        gzip_bits_per_byte: what gzip -9 makes of the first 2 MiB, bits for a byte.
+        gzip_bits_per_byte: bits per byte of the first 2 MiB by gzip -9.
         content_key: hash of all text that was read, and of how much of each file that was.
         is_sampled: True where only the first part of each file was read.
     """
@@ -83,7 +83,7 @@ class Scan:
 
     Attributes:
         sources: its files and datasets.
-        facts: what was counted.
+        facts: counts and shares of the corpus.
         split: the documents that are held out, and those left out as duplicates.
         prompts: beginnings of held-out texts, for samples.
     """

@@ -249,7 +249,7 @@ class RunRecord:
         samples: the lines of samples.jsonl.
         events: the lines of events.jsonl.
         starts: the lines of starts.jsonl.
-        length: what length.json says of a run in minutes; empty for other runs.
+        length: content of length.json of a run in minutes; empty for other runs.
         recipe: the resolved recipe; empty where there is none.
         recipe_text: its file; "" where there is none.
     """
