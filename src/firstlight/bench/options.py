@@ -196,6 +196,23 @@ class LearningBench:
 
 
 @dataclass(frozen=True)
+class BudgetBench:
+    """Options of `bench budget`.
+
+    Attributes:
+        folder: folder of the results; those of earlier calls are gone on with.
+        corpora: stdlib, the source of Python's standard library; or a file or folder of text.
+        budgets: wall-clock time of each run: 3m, 1h. [3m]
+        trials: random settings beside the chosen ones.
+    """
+
+    folder: Path
+    corpora: Sequence[str] = ("stdlib",)
+    budgets: Sequence[str] = ("3m",)
+    trials: int = 20
+
+
+@dataclass(frozen=True)
 class GPUBench:
     """Options of `bench gpu`.
 

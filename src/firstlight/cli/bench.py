@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from firstlight.bench.options import (
+    BudgetBench,
     GemmBench,
     GenerationBench,
     GPUBench,
@@ -19,11 +20,19 @@ from firstlight.bench.options import (
     TrainingBench,
 )
 from firstlight.cli import bench_tables as tables
-from firstlight.cli.bench_options import Keep, Result, bench_options, out_option, publish
+from firstlight.cli.bench_options import (
+    Keep,
+    Result,
+    bench_options,
+    folder_option,
+    out_option,
+    page_option,
+    publish,
+    write_page,
+)
 from firstlight.cli.output import show, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
-from firstlight.files.atomic import write_file
 
 _STEPS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
@@ -265,13 +274,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 
 
 @bench_group.command("learning")
-@click.option(
-    "--out",
-    "folder",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder of corpora and results; go on with what it holds already.",
-)
+@folder_option
 @click.option(
     "--corpus",
     "corpora",
@@ -291,13 +294,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     help="One more row: a row with these keys of its recipe; may be given several times.",
 )
 @bench_options(LearningBench, "seeds", "tokens", "minutes")
-@click.option(
-    "--page",
-    "page_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a page of all results here, its picture into ../images.",
-)
+@page_option
 @with_json
 def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
     """What recipes learn from the same tokens or in the same time, in held-out bits per byte.
@@ -313,11 +310,47 @@ def learning_command(folder: Path, page_file: Path | None, as_json: bool, **opti
     result = publish(
         "learning", folder, lambda keep: bench_learning(bench, keep), tables.show_learning, draw
     )
-    if page_file is not None:
-        picture = page_file.parent.parent / "images" / f"{page_file.stem}.png"
-        write_file(picture, draw(result))
-        write_file(page_file, page(result, f"../images/{picture.name}"))
-        show(f"written: {page_file}, {picture}")
+    write_page(page_file, result, draw, page)
+    return result
+
+
+@bench_group.command("budget")
+@folder_option
+@click.option(
+    "--corpus",
+    "corpora",
+    metavar="stdlib|FILE|FOLDER",
+    multiple=True,
+    default=("stdlib",),
+    show_default=True,
+    help="The source of Python's standard library, or texts. May be given several times.",
+)
+@click.option(
+    "--budget",
+    "budgets",
+    metavar="TIME",
+    multiple=True,
+    default=("3m",),
+    show_default=True,
+    help="Wall-clock time of each run: 3m, 1h. May be given several times.",
+)
+@bench_options(BudgetBench, "trials")
+@page_option
+@with_json
+def budget_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+    """The settings that `train TEXTS --budget` chooses, beside random settings.
+
+    Each run is the whole command in a process of its own, within the budget of wall-clock time.
+    results.jsonl in --out has each finished run; the same command goes on where the last one
+    stopped.
+    """
+    from firstlight.bench.budget import bench_budget, draw, page
+
+    bench = BudgetBench(folder, **options)
+    result = publish(
+        "budget", folder, lambda keep: bench_budget(bench, keep), tables.show_budget, draw
+    )
+    write_page(page_file, result, draw, page)
     return result
 
 

@@ -66,6 +66,50 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
     )
 
 
+def folder_option(command: C) -> C:
+    """The required folder of a benchmark that a second call goes on with."""
+    return click.option(
+        "--out",
+        "folder",
+        type=click.Path(path_type=Path),
+        required=True,
+        help="Folder of texts and results; go on with what it holds already.",
+    )(command)
+
+
+def page_option(command: C) -> C:
+    """The file of the page in Markdown."""
+    return click.option(
+        "--page",
+        "page_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Write a page of all results here, its picture into ../images.",
+    )(command)
+
+
+def write_page(
+    file: Path | None,
+    result: Result,
+    draw: Callable[[Result], bytes],
+    page: Callable[[Result, str], str],
+) -> None:
+    """Write a page and its picture, if a page is asked for.
+
+    Args:
+        file: file of the page, in Markdown; None writes none.
+        result: result of the benchmark.
+        draw: function that draws a result as PNG.
+        page: function from a result and the picture's address to the page.
+    """
+    if file is None:
+        return
+    picture = file.parent.parent / "images" / f"{file.stem}.png"
+    write_file(picture, draw(result))
+    write_file(file, page(result, f"../images/{picture.name}"))
+    show(f"written: {file}, {picture}")
+
+
 def publish(
     name: str,
     out: Path | None,

@@ -368,6 +368,16 @@ def show_learning(result: Result) -> None:
         show(f"{title}: failed: {problem}")
 
 
+def show_budget(result: Result) -> None:
+    """Show the result of `bench budget`."""
+    from firstlight.bench.budget import HEADER, budget_groups, group_cells
+
+    groups = budget_groups(result["runs"])
+    show_table([HEADER, *(group_cells(*group) for group in groups.items())])
+    for title, problem in result["problems"].items():
+        show(f"{title}: failed: {problem}")
+
+
 def show_gpu(result: Result) -> None:
     """Show the result of `bench gpu`."""
     machine = result["machine"]

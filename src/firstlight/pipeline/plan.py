@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.console import parse_count, parse_time, plain, rounded
 from firstlight.data.sources import DataSource, find_sources
 from firstlight.errors import ConfigError, InputError
+from firstlight.pipeline import settings
 from firstlight.pipeline.choices import Choices, choose, choose_vocabulary
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.scan import Scan, described, scan_corpus
@@ -84,7 +85,10 @@ class Request:
         for name, _ in self.overrides:
             if name in taken:
                 raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
-        parse_recipe({"data": {"dir": "unused"}}, "options", self.overrides)
+        # Some keys go only with the kind of schedule that is chosen.
+        kind = settings.LAYOUT["schedule.kind"]
+        values = {"data": {"dir": "unused"}, "schedule": {"kind": kind}}
+        parse_recipe(values, "options", self.overrides)
 
 
 _LENGTH_KEYS = ("max_steps", "epochs", "max_minutes")

@@ -1,0 +1,308 @@
+"""`firstlight bench budget`: settings chosen by `train TEXTS --budget`, beside a random search.
+
+Each run is `train_texts` in a process of its own, from the texts to the trained model, within the
+budget of wall-clock time. The first run of a case has the settings that firstlight chooses; the
+others have vocabulary, shape, sequence length, batch and rates drawn at random, the same draws for
+every text and budget. All runs of a text are evaluated on all of the same held-out text, which no
+setting changes.
+
+Each finished run is one line of results.jsonl. A second call in the same folder measures what is
+missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firstlight.bench.options import BudgetBench, require_positive
+from firstlight.bench.pictures import markdown_table, new_figure, png_of
+from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
+from firstlight.console import parse_time, rounded, say
+from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+from firstlight.files.atomic import write_file
+from firstlight.hardware.device import find_hardware
+from firstlight.pipeline.run import train_texts
+from firstlight.report.records import read_json_lines
+
+RESULTS_NAME = "results.jsonl"
+
+#: Seconds after the budget at which a run that has not ended is given up.
+_PATIENCE = 300.0
+
+#: Settings of the random search: values with equal chances, or the ends of a range of magnitudes.
+_CHOICES: dict[str, Sequence[Any]] = {
+    "model.vocab_size": (512, 1024, 2048, 4096, 8192),
+    "model.hidden_size": (64, 128, 192, 256, 320, 384),
+    "model.num_hidden_layers": (2, 3, 4, 6, 8),
+    "data.seq_len": (128, 256, 512),
+    "batch.global_batch_tokens": (1024, 2048, 4096, 8192, 16384),
+    "schedule.decay_fraction": (0.3, 0.5, 0.65, 0.8, 1.0),
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "optimizer.muon_learning_rate": (0.003, 0.05),
+    "optimizer.learning_rate": (0.05, 1.0),
+    "optimizer.head_lr_multiple": (0.004, 0.1),
+    "optimizer.weight_decay": (0.01, 0.5),
+}
+
+
+def random_settings(number: int) -> dict[str, Any]:
+    """The settings of a draw, by `section.key`.
+
+    Args:
+        number: number of the draw; one number always has the same settings.
+    """
+    draw = random.Random(number)
+    found = {key: draw.choice(values) for key, values in _CHOICES.items()}
+    for key, (low, high) in _RANGES.items():
+        found[key] = float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
+    # The drawn rates are those of the drawn width.
+    return found | {"optimizer.tuned_width": found["model.hidden_size"]}
+
+
+@dataclass(frozen=True)
+class BudgetCase:
+    """One run of the comparison.
+
+    Attributes:
+        text: "stdlib", or a file or folder of text.
+        budget: wall-clock time, such as "3m".
+        trial: number of the random draw; 0 for the settings that firstlight chooses.
+    """
+
+    text: str
+    budget: str
+    trial: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values of the recipe that are given; the others are chosen."""
+        return random_settings(self.trial) if self.trial else {}
+
+    @property
+    def title(self) -> str:
+        """Name of the run in messages."""
+        return f"{Path(self.text).stem}, {self.budget}, {self.trial or 'chosen'}"
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that decides the result but the text's content and the code."""
+        content = json.dumps([self.text, self.budget, self.settings], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def bench_budget(bench: BudgetBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure what has no result yet.
+
+    Args:
+        bench: texts, budgets and number of draws.
+        on_run: function that is called with the result so far after each run.
+
+    Returns:
+        "machine", "complete", "problems" by title, and "runs": the line of results.jsonl of each
+        finished run.
+
+    Raises:
+        ConfigError: an option is invalid.
+        StorageError: the disk refused.
+        CheckpointError: results.jsonl is damaged.
+    """
+    require_positive(trials=bench.trials)
+    for budget in bench.budgets:
+        parse_time(budget)
+    cases = {
+        case.title: case
+        for text in dict.fromkeys(bench.corpora)
+        for budget in dict.fromkeys(bench.budgets)
+        for trial in range(bench.trials + 1)
+        for case in [BudgetCase(text, budget, trial)]
+    }
+    path = bench.folder / RESULTS_NAME
+    lines = {line["digest"]: line for line in read_json_lines(path)}
+    outcomes = {title: RowOutcome(case.digest) for title, case in cases.items()}
+    for title, case in cases.items():
+        if case.digest in lines:
+            outcomes[title].runs.append(lines[case.digest])
+    machine = machine_facts(find_hardware())
+
+    def result(complete: bool) -> dict[str, Any]:
+        problems = {title: one.problem for title, one in outcomes.items() if one.problem}
+        runs = [run for one in outcomes.values() for run in one.runs]
+        return {"machine": machine, "problems": problems, "complete": complete, "runs": runs}
+
+    def measure(title: str) -> Found:
+        case = cases[title]
+        found = measure_run(case, bench.folder)
+        if "error" in found:
+            say(f"{title}: {found['error']['message']}")
+            return found
+        lines[case.digest] = found
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
+        say(f"{title}: {found['bits_per_byte']:.4f} bits per byte, {found['seconds']:.0f} s")
+        return found
+
+    def keep() -> None:
+        on_run(result(False))
+
+    take_turns("budget", list(cases), 1, outcomes.__getitem__, measure, keep)
+    done = result(True)
+    on_run(done)
+    return done
+
+
+def measure_run(case: BudgetCase, folder: Path) -> dict[str, Any]:
+    """Train one case in a process of its own: its line of results.jsonl, or {"error": ...}.
+
+    Args:
+        case: the run.
+        folder: folder of the benchmark, for temporary files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Runs look for prepared texts beside them: each has a folder of its own, and begins from none.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as own:
+        request = {"text": case.text, "budget": case.budget, "settings": case.settings}
+        limit = parse_time(case.budget) + _PATIENCE
+        request |= {"run": str(Path(own) / "run")}
+        found = ask(__spec__.name, request, training_environment(), limit)
+    if "error" in found:
+        return found
+    head = {"text": Path(case.text).stem, "budget": case.budget, "trial": case.trial}
+    return {"digest": case.digest, **head, "settings": case.settings, **found}
+
+
+def budget_once(request: dict[str, Any]) -> dict[str, Any]:
+    """Train on a text within a budget, and evaluate on all held-out text.
+
+    Args:
+        request: "text", "budget", "settings" by key of the recipe, and "run", the run folder.
+
+    Returns:
+        "bits_per_byte", "gzip" and "xz" of the held-out text, the "expected" range of bits per
+        byte, "seconds" of the whole call (evaluation of all held-out text left out), "step",
+        "tokens" and "parameters".
+
+    Raises:
+        FirstlightError: see `train_texts`.
+    """
+    run = train_texts(
+        request["text"],
+        budget=request["budget"],
+        run_dir=request["run"],
+        overrides=request["settings"],
+        progress=False,
+    )
+    training, choices = run.training, run.choices
+    assert training is not None
+    assert choices is not None
+    loaded = load_for_evaluation(training.checkpoint)
+    found = evaluate(loaded, Path(request["run"]) / "data")
+    return {
+        "bits_per_byte": found.bits_per_byte,
+        "gzip": run.gzip_bits_per_byte,
+        "xz": run.xz_bits_per_byte,
+        "expected": list(choices.bits_per_byte),
+        "seconds": run.seconds,
+        "step": training.step,
+        "tokens": training.tokens_seen,
+        "parameters": choices.parameters,
+    }
+
+
+# The page
+
+
+def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The runs of each text and budget in the order of their trials, by title."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["trial"]):
+        groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
+    # A random search alone has nothing to be compared with.
+    return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
+
+
+HEADER = (
+    *("text, budget", "chosen", "expected", "best of random", "median", "chosen over best"),
+    *("gzip -9", "xz", "seconds", "parameters"),
+)
+
+
+def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A row of the table: the chosen run beside the draws of the random search."""
+    chosen, draws = runs[0], sorted(run["bits_per_byte"] for run in runs[1:])
+    low, high = chosen["expected"]
+    bits = chosen["bits_per_byte"]
+    is_inside = "" if low <= bits <= high else ", missed"
+    return (
+        title,
+        f"{bits:.4f}",
+        f"{low:.2f} to {high:.2f}{is_inside}",
+        f"{draws[0]:.4f} of {len(draws)}" if draws else "",
+        f"{draws[len(draws) // 2]:.4f}" if draws else "",
+        f"{bits / draws[0] - 1:+.1%}" if draws else "",
+        *("" if chosen[key] is None else f"{chosen[key]:.3f}" for key in ("gzip", "xz")),
+        f"{chosen['seconds']:.0f}",
+        rounded(chosen["parameters"]),
+    )
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of the bits per byte of every run: a dot for a random draw, a line for the chosen."""
+    groups = budget_groups(result["runs"])
+    figure = new_figure(10, 0.8 * len(groups) + 1.5)
+    axes = figure.subplots()
+    for place, (title, runs) in enumerate(groups.items()):
+        chosen, *draws = [run["bits_per_byte"] for run in runs]
+        axes.plot(draws, [place] * len(draws), "o", color="tab:gray", alpha=0.6)
+        axes.plot([chosen] * 2, [place - 0.35, place + 0.35], color="tab:red", linewidth=3)
+        low, high = runs[0]["expected"]
+        axes.fill_betweenx([place - 0.2, place + 0.2], low, high, color="tab:red", alpha=0.12)
+        axes.annotate(title, (chosen, place - 0.38), fontsize="small", parse_math=False)
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        "held-out bits per byte (red: chosen, with the expected range; gray: random settings)"
+    )
+    return png_of(figure)
+
+
+def page(result: Mapping[str, Any], picture: str) -> str:
+    """The page of the results, in Markdown.
+
+    Args:
+        result: result of `bench_budget`.
+        picture: address of the picture.
+    """
+    machine, groups = result["machine"], budget_groups(result["runs"])
+    name = f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
+    parts = [_HEAD.format(machine=name)]
+    parts.append(markdown_table(HEADER, [group_cells(*group) for group in groups.items()]))
+    parts.append(f"![bits per byte of chosen and of random settings]({picture})\n")
+    return "\n".join(parts)
+
+
+_HEAD = """\
+# Budget: chosen settings beside a random search
+
+    firstlight bench budget --out DIR --corpus stdlib --corpus FILE --page docs/benchmarks/budget.md
+
+Each run is the whole command `firstlight train TEXT --budget TIME` in a process of its own. The
+random search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay
+and the decay's part of the schedule; all else is as chosen. Bits per byte are those of the whole
+held-out text after training. The best of the random search is the best of its results on this same
+text. Seconds are those of the chosen run's whole command.
+
+Machine: {machine}.
+"""
+
+if __name__ == "__main__":
+    answer(budget_once, sys.argv[1])
