@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -73,8 +74,13 @@ def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: Workers)
     assert list(processes.map(cycles_alive, [(number,) for number in range(9)])) == [1] * 9
 
 
-def test_one_call_and_calls_without_processes_are_made_here(processes: Workers) -> None:
-    assert list(processes.map(squared, [(3,)])) == [(9, os.getpid())]
+def test_one_call_is_made_elsewhere_and_calls_without_processes_are_made_here(
+    processes: Workers,
+) -> None:
+    # A crash of the only call is no crash of the process that asks.
+    ((square, process),) = processes.map(squared, [(3,)])
+    assert square == 9
+    assert process != os.getpid()
     assert [process for _, process in Workers().map(squared, [(1,), (2,)])] == [os.getpid()] * 2
 
 
@@ -130,10 +136,21 @@ def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-def test_a_killed_process_is_an_error_and_nothing_hangs() -> None:
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "number, message",
+    [
+        (signal.SIGKILL, "was killed, most likely for want of memory"),
+        (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
+    ],
+)
+def test_a_process_that_ends_is_an_error_and_nothing_hangs(number: int, message: str) -> None:
     with workers.started() as some:
-        with pytest.raises(TrainingError, match="was killed, most likely for want of memory"):
-            list(some.map(os._exit, [(9,), (9,)]))
+        with pytest.raises(TrainingError, match=message):
+            list(some.map(end_by, [(number,), (number,)]))
         # Nor is it asked again.
-        with pytest.raises(TrainingError, match="was killed"):
+        with pytest.raises(TrainingError, match=message):
             list(some.map(squared, [(number,) for number in range(9)]))

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,18 +53,18 @@ class Workers:
     """Runs functions in processes of its own, or here.
 
     Args:
-        start: starts the processes, when they are first needed, and returns the ends of the pipes
-            to them; none is here, one after the other.
+        start: starts the processes, when they are first needed, and returns them by the ends of the
+            pipes to them; none is here, one after the other.
     """
 
-    def __init__(self, start: Callable[[], Sequence[Connection]] = tuple) -> None:
+    def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
         #: What each that works is working on, by the number of the call.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 
     @functools.cached_property
-    def _ends(self) -> Sequence[Connection]:
+    def _ends(self) -> Mapping[Connection, BaseProcess]:
         return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
@@ -74,9 +75,10 @@ class Workers:
             arguments: the arguments of each call; they have to be picklable.
 
         Raises:
-            TrainingError: a process was killed. What a function raises is raised here.
+            TrainingError: a process was killed or crashed. What a function raises is raised here.
         """
-        if len(arguments) < 2 or not self._ends:
+        # A single call goes there, too: a crash must not end this process.
+        if not self._ends:
             yield from (function(*one) for one in arguments)
             return
         first = self._calls
@@ -88,7 +90,10 @@ class Workers:
                 for end in self._ends:
                     if waiting and end not in self._busy:
                         self._busy[end], one = waiting.pop()
-                        _ask(end, (function, one))
+                        try:
+                            end.send((function, one))
+                        except (BrokenPipeError, ConnectionResetError):
+                            raise self._gone(end) from None
                 # Among them may be results of a call that nobody waits for any more.
                 found.update(self._results())
             good, result = found.pop(number)
@@ -102,14 +107,19 @@ class Workers:
             try:
                 yield self._busy.pop(end), end.recv()
             except (EOFError, ConnectionResetError):
-                raise TrainingError(_KILLED) from None
+                raise self._gone(end) from None
 
-
-def _ask(end: Connection, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
-    try:
-        end.send(call)
-    except (BrokenPipeError, ConnectionResetError):
-        raise TrainingError(_KILLED) from None
+    def _gone(self, end: Connection) -> TrainingError:
+        """The error for a process that has ended."""
+        process = self._ends[end]
+        process.join(_ENDING_SECONDS)
+        code = process.exitcode
+        if code is None or code == -signal.SIGKILL:
+            return TrainingError(_KILLED)
+        return TrainingError(
+            f"a process that traced the model {_ending(code)}: a library that the recipe's methods "
+            "use has crashed; nothing can be predicted for them (a run starts without a prediction)"
+        )
 
 
 @contextlib.contextmanager
@@ -119,32 +129,29 @@ def started() -> Iterator[Workers]:
     context.set_forkserver_preload(PRELOADED)
     # To start a process would be to wait until that has imported.
     forkserver.ensure_running()
-    ends: list[Connection] = []
-    processes = []
+    processes: dict[Connection, BaseProcess] = {}
 
-    def start() -> Sequence[Connection]:
+    def start() -> Mapping[Connection, BaseProcess]:
         for _ in range(_COUNT):
             here, there = context.Pipe()
-            ends.append(here)
-            process = context.Process(target=_work, args=(there,), daemon=True)
+            processes[here] = process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
-            processes.append(process)
             # So that the pipe ends when the process does.
             there.close()
-        return ends
+        return processes
 
     try:
         yield Workers(start)
     finally:
-        for end in ends:
+        for end in processes:
             end.close()
         # Who is asked nothing ends by itself, and cleans up; who still works is ended.
         end_by = time.monotonic() + _ENDING_SECONDS
         try:
-            for process in processes:
+            for process in processes.values():
                 process.join(max(end_by - time.monotonic(), 0.0))
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
                 process.join()
 
