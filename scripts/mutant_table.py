@@ -303,9 +303,9 @@ MUTANTS = [
     ),
     Mutant(
         "a run follows its path into another's folder",
-        "firstlight/training/saving.py",
-        "os.path.samestat(os.fstat(opened), os.stat(folder))",
-        "folder.is_dir()",
+        "firstlight/checkpoint/run_folder.py",
+        "os.path.samestat(os.fstat(self._opened), os.stat(self._path))",
+        "self._path.is_dir()",
         (_CHANGING + "a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own",),
     ),
     # Data: order and position
@@ -516,7 +516,7 @@ MUTANTS = [
     ),
     Mutant(
         "limit of one deletes all",
-        "firstlight/checkpoint/manifest.py",
+        "firstlight/checkpoint/retention.py",
         "if one.folder not in kept:",
         "if one.folder not in kept or config.keep_last == 1:",
         (_CHECKPOINTS + "a_limit_of_one_deletes_the_only_checkpoint",),
@@ -553,7 +553,7 @@ MUTANTS = [
     ),
     Mutant(
         "best is worst",
-        "firstlight/checkpoint/manifest.py",
+        "firstlight/checkpoint/retention.py",
         "best_first(past)[:keep_best]",
         "best_first(past)[-keep_best:]",
         (_CHECKPOINTS + "the_best_checkpoint_is_deleted_when_it_gets_old",),

@@ -65,7 +65,7 @@ class Scenarios:
         if self.world.rank == 0:
             moments = {**moments, "seven.step": torch.tensor(3.0)}
         own = {f"rng.rank{self.world.rank}": torch.tensor([self.world.rank])}
-        return Checkpoint({"config.json": "{}"}, tensors, {**moments, **own}, {"step": 1})
+        return Checkpoint({"config.json": "{}"}, tensors, {**moments, **own}, {})
 
     def saver(self, name: str, asynchronous: bool) -> ShardedSaver:
         config = CheckpointConfig(asynchronous=asynchronous, sharded=True, keep_last=1)

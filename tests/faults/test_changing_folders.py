@@ -13,12 +13,15 @@ import pytest
 from driven import MEASURED, newest, one_thread
 from small import make_split
 
-from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
+from firstlight.checkpoint.manifest import read_manifest
+from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.run_folder import held
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.shards import BLOCK_BYTES
 from firstlight.errors import CheckpointError, DataError
-from firstlight.files.atomic import remove_folder
+from firstlight.files.atomic import read_json, remove_folder
 from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
 
@@ -143,6 +146,69 @@ def test_a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own(
     with pytest.raises(CheckpointError, match="was moved or removed"):
         train(recipe, on_step=on_step)
     assert [path.name for path in run.rglob("*")] == ["checkpoints", "step-00000001"]
+
+
+def test_a_run_whose_lock_was_deleted_ends_when_another_starts_in_its_folder(
+    recipe: dict[str, Any],
+) -> None:
+    run = Path(recipe["run"]["dir"])
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 5:
+            (run / ".lock").unlink()
+            with held(run) as other:
+                other.claim()
+
+    recipe["checkpoint"] |= {"asynchronous": False}
+    with pytest.raises(CheckpointError, match=r"run folder .* was taken over while the run wrote"):
+        train(recipe, on_step=on_step)
+    assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
+    assert train(recipe, resume=True).step == 12
+
+
+def test_a_run_whose_folder_goes_after_its_last_save_says_so(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(recipe["run"]["dir"])
+    monkeypatch.setattr(
+        "firstlight.training.loop.write_average", lambda _: run.rename(tmp_path / "elsewhere")
+    )
+    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed"):
+        train(recipe)
+    assert not run.exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_its_name_and_never_deleted(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    run, other = Path(recipe["run"]["dir"]), tmp_path / "other"
+    train({**recipe, "run": {**recipe["run"], "dir": str(other)}})
+    train({**recipe, "schedule": {"max_steps": 6}})
+    theirs = run / "checkpoints" / "step-00000008"
+    shutil.copytree(other / "checkpoints" / "step-00000008", theirs)
+    with pytest.raises(CheckpointError, match=r"step-00000008 is a checkpoint of another run \("):
+        train(recipe, resume=True)
+    # Those who read the run say which one they leave out.
+    newest_own, problems = newest_checkpoint(run)
+    assert newest_own == run / "checkpoints" / "step-00000006"
+    assert [problem.partition(" (")[0] for problem in problems] == [
+        f"{theirs} is a checkpoint of another run"
+    ]
+    prune_checkpoints(run, newest_own, CheckpointConfig(keep_last=1, keep_best=0))
+    verify_checkpoint(theirs)
+    theirs.rename(tmp_path / theirs.name)
+    assert train(recipe, resume=True).step == 12
+
+
+def test_the_id_of_a_run_is_found_again_where_its_file_was_lost(recipe: dict[str, Any]) -> None:
+    run = Path(recipe["run"]["dir"])
+    train({**recipe, "schedule": {"max_steps": 6}})
+    before = read_json(run / "run.json")
+    (run / "run.json").write_text("{", encoding="utf-8")
+    assert train(recipe, resume=True).step == 12
+    after = read_json(run / "run.json")
+    assert after["run_id"] == before["run_id"] == read_manifest(newest(run))["run_id"]
+    assert after["start_id"] != before["start_id"]
 
 
 def test_of_two_that_resume_in_the_same_instant_one_goes_on_and_one_says_why_not(

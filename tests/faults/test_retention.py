@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import random
@@ -40,12 +41,11 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import (
     Saved,
     checkpoint_folder,
-    kept_checkpoints,
     own_past,
-    prune_checkpoints,
     saved_checkpoints,
     step_of,
 )
+from firstlight.checkpoint.retention import kept_checkpoints, prune_checkpoints
 from firstlight.checkpoint.saver import CheckpointSaver
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, StorageError
@@ -302,7 +302,8 @@ def test_no_call_of_a_save_is_without_a_sound_checkpoint(
         saver.save(4, lambda: content(4, branch=0))
         with installed(Looking()):
             for step in (8, 12, 16):
-                saver.save(step if not again else 4, lambda: content(4, branch=1))
+                at = 4 if again else step
+                saver.save(at, functools.partial(content, at, branch=1))
     assert len(sound) > 60
     assert min(map(len, sound)) >= 1
     assert load_checkpoint(newest_checkpoint(tmp_path)[0] or tmp_path).trainer_state["branch"] == 1

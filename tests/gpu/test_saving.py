@@ -13,7 +13,8 @@ import torch
 
 from firstlight.checkpoint import saver as saving
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from firstlight.checkpoint.manifest import CheckpointConfig, checkpoint_folder
+from firstlight.checkpoint.manifest import checkpoint_folder
+from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.recipe import parse_recipe

@@ -27,10 +27,9 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST_NAME,
-    CheckpointConfig,
-    prune_checkpoints,
     sealed,
 )
+from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
 from firstlight.checkpoint.selection import (
     list_checkpoints,
     newest_checkpoint,
@@ -265,6 +264,14 @@ def reseal(folder: Path, **changes: Any) -> dict[str, Any]:
     now = {key: value for key, value in (before | changes).items() if key != "sha256"}
     (folder / MANIFEST_NAME).write_text(sealed(now), encoding="utf-8")
     return dict(before)
+
+
+def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 8)
+    reseal(folder, step=9)
+    moved = folder.rename(folder.with_name("step-00000009"))
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is of step 8, and .* of step 9"):
+        verify_checkpoint(moved)
 
 
 _ENTRY = {"bytes": 3, "sha256": "0" * 64}

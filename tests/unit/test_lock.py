@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from firstlight.checkpoint.run_folder import held
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.training import resuming
 from firstlight.training.loop import train
-from firstlight.training.saving import held
 
 
 def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from firstlight.training.saving import held\n"
+        "from firstlight.checkpoint.run_folder import held\n"
         "with held(pathlib.Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )

@@ -44,12 +44,12 @@ from firstlight.bench.tuning_study import (
     read_trials,
     require_optuna,
 )
+from firstlight.checkpoint.run_folder import held
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, TrainingError
 from firstlight.files.atomic import remove_folder, write_file, write_json
 from firstlight.hardware.device import find_hardware
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
-from firstlight.training.saving import held
 
 STUDY_NAME, BEST_NAME, PICTURE_NAME = "study.json", "best.yaml", "tuning.png"
 

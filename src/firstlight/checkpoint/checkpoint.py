@@ -40,6 +40,7 @@ from firstlight.checkpoint.manifest import (
     new_checkpoint,
     read_manifest,
     require_plain_file,
+    sealed,
     write_manifest,
     write_texts,
 )
@@ -90,13 +91,18 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run_folder: Path, step: int, checkpoint: Checkpoint, after: int | None = None
+    run_folder: Path,
+    step: int,
+    checkpoint: Checkpoint,
+    after: int | None = None,
+    run_id: str | None = None,
 ) -> Path:
     """Write a checkpoint; return its folder.
 
     Args:
         after: the step of the checkpoint from which the run went on: later saves are of a dead
             branch. None: the last save.
+        run_id: the id of the run that saves.
 
     Raises:
         CheckpointError: a weight, a moment or a number of the state is not finite: such a
@@ -114,7 +120,9 @@ def save_checkpoint(
         ]
         loss = checkpoint.trainer_state.get("val_loss")
         marks = file_marks(written)
-        write_manifest(temporary, run_folder, step, marks, val_loss=loss, after=after)
+        write_manifest(
+            temporary, run_folder, step, marks, val_loss=loss, after=after, run_id=run_id
+        )
     return checkpoint_folder(run_folder, step)
 
 
@@ -179,9 +187,11 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
             what it has in memory of it.
 
     Raises:
-        CheckpointError: a file is missing, damaged, no plain file or of another size (named).
+        CheckpointError: a file is missing, damaged, no plain file, of another size or of another
+            step (named).
     """
-    files = read_manifest(folder)["files"]
+    manifest = read_manifest(folder)
+    files = manifest["files"]
     tensors = shard_names(files) or [_weights_name(files), OPTIMIZER_NAME]
     for name in (CONFIG_NAME, *tensors, STATE_NAME):
         if name not in files:
@@ -200,10 +210,19 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
                 raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
+    step, found = manifest["step"], load_trainer_state(folder).get("step", manifest["step"])
+    if found != step:
+        raise CheckpointError(
+            f"{folder} is not one checkpoint: {STATE_NAME} is of step {found!r:.100}, and "
+            f"{MANIFEST_NAME} of step {step}"
+        )
 
 
-def copy_checkpoint(folder: Path, run_folder: Path) -> None:
+def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
     """Copy a checkpoint of another run, which has been verified, into a run folder without any.
+
+    Args:
+        run_id: the id of the folder's run, which the copy's manifest names.
 
     Raises:
         CheckpointError: a file is not what it was.
@@ -217,8 +236,10 @@ def copy_checkpoint(folder: Path, run_folder: Path) -> None:
                     copy.write(block)
             if copy.sha256 != entry["sha256"]:
                 raise CheckpointError(f"{folder / name} has changed: name another checkpoint")
+        own = {**manifest, "run_id": run_id}
+        del own["sha256"]
         with OutputFile(temporary / MANIFEST_NAME) as file:
-            file.write((folder / MANIFEST_NAME).read_bytes())
+            file.write(sealed(own).encode())
 
 
 def _weights_name(names: Container[str]) -> str:

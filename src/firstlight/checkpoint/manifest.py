@@ -3,6 +3,10 @@
 The manifest has the size and SHA-256 of every file. It also says which save of the run folder the
 checkpoint is, counted from 1 (`sequence`), and after which save its run went on (`parent`).
 
+It names the run that wrote it (`run_id`), so that a checkpoint that was copied from another run's
+folder is neither used nor deleted. Manifests of older versions name none, and count as the run's
+own.
+
 Manifests so tell the history of a run, and which checkpoints are kept. A run that goes on
 from an older checkpoint, because newer ones are damaged or at a rollback, leaves those in between
 behind as a dead branch. Steps don't tell dead branches: the first checkpoint of the new branch may
@@ -19,24 +23,21 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic import Field, model_validator
+from typing import Any
 
 from firstlight.errors import CheckpointError, InputError, describe_os_error
 from firstlight.files.atomic import (
     json_text,
     new_folder,
     read_json,
-    remove_folder,
-    remove_leftovers,
     storage_errors,
 )
 from firstlight.files.disk import HashedFile, OutputFile
-from firstlight.section import Section
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
+#: The run folder's file with the id of the run, and that of the start that writes into the folder.
+RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
@@ -56,6 +57,7 @@ class Saved:
         sequence: the number of this save of the run folder, from 1; 0 if the manifest is damaged.
         parent: the sequence of the checkpoint from which its run went on; 0: from the start.
         val_loss: the validation loss at its step; None if it was not measured there.
+        run_id: the id of the run that saved it; None of a version without ids, or damaged.
     """
 
     folder: Path
@@ -63,6 +65,7 @@ class Saved:
     sequence: int = 0
     parent: int = 0
     val_loss: float | None = None
+    run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
         """Whether this save's run went on from before the other, which is of a dead branch."""
@@ -92,8 +95,33 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
-    One whose manifest is damaged stands after those of lower steps.
+    One whose manifest is damaged stands after those of lower steps. Those of another run that lie
+    in the folder (see `foreign_checkpoints`) are left out.
     """
+    found = _complete(run_folder)
+    own = (None, _run_id(run_folder, found))
+    found = [one for one in found if one.run_id in own]
+
+    def place(saved: Saved) -> tuple[int, int]:
+        below = (other.sequence for other in found if other.step <= saved.step)
+        return saved.sequence or max(below), saved.step
+
+    return sorted(found, key=place)
+
+
+def foreign_checkpoints(run_folder: Path) -> list[str]:
+    """A message for each checkpoint in a run folder that another run has saved."""
+    found = _complete(run_folder)
+    run_id = _run_id(run_folder, found)
+    return [
+        f"{one.folder} is a checkpoint of another run ({one.run_id}; this folder is run {run_id}'s)"
+        for one in found
+        if one.run_id not in (None, run_id)
+    ]
+
+
+def _complete(run_folder: Path) -> list[Saved]:
+    """The complete checkpoints in a run folder, whatever run they are of, by name."""
     found: list[Saved] = []
     for folder in step_folders(run_folder):
         step = step_of(folder)
@@ -105,13 +133,24 @@ def saved_checkpoints(run_folder: Path) -> list[Saved]:
             found.append(Saved(folder, step))
         else:
             sequence, parent = manifest["sequence"], manifest["parent"]
-            found.append(Saved(folder, step, sequence, parent, manifest["val_loss"]))
+            run_id = manifest.get("run_id")
+            found.append(Saved(folder, step, sequence, parent, manifest["val_loss"], run_id))
+    return found
 
-    def place(saved: Saved) -> tuple[int, int]:
-        below = (other.sequence for other in found if other.step <= saved.step)
-        return saved.sequence or max(below), saved.step
 
-    return sorted(found, key=place)
+def run_id_of(run_folder: Path) -> str | None:
+    """The id of the run that a folder is of; None for a folder without any."""
+    return _run_id(run_folder, _complete(run_folder))
+
+
+def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
+    """The id in run.json; where that is missing or damaged, that of the last save with an id."""
+    with contextlib.suppress(InputError):
+        content = read_json(run_folder / RUN_NAME)
+        if isinstance(content, dict) and isinstance(content.get("run_id"), str):
+            return str(content["run_id"])
+    named = [one for one in found if one.run_id is not None]
+    return max(named, key=lambda one: one.sequence).run_id if named else None
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
@@ -169,6 +208,7 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
     loss, files = manifest.get("val_loss", False), manifest.get("files")
     # A bool is an int to Python.
     sound = loss is None or type(loss) is float
+    sound = sound and isinstance(manifest.get("run_id", ""), str)
     for name, least in (("step", 0), ("sequence", 1), ("parent", 0)):
         sound = sound and type(manifest.get(name)) is int and manifest[name] >= least
     sound = sound and isinstance(files, dict)
@@ -224,6 +264,7 @@ def write_manifest(
     *,
     val_loss: float | None = None,
     after: int | None = None,
+    run_id: str | None = None,
 ) -> None:
     """Write the manifest, which makes a folder a checkpoint.
 
@@ -233,6 +274,7 @@ def write_manifest(
         val_loss: the validation loss at this step.
         after: the step of the checkpoint from which the run went on: later saves are of a dead
             branch. None: the last save.
+        run_id: the id of the run that saves.
 
     Raises:
         OSError: the disk refuses.
@@ -242,6 +284,7 @@ def write_manifest(
         "format": FORMAT,
         "version": VERSION,
         "step": step,
+        **({} if run_id is None else {"run_id": run_id}),
         "sequence": sequence_at(saved, None) + 1,
         "parent": sequence_at(saved, after),
         "val_loss": None if val_loss is None else float(val_loss),
@@ -269,49 +312,6 @@ def _write_text(path: Path, content: str) -> HashedFile:
     with HashedFile(path) as file:
         file.write(content.encode("utf-8"))
     return file
-
-
-class CheckpointConfig(Section):
-    """The `checkpoint` section. One is always written at the end."""
-
-    every_steps: int = Field(200, ge=0)
-    """number of steps between checkpoints; 0 writes one at the end only."""
-    keep_last: int = Field(2, ge=1)
-    """number of newest checkpoints that are kept."""
-    keep_every: int = Field(0, ge=0)
-    """checkpoints of steps that are multiples of it are kept for good; 0 is none."""
-    keep_best: int = Field(1, ge=0)
-    """number of checkpoints with the lowest val/loss at their step that are kept, too; each new
-    lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
-    none."""
-    average_last: int = Field(0, ge=0)
-    """number of newest checkpoints whose weights are averaged when the run is done, of the last one
-    and of steps that every_steps divides: into the model folder averaged/ of the run folder, with
-    its validation loss beside that of the last weights; 0 is none. Weights averaged over the last
-    tenth of a run are often better than the last ones where the learning rate is still high."""
-    asynchronous: bool | None = None
-    """copy the state and write the copy while training goes on; null decides at the first save:
-    true if memory for the copy is free."""
-    sharded: bool = False
-    """with distributed.engine fsdp, each process writes its shards, and none gathers the whole
-    model: for models that are too large for that. Any engine resumes from it, with any number of
-    processes. The last checkpoint of a run is a Hugging Face model folder too; `firstlight convert`
-    makes one of an earlier one."""
-
-    @model_validator(mode="after")
-    def _keeps_enough(self) -> Self:
-        if self.average_last == 1 or self.average_last > self.keep_last:
-            raise ValueError(
-                f"average_last {self.average_last} averages checkpoints that keep_last "
-                f"{self.keep_last} keeps: set keep_last to {max(self.average_last, 2)}, and "
-                "average_last to 2 at least, or to 0"
-            )
-        if self.average_last and not self.every_steps:
-            raise ValueError(
-                "average_last averages checkpoints, and every_steps 0 writes one only: set "
-                "every_steps, or average_last to 0"
-            )
-        return self
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
@@ -345,53 +345,3 @@ def _line(found: Sequence[Saved]) -> list[Saved]:
         if one.sequence and (not line or one.sequence <= line[-1].parent):
             line.append(one)
     return line
-
-
-def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """Those of a run's own past (oldest first) whose average is made if the newest is the last.
-
-    The others are of regular steps: a stop, or a request, saves one more, and the average of a run
-    that was stopped and resumed is to be that of a run that was not.
-    """
-    every, count = config.every_steps, config.average_last
-    regular = [one for one in past[:-1] if every and one.step % every == 0]
-    return [*regular, *past[-1:]][-count:] if count else ()
-
-
-def prune_checkpoints(run_folder: Path, newest: Path, config: CheckpointConfig) -> None:
-    """Delete the checkpoints that are not to be kept, and unfinished folders of killed runs.
-
-    Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go.
-
-    Args:
-        newest: the checkpoint saved last, which has been verified since.
-        config: the recipe's `checkpoint` section, which says which ones stay.
-
-    Raises:
-        StorageError: the disk refuses; `newest` is untouched.
-    """
-    saved = saved_checkpoints(run_folder)
-    past = own_past(saved)
-    stay = kept_checkpoints(past, config.keep_last, config.keep_every, config.keep_best)
-    stay |= set(averaged_checkpoints(past, config))
-    kept = {one.folder for one in stay}
-    kept.add(newest)
-    # The oldest first: what tells that one is of a dead branch was saved after it.
-    for one in saved:
-        if one.folder not in kept:
-            remove_folder(one.folder)
-    with storage_errors(run_folder):
-        for folder in step_folders(run_folder):
-            if not (folder / MANIFEST_NAME).is_file():
-                remove_folder(folder)
-        remove_leftovers(run_folder / CHECKPOINTS)
-
-
-def kept_checkpoints(
-    past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
-) -> set[Saved]:
-    """The checkpoints of a run's own past (oldest first) that stay. See `prune_checkpoints`."""
-    kept = set(past[-keep_last:])
-    if keep_every:
-        kept |= {one for one in past if one.step % keep_every == 0}
-    return kept | set(best_first(past)[:keep_best])

@@ -16,7 +16,8 @@ from firstlight.checkpoint.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from firstlight.checkpoint.manifest import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
+from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.hardware.device import free_memory_bytes, single_threaded_pool
 
 #: Share of the memory that is free at the first save, at most, for the copies of all processes.
@@ -80,10 +81,14 @@ class BackgroundSaver(Saver):
     Args:
         run_folder: the run's.
         config: the recipe's `checkpoint` section.
+        held: the run folder as this process holds it, checked before each write and deletion; None
+            in other processes than the main one.
     """
 
-    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
-        self._run_folder, self._config = run_folder, config
+    def __init__(
+        self, run_folder: Path, config: CheckpointConfig, held: HeldFolder | None = None
+    ) -> None:
+        self._run_folder, self._config, self._held = run_folder, config, held
         self._asynchronous = config.asynchronous
         self._copies = Snapshot()
         self._executor = single_threaded_pool(1, "checkpoint")
@@ -93,6 +98,15 @@ class BackgroundSaver(Saver):
         """The step of the checkpoint that the next one comes after; None for the first."""
         return self.saved_step if self.saved_step >= 0 else None
 
+    @property
+    def _run_id(self) -> str | None:
+        return None if self._held is None else self._held.run_id
+
+    def _require_folder(self) -> None:
+        """Raise a CheckpointError if the run folder is no longer this run's."""
+        if self._held is not None:
+            self._held.require()
+
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
         """Whether memory for copies is free, in each of so many processes of this machine."""
         free = free_memory_bytes(torch.device("cpu")) / processes
@@ -100,7 +114,7 @@ class BackgroundSaver(Saver):
 
     def _prune(self, newest: Path) -> None:
         """Delete the checkpoints that are too many, once `newest` is one."""
-        prune_checkpoints(self._run_folder, newest, self._config)
+        prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
         """End the thread, and give the memory back."""
@@ -117,18 +131,13 @@ class CheckpointSaver(BackgroundSaver):
     Args:
         run_folder: the run's.
         config: the recipe's `checkpoint` section.
-        require_folder: called before anything is written or deleted; raises an error if the run
-            folder is no longer this run's.
+        held: see `BackgroundSaver`.
     """
 
     def __init__(
-        self,
-        run_folder: Path,
-        config: CheckpointConfig,
-        require_folder: Callable[[], None] = lambda: None,
+        self, run_folder: Path, config: CheckpointConfig, held: HeldFolder | None = None
     ) -> None:
-        super().__init__(run_folder, config)
-        self._require_folder = require_folder
+        super().__init__(run_folder, config, held)
         self._writing: Future[None] | None = None
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
@@ -190,10 +199,9 @@ class CheckpointSaver(BackgroundSaver):
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self._parent
         self._require_folder()
-        folder = save_checkpoint(self._run_folder, step, checkpoint, after)
+        folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._run_id)
         verify_checkpoint(folder, from_disk=True)
         self.saved_step = step
-        self._require_folder()
         self._prune(folder)
 
 

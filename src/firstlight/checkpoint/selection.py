@@ -17,6 +17,7 @@ from firstlight.checkpoint.manifest import (
     MANIFEST_NAME,
     Saved,
     best_saved,
+    foreign_checkpoints,
     own_past,
     saved_checkpoints,
 )
@@ -37,7 +38,8 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, or None, and what is wrong with newer ones.
+    """The newest checkpoint that verifies, or None, and what is wrong with newer ones and with
+    those of other runs.
 
     One of a dead branch (see manifest.py) is taken only where no other verifies.
 
@@ -49,6 +51,7 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     dead = [one for one in saved if one.sequence and one not in past]
     unreadable = [one for one in saved if not one.sequence]
     folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
+    problems = [*foreign_checkpoints(run_folder), *problems]
     if folder is None and problems:
         raise CheckpointError(
             f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "

@@ -17,13 +17,14 @@ from firstlight.checkpoint.checkpoint import (
     saved_vocab_multiple,
 )
 from firstlight.checkpoint.manifest import (
-    CheckpointConfig,
     checkpoint_folder,
     file_marks,
     new_checkpoint,
     write_manifest,
     write_texts,
 )
+from firstlight.checkpoint.retention import CheckpointConfig
+from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.checkpoint.saver import BackgroundSaver
 from firstlight.checkpoint.sharded import (
     MOMENTS,
@@ -64,6 +65,7 @@ class ShardedSaver(BackgroundSaver):
         engine: the engine that shards the run's model.
         is_last: whether a step is the run's last one, whose checkpoint gets the weights in one
             file, too.
+        held: see `BackgroundSaver`.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class ShardedSaver(BackgroundSaver):
         config: CheckpointConfig,
         engine: Engine,
         is_last: Callable[[int], bool],
+        held: HeldFolder | None = None,
     ) -> None:
-        super().__init__(run_folder, config)
+        super().__init__(run_folder, config, held)
         self._world, self._is_main = engine.world, engine.is_main
         self._is_last = is_last
         self._folder = contextlib.ExitStack()
@@ -173,6 +176,7 @@ class ShardedSaver(BackgroundSaver):
         """The temporary folder that all write into."""
         name = None
         if self._is_main:
+            self._require_folder()
             name = str(self._folder.enter_context(new_checkpoint(self._run_folder, step)))
         return Path(broadcast_object(name))
 
@@ -212,6 +216,7 @@ class ShardedSaver(BackgroundSaver):
                 with storage_errors(folder):
                     if self._is_last(step):
                         marks |= _write_whole(folder, state)
+                    self._require_folder()
                     write_manifest(
                         folder,
                         self._run_folder,
@@ -219,6 +224,7 @@ class ShardedSaver(BackgroundSaver):
                         marks,
                         val_loss=state.get("val_loss"),
                         after=self._parent,
+                        run_id=self._run_id,
                     )
         self.saved_step = step
         if self._is_main:

@@ -1,6 +1,6 @@
 """Recipes: everything that decides a run, in one YAML file of strict sections."""
 
-from firstlight.checkpoint.manifest import CheckpointConfig
+from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus
 from firstlight.recipe.load import (
     key_of_other_name,

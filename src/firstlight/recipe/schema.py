@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from firstlight.checkpoint.manifest import CheckpointConfig
+from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import DataConfig
 from firstlight.efficiency import EfficiencyConfig, LossConfig
 from firstlight.errors import ConfigError

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
-from firstlight.checkpoint.manifest import Saved, averaged_checkpoints, own_past, saved_checkpoints
+from firstlight.checkpoint.manifest import Saved, own_past, saved_checkpoints
+from firstlight.checkpoint.retention import averaged_checkpoints
 from firstlight.errors import CheckpointError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.training.processes import wait_for_main

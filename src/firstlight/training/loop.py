@@ -284,6 +284,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         problem = first_reason(run.engine, run.unreadable)
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
+    wait_for_main(run.engine, run.require_folder)
     # Before the report is drawn, which loads libraries of its own.
     if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
         run.tell(text)

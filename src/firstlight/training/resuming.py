@@ -12,7 +12,7 @@ from firstlight.checkpoint.checkpoint import (
     load_checkpoint,
     load_trainer_state,
 )
-from firstlight.checkpoint.manifest import MANIFEST_NAME, step_folders
+from firstlight.checkpoint.manifest import MANIFEST_NAME, foreign_checkpoints, step_folders
 from firstlight.checkpoint.selection import (
     list_checkpoints,
     newest_checkpoint,
@@ -205,6 +205,10 @@ def _newest_checkpoint(
     run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
 ) -> Path | None:
     """The checkpoint to go on from, if that is asked for and there is one."""
+    for problem in foreign_checkpoints(run_folder):
+        raise CheckpointError(
+            f"{problem}: move it out of the folder (--init-from starts a new run from its weights)"
+        )
     if not resume:
         if list_checkpoints(run_folder):
             raise CheckpointError(

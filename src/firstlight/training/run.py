@@ -14,6 +14,7 @@ import yaml
 
 from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import ConfigError, DataError
@@ -61,7 +62,7 @@ class Run:
         bar: the progress that a person sees, once `open`.
         branch_from: checkpoint of another run that this one goes on from, with that run's data
             order and random states, until it has one of its own.
-        require_folder: raises a CheckpointError if the run folder was moved or removed.
+        held: the run folder as the main process holds it; None in others.
         advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
         state: progress of the run, saved with each checkpoint.
         saved_step: step of this run's newest checkpoint; -1 if there is none.
@@ -91,7 +92,7 @@ class Run:
     tasks: Sequence[Task]
     tell: Callable[[str], None]
     branch_from: Path | None = None
-    require_folder: Callable[[], None] = lambda: None
+    held: HeldFolder | None = None
     advise: Callable[[], str | None] = lambda: None
     state: TrainState = field(default_factory=TrainState)
     saved_step: int = -1
@@ -199,6 +200,15 @@ class Run:
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
+    def require_folder(self) -> None:
+        """Raise an error if the run folder is no longer this run's; called before each write.
+
+        Raises:
+            CheckpointError: it was moved, removed or taken over by another run.
+        """
+        if self.held is not None:
+            self.held.require()
+
     @contextlib.contextmanager
     def open(self, *, shown: bool) -> Iterator[None]:
         """Make the run folder ready: drop what a killed run left; open data, logs and progress.
@@ -238,11 +248,15 @@ class Run:
         return Course(steps, self.state.step, minutes)
 
     def _make_folder_ready(self) -> None:
+        run_id = None
+        if self.held is not None:
+            self.held.claim()
+            run_id = self.held.run_id
         for folder in (self.folder, self.folder / CHECKPOINTS):
             remove_leftovers(folder)
         # Before the recipe: whoever finds that can go on with it.
         if self.branch_from is not None:
-            copy_checkpoint(self.branch_from, self.folder)
+            copy_checkpoint(self.branch_from, self.folder, run_id)
         # What was decided stands also for a run that is killed before its first checkpoint. A file
         # that says the same keeps its comments.
         if not _says(self.folder / RECIPE_NAME, self.recipe):
@@ -381,6 +395,7 @@ class Run:
 
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
+        self.require_folder()
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
+from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import own_version, say
 from firstlight.data.corpus import Corpus
@@ -57,7 +58,6 @@ from firstlight.training.resuming import (
     take_up,
 )
 from firstlight.training.run import Run
-from firstlight.training.saving import held
 from firstlight.training.starting_model import attach, first_model
 from firstlight.training.tensorboard_log import require_tensorboard
 from firstlight.training.validation import tasks_of
@@ -101,7 +101,7 @@ def set_up(
     tell = say if shown else lambda _: None
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
-    with held(folder) if engine.is_main else contextlib.nullcontext(lambda: None) as require_folder:
+    with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell)
         goes_on = resume or newest is not None
@@ -109,7 +109,7 @@ def set_up(
         run = _assembled(
             recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
         )
-        run.require_folder = require_folder
+        run.held = held_folder
         yield run
 
 

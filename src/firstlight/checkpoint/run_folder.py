@@ -1,0 +1,143 @@
+"""The run folder that one process holds: its lock, the id of its run, and the check before a write.
+
+A lock follows the folder's inode, and files are written by path. A person who moves a run folder,
+removes it or deletes its lock while the run goes on would have the run write beside, and delete the
+checkpoints of, another run that has taken the path. `HeldFolder.require` notices that: it compares
+the folder at the path with the held one, and run.json with what this start has written into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from firstlight.checkpoint.manifest import RUN_NAME, run_id_of
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.files.atomic import storage_errors, write_file
+
+_LOCK_NAME = ".lock"
+
+
+class HeldFolder:
+    """A run folder that this process holds.
+
+    Args:
+        path: the folder.
+        opened: descriptor of the folder, open as long as it is held, so that its inode number is
+            not given to a folder that takes its place.
+
+    Attributes:
+        run_id: the id of the run, which its checkpoints' manifests name; None before `claim`.
+    """
+
+    def __init__(self, path: Path, opened: int) -> None:
+        self.run_id: str | None = None
+        self._path, self._opened = path, opened
+        self._claim: bytes | None = None
+
+    def claim(self) -> None:
+        """Write run.json: the id of the run, a new one for a new run, and that of this start.
+
+        Raises:
+            CheckpointError: the folder was moved or removed.
+            StorageError: the disk refuses.
+        """
+        self.require()
+        self.run_id = run_id_of(self._path) or secrets.token_hex(8)
+        text = json.dumps({"run_id": self.run_id, "start_id": secrets.token_hex(8)}) + "\n"
+        write_file(self._path / RUN_NAME, text)
+        self._claim = text.encode()
+
+    def require(self) -> None:
+        """Raise an error if the folder is no longer this process's.
+
+        Raises:
+            CheckpointError: it was moved, removed or replaced, or another process has started a run
+                in it, which can happen once the lock is deleted or not obeyed by a file system.
+            StorageError: the disk refuses to tell.
+        """
+        found: bytes | None = None
+        is_same = False
+        with (
+            storage_errors(self._path),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            is_same = os.path.samestat(os.fstat(self._opened), os.stat(self._path))
+            if self._claim is not None:
+                found = (self._path / RUN_NAME).read_bytes()
+        if not is_same:
+            raise CheckpointError(
+                f"run folder {self._path} was moved or removed while the run wrote into it: put it "
+                "back under this name, or name its new place as run.dir, and go on with --resume"
+            )
+        if found != self._claim:
+            raise CheckpointError(
+                f"run folder {self._path} was taken over while the run wrote into it: its "
+                f"{RUN_NAME} is no longer that of this start; end other runs in the folder, then "
+                "go on with --resume"
+            )
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[HeldFolder]:
+    """Hold the run folder, which is made if need be: two processes writing to one run would ruin
+    it. The lock goes with the process, however it ends.
+
+    A folder, or a lock in it, that was made for this is taken away again if nothing was written.
+
+    Yields:
+        the held folder, whose `require` is called before anything is written into it.
+
+    Raises:
+        ConfigError: it is a file.
+        CheckpointError: another process holds it.
+        StorageError: it can't be made.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir {folder} is a file: choose another run.dir")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    is_new = not (folder / _LOCK_NAME).exists()
+    with storage_errors(folder):
+        file = _locked(folder)
+    before = set(os.listdir(folder))
+    # Held open, so that its inode number is not given to a folder that takes its place.
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with file:
+        try:
+            yield HeldFolder(folder, opened)
+        finally:
+            os.close(opened)
+            with contextlib.suppress(OSError):
+                if is_new and set(os.listdir(folder)) == before:
+                    (folder / _LOCK_NAME).unlink()
+                    for path in made:
+                        path.rmdir()
+
+
+def _locked(folder: Path) -> FileIO:
+    """The lock's file, open and locked."""
+    while True:
+        # Whoever held it may take it away again at any moment until it is ours.
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            # Not through a link, which would make a file elsewhere, and without waiting for
+            # whoever reads a pipe.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = open(os.open(folder / _LOCK_NAME, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise CheckpointError(f"run folder {folder} is in use by another process") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK_NAME)):
+                return file
+        file.close()
