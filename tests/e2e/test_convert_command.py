@@ -126,7 +126,7 @@ Arguments = Callable[[Path], list[str | Path]]
         (lambda f: [f / "model", "--tolerance", "-1"], 2, "ConfigError", "is not a share"),
         (lambda f: [f / "model", "--tolerance", "wide"], 2, "UsageError", "not a valid float"),
         (lambda f: [f / "model", "--to", "onnx"], 2, "UsageError", "not one of 'hf', 'gguf'"),
-        (lambda f: [f / "model", "--config", f / "x"], 2, "ConfigError", "--config is for .pt"),
+        (lambda f: [f / "model", "--config", f / "x"], 2, "ConfigError", "--config is for other"),
         (lambda f: [f / "model", "--tokenizer", f / "x"], 1, "TokenizerError", "does not exist"),
         (lambda f: [f / "broken"], 1, "ModelError", "NaN or infinity: model.norm.weight;"),
         (lambda f: [f / "small"], 1, "ModelError", "lacks tensors: model.norm.weight"),

@@ -25,8 +25,9 @@ from foreign_programs import (
 )
 from torch import Tensor, nn
 
-from firstlight.conversion import foreign, foreign_forward
-from firstlight.conversion.foreign import LAYOUTS, TRANSPOSED, ForeignModel, read_foreign
+from firstlight.conversion import foreign, foreign_files, foreign_forward
+from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.conversion.foreign_layouts import LAYOUTS, TRANSPOSED
 
 KINDS = ["nanoGPT", "GPT", "fast GPT", "Llama"]
 LLAMA = {
@@ -122,7 +123,7 @@ def test_a_mistake_in_a_table_of_names_shows(
         else one
         for one in LAYOUTS
     ]
-    monkeypatch.setattr(foreign, "LAYOUTS", wrong)
+    monkeypatch.setattr(foreign_files, "LAYOUTS", wrong)
     mistaken = read(tmp_path, kind)
     assert torch.equal(mistaken.logits(IDS), right.logits(IDS))
     assert Check(mistaken).difference({}) > 1e-2

@@ -735,7 +735,7 @@ def test_rounding_to_q8_0_itself_is_never_refused(scale: float) -> None:
         ({"dtype": "int4", "to": "gguf"}, "not one of gguf: auto, f32, f16, bf16, q8_0"),
         ({"tolerance": -0.1}, "tolerance -0.1 is not a share"),
         ({"tolerance": float("nan")}, "tolerance nan is not a share"),
-        ({"config": "given.json"}, "--config is for .pt and .pth files"),
+        ({"config": "given.json"}, "--config is for other programs"),
     ],
 )
 def test_options_that_cant_be_meant_are_refused(

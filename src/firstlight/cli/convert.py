@@ -27,7 +27,7 @@ from firstlight.console import say
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="JSON with what a .pt or .pth file doesn't say, as in a Hugging Face config.json.",
+    help="JSON with what another program's files don't say, as in a Hugging Face config.json.",
 )
 @click.option(
     "--tolerance",
@@ -49,10 +49,11 @@ def convert_command(
 ) -> dict[str, Any]:
     """Convert a model and check that the result computes what the source does.
 
-    SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or a file: nanoGPT's
-    ckpt.pt, or a model.pth of LLMs-from-scratch. What is written is read back and compared
-    first: its tensors, its logits on a fixed prompt, its chat template on a fixed conversation.
-    Where they are not the source's, nothing is written.
+    SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or another program's
+    checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2
+    (TensorFlow), Meta's Llama or litgpt. What is written is read back and compared first: its
+    tensors, its logits on a fixed prompt, its chat template on a fixed conversation. Where they
+    are not the source's, nothing is written.
     """
     from firstlight.conversion.convert import convert
 

@@ -72,8 +72,7 @@ class Conversion:
     Attributes:
         out: the folder that was written.
         file: the GGUF file in it; None for a Hugging Face folder.
-        program: the source's program: "Hugging Face", "adapter (PEFT)", "nanoGPT",
-            "LLMs-from-scratch".
+        program: the source's program, such as "Hugging Face", "adapter (PEFT)" or "nanoGPT".
         model_type: the family.
         parameters: number of weights that were written.
         dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder, as its source, also "f64",
@@ -121,13 +120,15 @@ def convert(
     """Convert a model, and refuse a result that does not compute the same as the source.
 
     Args:
-        source: a Hugging Face model folder, a run, a hub id, or a file: nanoGPT's `ckpt.pt`, an
-            LLMs-from-scratch `model.pth`.
+        source: a Hugging Face model folder, a run, a hub id, or another program's checkpoint: a
+            file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2, Meta's
+            Llama or litgpt.
         out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder) or "gguf" (a file for llama.cpp in the folder).
         dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0".
         tokenizer: a tokenizer's folder or file, in place of the source's.
-        config: a JSON file with keys of a Hugging Face config.json that a `.pt` or `.pth` lacks.
+        config: a JSON file with keys of a Hugging Face config.json that another program's files
+            lack.
         tolerance: greatest difference of two logits that passes, as a share of the largest;
             None fits the format's rounding.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from firstlight.conversion.foreign_settings import Settings
 from firstlight.errors import ModelError, nearest
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.models.ops import rope_frequencies
@@ -62,7 +63,7 @@ class Shape:
     """The shape of a model, as its tensors show it.
 
     Attributes:
-        sizes: sizes by the letters of `foreign`.
+        sizes: sizes by the letters of `foreign_layouts`.
         layers: number of layers.
         tied: True if head and embedding are the same.
         qkv_bias: True if a GPT's queries, keys and values have biases.
@@ -111,7 +112,7 @@ def gpt2_config(
     path: Path,
     shape: Shape,
     given: dict[str, Any],
-    model_args: Mapping[str, Any] | None,
+    settings: Settings,
     activation: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """The config.json of a GPT-2, and notes of what was filled in.
@@ -120,13 +121,13 @@ def gpt2_config(
         path: the file, for messages.
         shape: shape of the model, from its tensors.
         given: the caller's settings.
-        model_args: settings in nanoGPT's file; None if there are none.
+        settings: settings in the program's files.
         activation: the program's activation by Hugging Face's name.
 
     Raises:
         ModelError: the sources contradict each other, or the number of heads is unknown.
     """
-    sizes, model_args, notes = shape.sizes, model_args or {}, []
+    sizes, model_args, notes = shape.sizes, settings.model_args or {}, []
     found: dict[str, Any] = {
         "model_type": "gpt2",
         "vocab_size": sizes["V"],
@@ -142,7 +143,7 @@ def gpt2_config(
         ours = found["n_positions" if theirs == "block_size" else theirs]
         if model_args.get(theirs, ours) != ours:
             raise ModelError(
-                f"{path}: its model_args say {theirs} {model_args[theirs]!r}, its tensors {ours}"
+                f"{path}: {settings.where} say {theirs} {model_args[theirs]!r}, its tensors {ours}"
             )
     if "n_head" in model_args:
         found["n_head"] = model_args["n_head"]
@@ -200,22 +201,22 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 
 
 def llama_config(
-    path: Path, shape: Shape, given: dict[str, Any], sines: Tensor | None
+    path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a Llama of LLMs-from-scratch, and notes of what was filled in.
+    """The config.json of a Llama-like model, and notes of what was filled in.
 
     Args:
         path: the file, for messages.
         shape: shape of the model, from its tensors.
         given: the caller's settings.
-        sines: the rotary table [positions, head size] that older models save in each layer.
+        settings: settings in the program's files.
+        program: name of the program.
 
     Raises:
         ModelError: heads, context or rotary base are unknown, or contradict the file.
     """
     sizes = shape.sizes
-    found: dict[str, Any] = {
-        "model_type": "llama",
+    told = {
         "vocab_size": sizes["V"],
         "hidden_size": sizes["C"],
         "intermediate_size": sizes["F"],
@@ -224,30 +225,32 @@ def llama_config(
         "mlp_bias": False,
         "tie_word_embeddings": shape.tied,
     }
-    assumed: dict[str, Any] = {**_NO_SPECIAL_TOKENS, "rms_norm_eps": 1e-5}
-    if sines is not None:
-        if sines.dim() != 2 or 0 in sines.shape or sizes["C"] % sines.shape[1]:
-            raise ModelError(f"{path}: its rotary tables are {list(sines.shape)}, which can't be")
-        found["num_attention_heads"] = sizes["C"] // sines.shape[1]
-        assumed["max_position_embeddings"] = sines.shape[0]
+    for key, value in settings.found.items():
+        if told.get(key, value) != value:
+            raise ModelError(f"{path}: its settings say {key} {value!r}, its tensors {told[key]!r}")
+    found = {"model_type": "llama", **told, **settings.found}
+    assumed = {**_NO_SPECIAL_TOKENS, "rms_norm_eps": 1e-5, **settings.assumed}
     config = _merged(path, assumed, given, found)
     _check_llama_is_complete(path, config)
     heads = config["num_attention_heads"]
-    _check_heads(path, heads, "num_attention_heads", sizes["C"])
-    head_dim = sizes["C"] // heads
+    _check_heads(path, heads, "num_attention_heads", sizes["Q"])
+    head_dim = sizes["Q"] // heads
     if sizes["K"] % head_dim:
         raise ModelError(
             f"{path}: keys of width {sizes['K']} can't be heads of size {head_dim} "
             f"(num_attention_heads {heads}): correct num_attention_heads"
         )
-    found |= {"num_key_value_heads": sizes["K"] // head_dim, "head_dim": head_dim}
-    config = _merged(path, assumed, given, found)
+    shown = {"num_key_value_heads": sizes["K"] // head_dim, "head_dim": head_dim}
+    for key, value in shown.items():
+        if found.get(key, value) != value:
+            raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
+    config = _merged(path, assumed, given, {**found, **shown})
     checked = _checked(path, LlamaConfig.from_hf, config)
-    if sines is not None and len(sines) > 1:
-        _check_rope(path, checked, sines)
-    notes = []
-    if "rms_norm_eps" not in given:
-        notes.append("The norms' epsilon is taken to be 1e-05, as in LLMs-from-scratch.")
+    if settings.sines is not None and len(settings.sines) > 1:
+        _check_rope(path, checked, settings.sines)
+    notes = [note for key, note in settings.notes.items() if key not in given]
+    if "rms_norm_eps" not in {**given, **found}:
+        notes.append(f"The norms' epsilon is taken to be 1e-05, as in {program}.")
     return {**config, **checked.to_hf()}, notes
 
 

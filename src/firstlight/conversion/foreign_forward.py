@@ -5,14 +5,14 @@ conversion, so that a wrong name, order or transposition of a tensor is found. C
 program's code are constants here, whatever a config says. The computation is in fp32; each weight
 is cast when it is used, so that few of them are in memory at a time.
 
-Sources: see `foreign`. Shapes: B batch, T positions, C width, H heads, K heads of keys
+Sources: see `foreign_layouts`. Shapes: B batch, T positions, C width, H heads, K heads of keys
 and values, D size of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any
@@ -48,6 +48,23 @@ class _Names:
     shift: str = "bias"
 
 
+@dataclass(frozen=True)
+class PairsNames:
+    """Names of a Llama whose rotary positions turn neighbouring rows; a layer's modules without
+    the layer's name."""
+
+    norm_1: str
+    q: str
+    k: str
+    v: str
+    attended: str
+    norm_2: str
+    gate: str
+    up: str
+    down: str
+    scale: str
+
+
 _NANOGPT = _Names(
     ("attn.c_attn",),
     *"transformer.wte transformer.wpe transformer.h.".split(),
@@ -64,6 +81,15 @@ _BOOK = replace(
     attended="att.out_proj",
     scale="scale",
     shift="shift",
+)
+
+META_NAMES = PairsNames(
+    *"attention_norm attention.wq attention.wk attention.wv attention.wo ffn_norm".split(),
+    *"feed_forward.w1 feed_forward.w3 feed_forward.w2 weight".split(),
+)
+TORCHTUNE_NAMES = PairsNames(
+    *"sa_norm attn.q_proj attn.k_proj attn.v_proj attn.output_proj mlp_norm".split(),
+    *"mlp.w1 mlp.w3 mlp.w2 scale".split(),
 )
 
 
@@ -120,6 +146,116 @@ def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[s
 
 
 @torch.no_grad()
+def openai_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
+    """Logits [B, T, V] of OpenAI's GPT-2, whose weights of layers are [in, out]; see
+    `nanogpt_logits`."""
+
+    def layer(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"model/{name}/w"].float() + weights[f"model/{name}/b"].float()
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPSILON)
+        return x * weights[f"model/{name}/g"].float() + weights[f"model/{name}/b"].float()
+
+    x = weights["model/wte"][ids].float() + weights["model/wpe"][: ids.shape[1]].float()
+    for block in takewhile(lambda h: f"model/{h}/ln_1/g" in weights, (f"h{i}" for i in count())):
+        q, k, v = layer(f"{block}/attn/c_attn", norm(f"{block}/ln_1", x)).chunk(3, -1)
+        size = x.shape[-1] // heads
+        y = _attend(_split(q, size), _split(k, size), _split(v, size))
+        x = x + layer(f"{block}/attn/c_proj", y)
+        y = layer(f"{block}/mlp/c_fc", norm(f"{block}/ln_2", x))
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + layer(f"{block}/mlp/c_proj", y)
+    return norm("ln_f", x) @ weights["model/wte"].float().t()
+
+
+@torch.no_grad()
+def pairs_llama_logits(
+    shards: Sequence[Weights], names: PairsNames, config: Mapping[str, Any], ids: Tensor
+) -> Tensor:
+    """Logits [B, T, V], fp32, of Meta's or torchtune's Llama.
+
+    Args:
+        shards: the parts of the model, one a process of Meta's program; each computes its heads
+            and its part of the MLP, whose outputs are summed.
+        names: names of the program's tensors.
+        config: config.json, for heads, rotary positions and the norms' epsilon.
+        ids: token ids below V, int64 [B, T].
+    """
+    eps, scale = config["rms_norm_eps"], names.scale
+    x = _embedded(
+        [shard["tok_embeddings.weight"] for shard in shards], ids, len(shards[0][f"norm.{scale}"])
+    )
+    layers = list(_blocks(shards[0], "layers.", f"{names.norm_1}.{scale}"))
+    size = _rows(shards, f"{layers[0]}{names.q}") // config["num_attention_heads"]
+    turns = torch.arange(ids.shape[1])[:, None] * _frequencies(size, config["rope_parameters"])
+    turns = torch.polar(torch.ones_like(turns), turns)  # [T, D/2], complex
+    for block in layers:
+        y = _rms_norm(shards[0], block + names.norm_1, x, eps, scale)
+        sums = torch.zeros_like(x)
+        for shard in shards:
+            q, k, v = (
+                _split(_linear(shard, block + name, y), size)
+                for name in (names.q, names.k, names.v)
+            )
+            y_part = _attend(_turned_pairs(q, turns), _turned_pairs(k, turns), v)
+            sums = sums + _linear(shard, block + names.attended, y_part)
+        x = x + sums
+        y = _rms_norm(shards[0], block + names.norm_2, x, eps, scale)
+        for shard in shards:
+            inner = F.silu(_linear(shard, block + names.gate, y))
+            inner = inner * _linear(shard, block + names.up, y)
+            x = x + _linear(shard, block + names.down, inner)
+    x = _rms_norm(shards[0], "norm", x, eps, scale)
+    return torch.cat([_head(shard, "output", x) for shard in shards], -1)
+
+
+def _embedded(parts: Sequence[Tensor], ids: Tensor, width: int) -> Tensor:
+    """The embeddings [B, T, C], from parts of their width, or of the vocabulary."""
+    if parts[0].shape[1] != width:
+        return torch.cat([F.embedding(ids, part).float() for part in parts], -1)
+    x, first = torch.zeros(*ids.shape, width), 0
+    for part in parts:
+        is_here = (ids >= first) & (ids < first + len(part))
+        x[is_here] = part[ids[is_here] - first].float()
+        first += len(part)
+    return x
+
+
+def _rows(shards: Sequence[Weights], module: str) -> int:
+    return sum(len(shard[f"{module}.weight"]) for shard in shards)
+
+
+@torch.no_grad()
+def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """Logits [B, T, V], fp32, of a Llama-like model of litgpt; see `pairs_llama_logits`."""
+    heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
+    size, groups = config["head_dim"], config["num_key_value_heads"]
+    x = F.embedding(ids, weights["transformer.wte.weight"]).float()
+    angles = torch.arange(ids.shape[1])[:, None] * _frequencies(size, config["rope_parameters"])
+    cos, sin = angles.repeat(1, 2).cos(), angles.repeat(1, 2).sin()
+    for block in _blocks(weights, "transformer.h.", "norm_1.weight"):
+        qkv = _linear(weights, block + "attn.qkv", _rms_norm(weights, block + "norm_1", x, eps))
+        q, k, v = (
+            _split(part, size)
+            for part in torch.split(qkv, [heads * size, *2 * [groups * size]], -1)
+        )
+        if block + "attn.norm_q.weight" in weights:
+            q = _rms_norm(weights, block + "attn.norm_q", q, eps)
+            k = _rms_norm(weights, block + "attn.norm_k", k, eps)
+        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
+        y = _attend(q, k, v, config.get("sliding_window"))
+        x = x + _linear(weights, block + "attn.proj", y)
+        y = _rms_norm(weights, block + "norm_2", x, eps)
+        inner = F.silu(_linear(weights, block + "mlp.fc_1", y))
+        x = x + _linear(
+            weights, block + "mlp.proj", inner * _linear(weights, block + "mlp.fc_2", y)
+        )
+    return _head(weights, "lm_head", _rms_norm(weights, "transformer.ln_f", x, eps))
+
+
+@torch.no_grad()
 def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: str) -> Tensor:
     x = F.embedding(ids, weights[f"{names.tokens}.weight"]).float()
     positions = torch.arange(ids.shape[1])
@@ -156,9 +292,11 @@ def _layer_norm(weights: Weights, names: _Names, module: str, x: Tensor) -> Tens
     return F.layer_norm(x, scale.shape, scale.float(), shift, _EPSILON)
 
 
-def _rms_norm(weights: Weights, module: str, x: Tensor) -> Tensor:
-    root = (x.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
-    return x / root * weights[f"{module}.weight"].float()
+def _rms_norm(
+    weights: Weights, module: str, x: Tensor, epsilon: float = _EPSILON, scale: str = "weight"
+) -> Tensor:
+    root = (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
+    return x / root * weights[f"{module}.{scale}"].float()
 
 
 def _split(x: Tensor, size: int) -> Tensor:
@@ -166,13 +304,15 @@ def _split(x: Tensor, size: int) -> Tensor:
     return x.view(*x.shape[:2], -1, size).transpose(1, 2)
 
 
-def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-    """Causal attention, in which H / K neighbouring heads share keys and values; [B, T, C]."""
+def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None = None) -> Tensor:
+    """Causal attention, in which H / K neighbouring heads share keys and values; [B, T, C]. With a
+    `window`, a token sees so many tokens, itself included."""
     shared = q_BHTD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTD = (t.repeat_interleave(shared, dim=1) for t in (k_BKTD, v_BKTD))
     scores = q_BHTD @ k_BHTD.transpose(2, 3) / math.sqrt(q_BHTD.shape[-1])
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    y_BHTD = scores.masked_fill(later, -math.inf).softmax(-1) @ v_BHTD
+    every = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    hidden = every.triu(1) if window is None else every.triu(1) | every.tril(-window)
+    y_BHTD = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v_BHTD
     return y_BHTD.transpose(1, 2).flatten(2)
 
 
@@ -200,3 +340,9 @@ def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x_BHTD.shape[-1] // 2
     other = torch.cat((-x_BHTD[..., half:], x_BHTD[..., :half]), -1)
     return x_BHTD * cos + other * sin
+
+
+def _turned_pairs(x_BHTD: Tensor, turns: Tensor) -> Tensor:
+    """Pairs (2i, 2i + 1) turned by complex numbers [T, D/2]."""
+    pairs = torch.view_as_complex(x_BHTD.reshape(*x_BHTD.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(-2)

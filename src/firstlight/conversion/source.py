@@ -23,6 +23,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.conversion.foreign_files import foreign_folder
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
@@ -76,7 +77,7 @@ def read_source(
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
         tokenizer: a tokenizer's folder or file, in place of the source's.
-        config: a JSON file with settings that another program's file lacks.
+        config: a JSON file with settings that another program's files lack.
         best: take a run's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
@@ -88,13 +89,13 @@ def read_source(
     if tokenizer is not None:
         given = Tokenizer.from_pretrained(Path(tokenizer).expanduser())
     path = Path(source).expanduser()
-    if path.is_file() and not best:
-        return _read_file(path, given, config)
+    if not best and path.exists() and (path.is_file() or foreign_folder(path) is not None):
+        return _read_foreign(path, given, config)
     if path.suffix in (".pt", ".pth") and not path.exists():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
     if config is not None:
-        raise ConfigError("--config is for .pt and .pth files: a model folder has its own")
+        raise ConfigError("--config is for other programs' checkpoints: a model folder has its own")
     folder = resolve_model_folder(source, pickled=True, best=best)
     if is_adapter(folder):
         return _read_adapter(folder, _name_of(source), given)
@@ -190,7 +191,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
 
 
-def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
+def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
@@ -201,6 +202,9 @@ def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | Non
         values = read_json(Path(config).expanduser())
         if not isinstance(values, dict):
             raise ConfigError(f"{config} is not a JSON object")
+    folder = foreign_folder(path)
+    if folder is not None:
+        path, tokenizer = folder, tokenizer or _tokenizer_beside(folder)
     foreign = _without_padding(read_foreign(path, config=values), tokenizer)
     size = int(foreign.config["vocab_size"])
     special = {} if tokenizer is None else _special_tokens(tokenizer)
@@ -213,9 +217,19 @@ def _read_file(path: Path, tokenizer: Tokenizer | None, config: str | Path | Non
         folder=None,
         logits=lambda ids, _: foreign.logits(ids)[..., :size],
         notes=foreign.notes,
-        hint="what --config says of the heads, the activation, the norms or rope_theta, or what "
-        "was taken for want of it, may be wrong; ",
+        hint="what --config says of heads, activation, norms or rotary positions, or what was "
+        "taken for want of it, may be wrong; ",
     )
+
+
+def _tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of another program's model, or in the one above, where Meta's
+    downloads have it; None if there is none."""
+    for place in (folder, folder.parent / "tokenizer.model"):
+        names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
+        if place.is_file() or any((place / name).is_file() for name in names):
+            return Tokenizer.from_pretrained(place)
+    return None
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:

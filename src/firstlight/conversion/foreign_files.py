@@ -1,0 +1,316 @@
+"""Files of other programs' models: which program's they are, their tensors and their settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.conversion.check import first_names
+from firstlight.conversion.foreign_forward import (
+    META_NAMES,
+    TORCHTUNE_NAMES,
+    book_gpt_logits,
+    book_llama_logits,
+    litgpt_logits,
+    nanogpt_logits,
+    openai_logits,
+    pairs_llama_logits,
+)
+from firstlight.conversion.foreign_layouts import (
+    LAYOUTS,
+    META,
+    NANOGPT,
+    OPENAI,
+    TORCHTUNE,
+    Layout,
+    litgpt_layout,
+)
+from firstlight.conversion.foreign_settings import (
+    Settings,
+    book_llama_settings,
+    litgpt_settings,
+    meta_settings,
+    openai_settings,
+)
+from firstlight.conversion.pickled import is_whole, named_weights, read_pickle
+from firstlight.conversion.tensor_bundle import read_bundle
+from firstlight.errors import ModelError
+from firstlight.files.atomic import read_file, read_json
+from firstlight.recipe.load import parse_yaml
+from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
+
+#: Ends of names that hold no weights: masks and rotary tables.
+_BUFFERS = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
+
+LITGPT_NAME = "lit_model.pth"
+_LITGPT_CONFIG = "model_config.yaml"
+_META_FILE = re.compile(r"consolidated\.(\d\d)\.pth")
+_META_CONFIG = "params.json"
+_OPENAI_CONFIG = "hparams.json"
+#: Bytes of a file of settings.
+_MAX_CONFIG_BYTES = 1_000_000
+
+#: Dimension along which Meta cuts the matrices of its models, by the module's name.
+_META_CUT = {
+    **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
+    **dict.fromkeys(("wo", "w2"), 1),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Another program's model, as its files hold it.
+
+    Attributes:
+        layout: names and shapes of the program's tensors.
+        weights: tensors by the program's names; a head that is the embedding stands twice.
+        settings: settings of the model that the files tell, or the program's code assumes.
+        logits: function from config.json and token ids, int64 [B, T], to the program's own logits
+            [B, T, V], fp32.
+    """
+
+    layout: Layout
+    weights: dict[str, Any]
+    settings: Settings
+    logits: Callable[[Mapping[str, Any], Tensor], Tensor]
+
+
+def foreign_folder(path: Path) -> Path | None:
+    """The folder of a model whose files are several, given it or one of its files; None for a
+    model that is one file, or of no known program."""
+    folder = path if path.is_dir() else path.parent
+    is_named = path.name == LITGPT_NAME or ".ckpt" in path.name
+    is_meant = is_named or path.is_dir() or _META_FILE.fullmatch(path.name) is not None
+    if not is_meant or not folder.is_dir():
+        return None
+    if path.is_dir() and any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
+        return None  # litgpt's folders can have the model that was downloaded beside their own
+    if (folder / LITGPT_NAME).is_file() and (folder / _LITGPT_CONFIG).is_file():
+        return folder
+    if (folder / _META_CONFIG).is_file() and _meta_files(folder):
+        return folder
+    return folder if (folder / _OPENAI_CONFIG).is_file() and _bundles(folder) else None
+
+
+def open_foreign(path: Path) -> Opened:
+    """Open another program's model.
+
+    Raises:
+        InputError: a file of settings can't be read.
+        ModelError: a file can't be read, holds objects beside weights, or is of another program.
+    """
+    folder = foreign_folder(path)
+    if folder is None:
+        return _open_file(path)
+    if (folder / LITGPT_NAME).is_file():
+        return _open_litgpt(folder)
+    return _open_meta(folder) if _meta_files(folder) else _open_openai(folder)
+
+
+def _open_file(path: Path) -> Opened:
+    """A checkpoint of nanoGPT, LLMs-from-scratch or torchtune."""
+    content = read_pickle(path)
+    everything = named_weights(path, content)
+    layout = _layout_of(path, everything)
+    weights = _without_buffers(everything)
+    tensors = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
+    if layout.program == NANOGPT.program:
+        args = content.get("model_args")
+        told = Settings(model_args=args if isinstance(args, Mapping) else None)
+        return Opened(
+            layout,
+            weights,
+            told,
+            lambda config, ids: nanogpt_logits(
+                tensors, config["n_head"], ids, tanh_gelu=config["activation_function"] != "gelu"
+            ),
+        )
+    if layout.program == TORCHTUNE.program:
+        _tie(weights)
+        return Opened(
+            layout,
+            weights,
+            Settings(),
+            lambda config, ids: pairs_llama_logits([weights], TORCHTUNE_NAMES, config, ids),
+        )
+    if layout.kind == "llama":
+        return Opened(
+            layout,
+            weights,
+            book_llama_settings(path, everything),
+            lambda config, ids: book_llama_logits(
+                tensors, config["num_attention_heads"], ids, config["rope_parameters"]
+            ),
+        )
+    return Opened(
+        layout,
+        weights,
+        Settings(),
+        lambda config, ids: book_gpt_logits(tensors, config["n_head"], ids),
+    )
+
+
+def _without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: t for n, t in weights.items() if not n.endswith(_BUFFERS)}
+
+
+def _tie(weights: dict[str, Any]) -> None:
+    """Name the embedding as the head where there is no head."""
+    if "tok_embeddings.weight" in weights:
+        weights.setdefault("output.weight", weights["tok_embeddings.weight"])
+
+
+def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
+    for layout in LAYOUTS:
+        if any(name.endswith(layout.mark) for name in weights):
+            return layout
+    if "transformer.h.0.attn.c_q.weight" in weights:
+        raise ModelError(
+            f"{path} is of nanochat, whose model (norms without weights, squared ReLU, capped "
+            "logits) is no family that is read here: transformers has its first form as "
+            "NanoChatForCausalLM, later forms have no class there"
+        )
+    if any(name.startswith("transformer.h.0.attn.qkv.") for name in weights):
+        raise ModelError(
+            f"{path} is of litgpt: name the folder that has it as {LITGPT_NAME} "
+            f"beside its {_LITGPT_CONFIG}"
+        )
+    if any(name.endswith(META.mark) for name in weights):
+        raise ModelError(
+            f"{path} is of Meta: name the folder that has its consolidated.00.pth beside its "
+            f"{_META_CONFIG}"
+        )
+    raise ModelError(
+        f"{path} is of an unknown layout, it begins with '{next(iter(weights))}': GPTs of "
+        "nanoGPT, GPTs and Llamas of LLMs-from-scratch and Llamas of torchtune are read, and "
+        "folders of OpenAI's GPT-2, Meta's Llama and litgpt"
+    )
+
+
+def _open_openai(folder: Path) -> Opened:
+    """OpenAI's GPT-2 as TensorFlow saved it: `model.ckpt.*` and `hparams.json`."""
+    bundles = _bundles(folder)
+    if len(bundles) > 1:
+        names = [path.name for path in bundles]
+        raise ModelError(f"{folder} has several checkpoints: {first_names(names)}; keep one")
+    prefix = bundles[0].with_suffix("")
+    weights: dict[str, Any] = {
+        # Weights of layers are those of convolutions of width one: [1, in, out].
+        name: tensor[0] if name.endswith("/w") and tensor.dim() == 3 else tensor
+        for name, tensor in read_bundle(prefix).items()
+    }
+    if not any(name.endswith(OPENAI.mark) for name in weights):
+        raise ModelError(
+            f"{prefix}.index names no tensor such as 'model/h0{OPENAI.mark}': it is no GPT-2 of "
+            "OpenAI's"
+        )
+    settings = openai_settings(folder / _OPENAI_CONFIG, read_json(folder / _OPENAI_CONFIG))
+    return Opened(
+        OPENAI,
+        weights,
+        settings,
+        lambda config, ids: openai_logits(weights, config["n_head"], ids),
+    )
+
+
+def _bundles(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.ckpt*.index"))
+
+
+def _meta_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _META_FILE.fullmatch(path.name))
+
+
+def _open_meta(folder: Path) -> Opened:
+    """Meta's Llama: `consolidated.*.pth`, each a part of every matrix, and `params.json`."""
+    files = _meta_files(folder)
+    missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
+    if missing:
+        raise ModelError(f"{folder} lacks {min(missing)}: a model needs all its parts, copy it too")
+    shards = [_without_buffers(named_weights(path, read_pickle(path))) for path in files]
+    for path, shard in zip(files, shards, strict=True):
+        broken = [n for n, t in shard.items() if not isinstance(t, Tensor) or not is_whole(t)]
+        if broken:
+            raise ModelError(f"{path} has {broken[0]!r:.80}, which is no plain tensor")
+        _tie(shard)
+    settings = meta_settings(folder / _META_CONFIG, read_json(folder / _META_CONFIG))
+    return Opened(
+        META,
+        _joined(files, shards),
+        settings,
+        lambda config, ids: pairs_llama_logits(shards, META_NAMES, config, ids),
+    )
+
+
+def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The whole tensors; one file's are left as they are."""
+    if len(shards) == 1:
+        return dict(shards[0])
+    first = shards[0]
+    for path, shard in zip(files, shards, strict=True):
+        if {n: (t.shape, t.dtype) for n, t in shard.items()} != {
+            n: (t.shape, t.dtype) for n, t in first.items()
+        }:
+            raise ModelError(f"{path} and {files[0]} are no parts of one model: shapes differ")
+    width = first["norm.weight"].numel() if "norm.weight" in first else 0
+    joined = {}
+    for name, tensor in first.items():
+        module = name.split(".")[-2] if "." in name else name
+        cut = _META_CUT.get(module)
+        if module == "tok_embeddings" and tensor.dim() == 2:
+            # Llama 1 and 2 cut the embedding's width, Llama 3 its vocabulary.
+            cut = 0 if tensor.shape[1] == width else 1
+        parts = [shard[name] for shard in shards]
+        if cut is None:
+            if not all(torch.equal(tensor, part) for part in parts):
+                raise ModelError(f"{name} differs between {files[0]} and its other parts")
+            joined[name] = tensor
+        elif tensor.dim() != 2:
+            raise ModelError(f"{files[0]}: {name} is {list(tensor.shape)}, expected a matrix")
+        else:
+            joined[name] = torch.cat(parts, cut)
+    return joined
+
+
+def _open_litgpt(folder: Path) -> Opened:
+    """A Llama-like model of litgpt: `lit_model.pth` and `model_config.yaml`."""
+    path, config_path = folder / LITGPT_NAME, folder / _LITGPT_CONFIG
+    values = parse_yaml(read_file(config_path, _MAX_CONFIG_BYTES))
+    settings, rows = litgpt_settings(config_path, values)
+    weights = named_weights(path, read_pickle(path))
+    layout = litgpt_layout(
+        qkv_bias=settings.found["model_type"] == "qwen2",
+        qk_norm=settings.found["model_type"] == "qwen3",
+    )
+    return Opened(
+        layout,
+        _cut_qkv(path, weights, rows),
+        settings,
+        lambda config, ids: litgpt_logits(weights, config, ids),
+    )
+
+
+def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The tensors with queries, keys and values of `rows` rows each cut out of litgpt's matrix."""
+    cut: dict[str, Any] = {}
+    for name, value in weights.items():
+        match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)
+        if match is None or not isinstance(value, Tensor):
+            cut[name] = value
+        elif value.dim() == 0 or len(value) != sum(rows):
+            raise ModelError(
+                f"{path}: {name} is {list(value.shape)}, and {_LITGPT_CONFIG} asks for "
+                f"{sum(rows)} rows"
+            )
+        elif not is_whole(value):
+            raise ModelError(f"{path}: {name} has fewer numbers than its shape says")
+        else:
+            for letter, part in zip("qkv", torch.split(value, list(rows)), strict=True):
+                cut[f"{match[1]}[{letter}].{match[2]}"] = part
+    return cut

@@ -1,0 +1,272 @@
+"""Names and shapes of other programs' tensors, one table a family.
+
+From a Hugging Face name to the names it is made of ("{}" is the layer's number). Sources:
+karpathy/nanoGPT `model.py`; rasbt/LLMs-from-scratch `pkg/llms_from_scratch/ch04.py` and
+`llama3.py`, and `ch05/07_gpt_to_llama`; openai/gpt-2 `src/model.py`; meta-llama/llama
+`llama/model.py`; pytorch/torchtune `torchtune/models/convert_weights.py`; Lightning-AI/litgpt
+`litgpt/model.py`.
+
+Shapes are Hugging Face's, as letters:
+    V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
+    Q  query heads x head size    K  kv heads x head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Hugging Face's module of a GPT-2, the shapes of its weight and bias, LLMs-from-scratch's
+#: modules, of which several are stacked along the outputs, and OpenAI's.
+_GPT2 = (
+    ("transformer.wte", "V C", "", "tok_emb", "model/wte"),
+    ("transformer.wpe", "P C", "", "pos_emb", "model/wpe"),
+    ("transformer.h.{}.ln_1", "C", "C", "trf_blocks.{}.norm1", "model/h{}/ln_1"),
+    (
+        *("transformer.h.{}.attn.c_attn", "C 3C", "3C"),
+        "trf_blocks.{}.att.W_query trf_blocks.{}.att.W_key trf_blocks.{}.att.W_value",
+        "model/h{}/attn/c_attn",
+    ),
+    (
+        *("transformer.h.{}.attn.c_proj", "C C", "C"),
+        *("trf_blocks.{}.att.out_proj", "model/h{}/attn/c_proj"),
+    ),
+    ("transformer.h.{}.ln_2", "C", "C", "trf_blocks.{}.norm2", "model/h{}/ln_2"),
+    (
+        *("transformer.h.{}.mlp.c_fc", "C 4C", "4C"),
+        *("trf_blocks.{}.ff.layers.0", "model/h{}/mlp/c_fc"),
+    ),
+    (
+        *("transformer.h.{}.mlp.c_proj", "4C C", "C"),
+        *("trf_blocks.{}.ff.layers.2", "model/h{}/mlp/c_proj"),
+    ),
+    ("transformer.ln_f", "C", "C", "final_norm", "model/ln_f"),
+    ("lm_head", "V C", "", "out_head", "model/wte"),
+)
+#: Hugging Face's module of a Llama, the shape of its weight, and the modules of LLMs-from-scratch,
+#: Meta, torchtune and litgpt.
+_LLAMA = (
+    (
+        *("model.embed_tokens", "V C"),
+        *("tok_emb", "tok_embeddings", "tok_embeddings", "transformer.wte"),
+    ),
+    (
+        *("model.layers.{}.input_layernorm", "C", "trf_blocks.{}.norm1"),
+        *("layers.{}.attention_norm", "layers.{}.sa_norm", "transformer.h.{}.norm_1"),
+    ),
+    (
+        *("model.layers.{}.self_attn.q_proj", "Q C", "trf_blocks.{}.att.W_query"),
+        *("layers.{}.attention.wq", "layers.{}.attn.q_proj", "transformer.h.{}.attn.qkv[q]"),
+    ),
+    (
+        *("model.layers.{}.self_attn.k_proj", "K C", "trf_blocks.{}.att.W_key"),
+        *("layers.{}.attention.wk", "layers.{}.attn.k_proj", "transformer.h.{}.attn.qkv[k]"),
+    ),
+    (
+        *("model.layers.{}.self_attn.v_proj", "K C", "trf_blocks.{}.att.W_value"),
+        *("layers.{}.attention.wv", "layers.{}.attn.v_proj", "transformer.h.{}.attn.qkv[v]"),
+    ),
+    (
+        *("model.layers.{}.self_attn.o_proj", "C Q", "trf_blocks.{}.att.out_proj"),
+        *("layers.{}.attention.wo", "layers.{}.attn.output_proj", "transformer.h.{}.attn.proj"),
+    ),
+    (
+        *("model.layers.{}.post_attention_layernorm", "C", "trf_blocks.{}.norm2"),
+        *("layers.{}.ffn_norm", "layers.{}.mlp_norm", "transformer.h.{}.norm_2"),
+    ),
+    (
+        *("model.layers.{}.mlp.gate_proj", "F C", "trf_blocks.{}.ff.fc1"),
+        *("layers.{}.feed_forward.w1", "layers.{}.mlp.w1", "transformer.h.{}.mlp.fc_1"),
+    ),
+    (
+        *("model.layers.{}.mlp.up_proj", "F C", "trf_blocks.{}.ff.fc2"),
+        *("layers.{}.feed_forward.w3", "layers.{}.mlp.w3", "transformer.h.{}.mlp.fc_2"),
+    ),
+    (
+        *("model.layers.{}.mlp.down_proj", "C F", "trf_blocks.{}.ff.fc3"),
+        *("layers.{}.feed_forward.w2", "layers.{}.mlp.w2", "transformer.h.{}.mlp.proj"),
+    ),
+    ("model.norm", "C", "final_norm", "norm", "norm", "transformer.ln_f"),
+    ("lm_head", "V C", "out_head", "output", "output", "lm_head"),
+)
+_GPT2_SHAPES = {
+    f"{module}.{kind}": shape
+    for module, weight, bias, _, _ in _GPT2
+    for kind, shape in (("weight", weight), ("bias", bias))
+    if shape
+}
+_LLAMA_SHAPES = {f"{row[0]}.weight": row[1] for row in _LLAMA}
+#: Hugging Face tensor and dimension that give the size of each letter.
+SIZES = {
+    "gpt2": {
+        "V": ("transformer.wte.weight", 0),
+        "C": ("transformer.wte.weight", 1),
+        "P": ("transformer.wpe.weight", 0),
+    },
+    "llama": {
+        "V": ("model.embed_tokens.weight", 0),
+        "C": ("model.embed_tokens.weight", 1),
+        "F": ("model.layers.{}.mlp.gate_proj.weight", 0),
+        "Q": ("model.layers.{}.self_attn.q_proj.weight", 0),
+        "K": ("model.layers.{}.self_attn.k_proj.weight", 0),
+    },
+}
+#: Hugging Face's and OpenAI's GPT-2 keep these [in, out]; `nn.Linear`, which the others use,
+#: [out, in].
+TRANSPOSED = frozenset(
+    f"transformer.h.{{}}.{name}.weight"
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+)
+#: Biases that LLMs-from-scratch's GPT lacks by default (`qkv_bias`).
+QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of one program's model.
+
+    Attributes:
+        program: name of the program.
+        kind: Hugging Face's family whose names the tensors get, "gpt2" or "llama" (Mistral's,
+            Qwen2's and Qwen3's are Llama's).
+        mark: end of a tensor's name that identifies the layout.
+        names: the program's tensors that each Hugging Face tensor is made of; several are stacked
+            along the outputs.
+        shapes: shapes of the Hugging Face tensors, in letters.
+        optional: biases, by Hugging Face name, that a file may lack, all or none of them.
+        rotates_pairs: True where rotary positions turn neighbouring rows of a head, where Hugging
+            Face turns rows of its two halves.
+        is_transposed: True where linear layers are [out, in] and Hugging Face's GPT-2 [in, out].
+    """
+
+    program: str
+    kind: str
+    mark: str
+    names: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, str]
+    optional: frozenset[str] = frozenset()
+    rotates_pairs: bool = False
+    is_transposed: bool = True
+
+
+def _book_names(norm: Mapping[str, str], **changed: str) -> dict[str, tuple[str, ...]]:
+    """Names of a GPT of LLMs-from-scratch, given those of a norm's two tensors; `changed`: modules
+    that are called otherwise, by the end of Hugging Face's name."""
+    names = {}
+    for module, _, bias, theirs, _ in _GPT2:
+        modules = changed.get(module.rsplit(".", 1)[-1] if ".attn." in module else "", theirs)
+        for kind in ("weight", "bias") if bias else ("weight",):
+            name = norm[kind] if "ln_" in module else kind
+            names[f"{module}.{kind}"] = tuple(f"{one}.{name}" for one in modules.split())
+    return names
+
+
+def _openai_names() -> dict[str, tuple[str, ...]]:
+    """Names of OpenAI's GPT-2: gains and biases of norms, weights and biases of layers."""
+    names: dict[str, tuple[str, ...]] = {}
+    for module, _, bias, _, theirs in _GPT2:
+        if not bias:
+            names[f"{module}.weight"] = (theirs,)
+            continue
+        names[f"{module}.weight"] = (theirs + ("/g" if "ln_" in module else "/w"),)
+        names[f"{module}.bias"] = (f"{theirs}/b",)
+    return names
+
+
+def _llama_names(column: int, norm: str = "weight") -> dict[str, tuple[str, ...]]:
+    """Names of a program's Llama; `norm` is what it calls the weights of norms."""
+    return {
+        f"{row[0]}.weight": (f"{row[column]}.{norm if row[1] == 'C' else 'weight'}",)
+        for row in _LLAMA
+    }
+
+
+NANOGPT = Layout(
+    program="nanoGPT",
+    kind="gpt2",
+    mark=".attn.c_attn.weight",
+    names={name: (name,) for name in _GPT2_SHAPES},
+    shapes=_GPT2_SHAPES,
+    optional=frozenset(name for name in _GPT2_SHAPES if name.endswith(".bias")),
+)
+#: `GPTModelFast`: queries, keys and values in one, torch's own norms.
+BOOK_GPT_FAST = Layout(
+    program="LLMs-from-scratch",
+    kind="gpt2",
+    mark=".att.qkv.weight",
+    names=_book_names(
+        {"weight": "weight", "bias": "bias"},
+        c_attn="trf_blocks.{}.att.qkv",
+        c_proj="trf_blocks.{}.att.proj",
+    ),
+    shapes=_GPT2_SHAPES,
+    optional=QKV_BIAS,
+)
+#: `GPTModel`.
+BOOK_GPT = Layout(
+    program="LLMs-from-scratch",
+    kind="gpt2",
+    mark=".ff.layers.0.weight",
+    names=_book_names({"weight": "scale", "bias": "shift"}),
+    shapes=_GPT2_SHAPES,
+    optional=QKV_BIAS,
+)
+#: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`: rotary pairs (i, i + D/2), as Hugging Face.
+BOOK_LLAMA = Layout(
+    program="LLMs-from-scratch",
+    kind="llama",
+    mark=".ff.fc1.weight",
+    names=_llama_names(2),
+    shapes=_LLAMA_SHAPES,
+)
+OPENAI = Layout(
+    program="OpenAI's GPT-2 (TensorFlow)",
+    kind="gpt2",
+    mark="/attn/c_attn/w",
+    names=_openai_names(),
+    shapes=_GPT2_SHAPES,
+    is_transposed=False,
+)
+META = Layout(
+    program="Meta's Llama",
+    kind="llama",
+    mark=".attention.wq.weight",
+    names=_llama_names(3),
+    shapes=_LLAMA_SHAPES,
+    rotates_pairs=True,
+)
+TORCHTUNE = Layout(
+    program="torchtune",
+    kind="llama",
+    mark=".attn.output_proj.weight",
+    names=_llama_names(4, "scale"),
+    shapes=_LLAMA_SHAPES,
+    rotates_pairs=True,
+)
+#: Queries, keys and values are one matrix, which is cut at opening. Qwen2 has biases of them,
+#: Qwen3 norms of queries and keys.
+_LITGPT_BIASES = {
+    f"model.layers.{{}}.self_attn.{x}_proj.bias": (f"transformer.h.{{}}.attn.qkv[{x}].bias",)
+    for x in "qkv"
+}
+_LITGPT_NORMS = {
+    f"model.layers.{{}}.self_attn.{x}_norm.weight": (f"transformer.h.{{}}.attn.norm_{x}.weight",)
+    for x in "qk"
+}
+
+
+def litgpt_layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
+    """The layout of a Llama-like model of litgpt, with biases or norms of queries and keys."""
+    names, shapes = _llama_names(5), dict(_LLAMA_SHAPES)
+    if qkv_bias:
+        names |= _LITGPT_BIASES
+        shapes |= {name: "Q" if "q_proj" in name else "K" for name in _LITGPT_BIASES}
+    if qk_norm:
+        names |= _LITGPT_NORMS
+        shapes |= dict.fromkeys(_LITGPT_NORMS, "D")
+    return Layout("litgpt", "llama", ".mlp.fc_1.weight", names, shapes)
+
+
+#: Layouts of single files. The first one whose mark a file has applies: the fast GPT has the plain
+#: one's mark as well.
+LAYOUTS = (NANOGPT, BOOK_GPT_FAST, BOOK_GPT, BOOK_LLAMA, TORCHTUNE)

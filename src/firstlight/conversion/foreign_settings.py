@@ -1,0 +1,223 @@
+"""Settings of other programs' models as their files tell them, by the names of a Hugging Face
+config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from firstlight.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of another program's model.
+
+    Attributes:
+        found: keys of a Hugging Face config.json that the files tell.
+        assumed: keys that the program's code has values for, which a caller may change.
+        notes: sentence about an assumed key, for people, by key.
+        model_args: a GPT's settings by nanoGPT's names, to compare with its tensors.
+        where: place of `model_args`, for messages.
+        sines: rotary table [positions, head size] that older Llamas of LLMs-from-scratch save.
+    """
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    model_args: Mapping[str, Any] | None = None
+    where: str = "its model_args"
+    sines: Tensor | None = None
+
+
+def book_llama_settings(path: Path, weights: Mapping[str, Any]) -> Settings:
+    """Heads and context of a Llama of LLMs-from-scratch that saves its rotary tables.
+
+    Raises:
+        ModelError: the tables are of an impossible shape.
+    """
+    sines, embedding = weights.get("trf_blocks.0.att.sin"), weights.get("tok_emb.weight")
+    if not isinstance(sines, Tensor) or not isinstance(embedding, Tensor):
+        return Settings()
+    width = embedding.shape[-1] if embedding.dim() else 0
+    if sines.dim() != 2 or 0 in sines.shape or width % sines.shape[1]:
+        raise ModelError(f"{path}: its rotary tables are {list(sines.shape)}, which can't be")
+    return Settings(
+        found={"num_attention_heads": width // sines.shape[1]},
+        assumed={"max_position_embeddings": sines.shape[0]},
+        sines=sines,
+    )
+
+
+def openai_settings(path: Path, hparams: Any) -> Settings:
+    """Settings of OpenAI's GPT-2, from hparams.json.
+
+    Raises:
+        ModelError: it lacks the number of heads.
+    """
+    if not isinstance(hparams, Mapping) or "n_head" not in hparams:
+        raise ModelError(f"{path} has no n_head: it is not GPT-2's")
+    names = {"n_vocab": "vocab_size", "n_ctx": "block_size"}
+    args = {names.get(str(key), str(key)): value for key, value in hparams.items()}
+    return Settings(model_args=args, where=path.name)
+
+
+#: Keys of Meta's params.json: those of the model, and those that others follow from.
+_META_KEYS = {
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta"),
+    *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"),
+    *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "model_parallel_size"),
+}
+#: Widths of Llama 3.2's text models, whose context was stretched by 32; by 8 in Llama 3.1's.
+_LLAMA_3_2_WIDTHS = (2048, 3072)
+
+
+def meta_settings(path: Path, params: Any) -> Settings:
+    """Settings of Meta's Llama, from params.json. It lacks the context, which Meta's code has by
+    model: Hugging Face's values are assumed.
+
+    Raises:
+        ModelError: a setting is missing, or of another architecture.
+    """
+    if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
+        raise ModelError(f"{path} lacks dim, n_layers or n_heads: it is not of Meta's Llama")
+    unknown = [k for k, v in params.items() if k not in _META_KEYS and v not in (None, False)]
+    if unknown:
+        raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
+    if not all(_is_number(value) for value in params.values() if value is not None):
+        raise ModelError(f"{path} holds something else than numbers")
+    scaled, theta = bool(params.get("use_scaled_rope")), params.get("rope_theta") or 10_000.0
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}
+    notes = {}
+    if scaled:
+        usual = 32.0 if params["dim"] in _LLAMA_3_2_WIDTHS else 8.0
+        rope |= {
+            "rope_type": "llama3",
+            "factor": float(params.get("rope_scaling_factor") or usual),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": float(params.get("rope_high_freq_factor") or 4.0),
+            "original_max_position_embeddings": 8192,
+        }
+        notes["rope_parameters"] = (
+            f"The rotary positions are taken to be stretched by {rope['factor']:g}, as in Llama "
+            f"3.{2 if usual == 32 else 1} (rope_parameters in --config if that is wrong)."
+        )
+    # Llama 3.1; 3; Code Llama; 2; 1.
+    context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
+    if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
+        context = 2048
+    notes["max_position_embeddings"] = (
+        f"The context is taken to be {context:,}, as in Meta's models with such settings "
+        "(max_position_embeddings in --config if that is wrong)."
+    )
+    vocabulary = params.get("vocab_size", -1)
+    return Settings(
+        found={
+            "hidden_size": params["dim"],
+            "num_hidden_layers": params["n_layers"],
+            "num_attention_heads": params["n_heads"],
+            "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+            "rms_norm_eps": params.get("norm_eps") or 1e-5,
+            **({"vocab_size": vocabulary} if vocabulary > 0 else {}),
+        },
+        assumed={"rope_parameters": rope, "max_position_embeddings": context},
+        notes=notes,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+#: Keys of litgpt's model_config.yaml that have to have one value, and their values where the file
+#: lacks them.
+_LITGPT_FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "norm_class_name": ("LayerNorm", ("RMSNorm",)),
+    "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
+    "parallel_residual": (True, (False,)),
+    "shared_attention_norm": (False, (False,)),
+    "rotary_percentage": (0.25, (1, 1.0)),
+    "rope_condense_ratio": (1, (1,)),
+    "bias": (True, (False,)),
+    "lm_head_bias": (False, (False,)),
+    "norm_qk_type": ("default", ("default",)),
+    "norm_1": (True, (True,)),
+    "norm_2": (True, (True,)),
+    "post_attention_norm": (False, (False,)),
+    "post_mlp_norm": (False, (False,)),
+    "scale_embeddings": (False, (False,)),
+    "attention_logit_softcapping": (None, (None,)),
+    "final_logit_softcapping": (None, (None,)),
+    "attention_scores_scalar": (None, (None,)),
+    "rope_local_base_freq": (None, (None,)),
+    "latent_attention": (None, (None,)),
+    "n_expert": (0, (0,)),
+}
+_LITGPT_NEEDED = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size", "norm_eps")
+
+
+def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
+    """Settings of a Llama-like model of litgpt, from model_config.yaml, and the rows of queries,
+    keys and values.
+
+    Raises:
+        ModelError: a setting is missing, or of an architecture that is not read.
+    """
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{path} is not of litgpt: it holds no settings")
+    for key, (default, allowed) in _LITGPT_FIXED.items():
+        if values.get(key, default) not in allowed:
+            raise ModelError(
+                f"{path}: {key} is {values.get(key, default)!r}, and of litgpt's models those like "
+                f"Llama, Mistral, Qwen2 and Qwen3 are read, which have {allowed[0]!r}: export it "
+                "with `litgpt convert_from_litgpt`"
+            )
+    missing = [key for key in _LITGPT_NEEDED if not _is_number(values.get(key))]
+    if missing:
+        raise ModelError(f"{path} has no {missing[0]}: it is not a whole model_config.yaml")
+    heads, groups = values["n_head"], values.get("n_query_groups") or values["n_head"]
+    size = values.get("head_size") or (values["n_embd"] // heads if heads else 0)
+    if any(type(value) is not int or value < 1 for value in (heads, groups, size)):
+        raise ModelError(f"{path}: n_head, n_query_groups and head_size must be whole numbers")
+    window = values.get("sliding_window_size")
+    traits = {
+        "mistral": window is not None,
+        "qwen2": bool(values.get("attn_bias")),
+        "qwen3": bool(values.get("norm_qk")),
+    }
+    kinds = [kind for kind, has in traits.items() if has]
+    if len(kinds) > 1 or (window is not None and 0 in (values.get("sliding_window_indices") or ())):
+        raise ModelError(
+            f"{path}: attn_bias, norm_qk and windows (in some layers) together are of no family "
+            "that is read"
+        )
+    found = {
+        "model_type": kinds[0] if kinds else "llama",
+        "hidden_size": values["n_embd"],
+        "intermediate_size": values["intermediate_size"],
+        "num_hidden_layers": values["n_layer"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+        "max_position_embeddings": values["block_size"],
+        "rms_norm_eps": float(values["norm_eps"]),
+        "rope_parameters": _litgpt_rope(path, values),
+        **({"sliding_window": window} if window is not None else {}),
+    }
+    return Settings(found=found), (heads * size, groups * size, groups * size)
+
+
+def _litgpt_rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": float(values.get("rope_base", 10_000))}
+    scaling = values.get("rope_adjustments")
+    if scaling is None:
+        return rope
+    keys = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+    if not isinstance(scaling, Mapping) or scaling.keys() != keys:
+        raise ModelError(f"{path}: rope_adjustments other than Llama 3's are not read")
+    renamed = {key.replace("max_seq_len", "max_position_embeddings"): scaling[key] for key in keys}
+    return {**rope, **renamed, "rope_type": "llama3"}

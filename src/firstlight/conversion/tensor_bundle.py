@@ -1,0 +1,287 @@
+"""TensorFlow checkpoints, read without TensorFlow.
+
+A checkpoint `NAME` is a "tensor bundle": `NAME.index`, a sorted table from tensor names to protocol
+buffers in LevelDB's format, and `NAME.data-00000-of-00001`, the numbers. Sources:
+tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
+`core/lib/io/table_format.txt`.
+
+Sizes and checksums in the files are checked before anything is read by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.errors import ModelError, describe_os_error
+from firstlight.files.atomic import read_file
+
+#: Bytes of an index: below 100 for each tensor.
+_MAX_INDEX_BYTES = 16_000_000
+_MAX_DIMENSIONS = 16
+#: The end of a table: two handles, padded to 40 bytes, and LevelDB's number.
+_FOOTER = 48
+_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+#: A block's trailer: a byte for its compression, and a masked checksum.
+_TRAILER = 5
+
+#: TensorFlow's numbers of the dtypes that weights have.
+_DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
+#: Integers, such as a counter of steps.
+_OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
+
+#: CRC-32C (Castagnoli), bits reversed.
+_POLYNOMIAL = 0x82F63B78
+#: Words of 4 bytes that the checksum is computed on side by side.
+_LANES = 4096
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor's place in the data file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    checksum: int
+
+
+def read_bundle(prefix: Path) -> dict[str, Tensor]:
+    """The tensors of a TensorFlow checkpoint by name, mapped into memory.
+
+    Args:
+        prefix: path of the checkpoint without `.index`.
+
+    Raises:
+        InputError: the index is missing, or too large for one.
+        ModelError: the data are missing, a file is damaged, or of a form that TensorFlow does not
+            write for variables saved by one process.
+    """
+    index = prefix.with_name(prefix.name + ".index")
+    data = prefix.with_name(prefix.name + ".data-00000-of-00001")
+    path = index
+    try:
+        entries = dict(_entries(read_file(index, _MAX_INDEX_BYTES)))
+        path = data
+        if not data.is_file():
+            raise _DamagedError("is no file")
+        size = data.stat().st_size
+        for name, entry in entries.items():
+            if entry.offset + entry.size > size:
+                raise _DamagedError(f"has {size} bytes, and {name} ends beyond them")
+        # Tensors that lie over each other could take any amount of memory.
+        if sum(entry.size for entry in entries.values()) > size:
+            raise _DamagedError(f"has {size} bytes, fewer than its tensors have together")
+        content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
+        return {name: _tensor(content, name, entry) for name, entry in entries.items()}
+    except OSError as error:
+        raise ModelError(f"can't read the checkpoint: {describe_os_error(error)}") from error
+    except _DamagedError as error:
+        raise ModelError(
+            f"{path} {error}: it is damaged, cut short, or no TensorFlow checkpoint; copy it again"
+        ) from error
+
+
+def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
+    part = content[entry.offset : entry.offset + entry.size]
+    if _masked(crc32c(part.numpy())) != entry.checksum:
+        raise _DamagedError(f"has numbers of {name} that don't match their checksum")
+    if entry.offset % entry.dtype.itemsize:
+        part = part.clone()
+    return part.view(entry.dtype).view(entry.shape)
+
+
+def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
+    """The tensors of an index, by name."""
+    if len(table) < _FOOTER or not table.endswith(_MAGIC):
+        raise _DamagedError("does not end as an index does")
+    _, position = _handle(table, len(table) - _FOOTER)
+    (offset, size), _ = _handle(table, position)
+    header = None
+    for _, handle in _block(table, offset, size):
+        for key, value in _block(table, *_handle(handle, 0)[0]):
+            if header is None:
+                header = _header(key, value)
+            else:
+                yield key.decode("utf-8", "replace"), _entry(key, value)
+    if header is None:
+        raise _DamagedError("has no entries")
+
+
+def _header(key: bytes, value: bytes) -> dict[int, Any]:
+    """The first entry, whose name is empty: how many files, which order of bytes."""
+    header = dict(_fields(value))
+    if key:
+        raise _DamagedError("does not begin with a header")
+    if header.get(1, 1) != 1:
+        raise _DamagedError(f"speaks of {header[1]!r} data files, where one is read")
+    if header.get(2, 0) != 0:
+        raise _DamagedError("was written with the other order of bytes")
+    return header
+
+
+def _entry(key: bytes, value: bytes) -> _Entry:
+    name = key.decode("utf-8", "replace")
+    fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
+    for number, content in _fields(value):
+        if number == 7:
+            raise _DamagedError(f"has {name} in slices, which are not read")
+        fields[number] = content
+    dtype = {**_DTYPES, **_OTHER_DTYPES}.get(fields.get(1, 0))
+    if dtype is None:
+        raise _DamagedError(f"has {name} of an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
+    if not isinstance(fields[2], bytes) or any(type(fields[i]) is not int for i in (3, 4, 5, 6)):
+        raise _DamagedError(f"has a broken entry of {name}")
+    shape = tuple(_dimensions(name, fields[2]))
+    if fields[3] != 0 or fields[5] != int(np.prod(shape, dtype=object)) * dtype.itemsize:
+        raise _DamagedError(f"has a size of {name} that its shape {list(shape)} does not have")
+    return _Entry(dtype, shape, fields[4], fields[5], fields[6])
+
+
+def _dimensions(name: str, shape: bytes) -> Iterator[int]:
+    """Sizes in a TensorShapeProto."""
+    for count, (number, content) in enumerate(_fields(shape)):
+        if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
+            raise _DamagedError(f"has no plain shape of {name}")
+        size = dict(_fields(content)).get(1, 0)
+        if not isinstance(size, int) or size >= 2**63:
+            raise _DamagedError(f"has no plain shape of {name}")
+        yield size
+
+
+def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a block. A key repeats the beginning of the one before it."""
+    end = offset + size
+    if end + _TRAILER > len(table) or size < 4:
+        raise _DamagedError("has a block beyond its end")
+    if table[end] != 0:
+        raise _DamagedError("has compressed blocks, which TensorFlow does not write")
+    (checksum,) = struct.unpack_from("<I", table, end + 1)
+    if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
+        raise _DamagedError("has a block that does not match its checksum")
+    (restarts,) = struct.unpack_from("<I", table, end - 4)
+    position, stop, key = offset, end - 4 - 4 * restarts, b""
+    while position < stop:
+        shared, position = _varint(table, position)
+        rest, position = _varint(table, position)
+        length, position = _varint(table, position)
+        if shared > len(key) or position + rest + length > stop:
+            raise _DamagedError("has an entry beyond its block")
+        key = key[:shared] + table[position : position + rest]
+        position += rest
+        yield key, table[position : position + length]
+        position += length
+
+
+def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
+    """A block's place (offset, size), and the position after it."""
+    offset, position = _varint(content, position)
+    size, position = _varint(content, position)
+    return (offset, size), position
+
+
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """An integer in base 128, lowest digits first, and the position after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(content):
+            break
+        byte = content[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+    raise _DamagedError("has a number without an end")
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and contents of a protocol buffer's fields."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+            yield tag >> 3, value
+            continue
+        if tag & 7 == 2:
+            length, position = _varint(message, position)
+        else:
+            length = {1: 8, 5: 4}.get(tag & 7, len(message) + 1)
+        if position + length > len(message):
+            raise _DamagedError("has a field beyond its end")
+        content = message[position : position + length]
+        position += length
+        yield tag >> 3, content if tag & 7 == 2 else int.from_bytes(content, "little")
+
+
+def _masked(checksum: int) -> int:
+    """LevelDB's form of a checksum that is stored beside the bytes that it is of."""
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """CRC-32C of bytes, uint8 [N] (RFC 3720, appendix B.4).
+
+    A checksum is linear. The bytes are rows of `_LANES` words; the sum of all rows, each moved by
+    the number of rows after it, has the same checksum as all of them: N / 16384 steps in numpy.
+    """
+    rest = len(content) % 4
+    body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
+    state = 0xFFFFFFFF
+    if len(body) > 4 * _LANES:
+        # Zeros at the beginning change nothing where the initial value is added to the first word.
+        missing = -len(body) % (4 * _LANES)
+        first = np.zeros(4 * _LANES, np.uint8)
+        first[missing:] = body[: 4 * _LANES - missing]
+        lanes = first.view("<u4").astype(np.uint32)
+        lanes[missing // 4] ^= np.uint32(state)
+        low, high = _moved_by_a_row()
+        rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
+        for row in rows:
+            lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
+            # The data file's offsets are no multiples of 4 where it holds more than floats.
+            lanes ^= np.frombuffer(row.tobytes(), "<u4")
+        body, state = lanes.astype("<u4").view(np.uint8), 0
+    table = _byte_table()
+    for byte in body.tobytes() + tail:
+        state = table[(state ^ byte) & 255] ^ state >> 8
+    return state ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _byte_table() -> Sequence[int]:
+    """Checksums of the 256 bytes."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
+    return table
+
+
+@functools.cache
+def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """For the low and the high 16 bits of a word, its value moved by a row of zeros, uint32 [65536]
+    each."""
+    table = np.array(_byte_table(), np.uint32)
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    for _ in range(4 * _LANES):
+        bits = table[bits & 255] ^ bits >> 8
+    halves = []
+    for half in (bits[:16], bits[16:]):
+        moved = np.zeros(1, np.uint32)
+        for bit in half:
+            moved = np.concatenate((moved, moved ^ bit))
+        halves.append(moved)
+    return halves[0], halves[1]

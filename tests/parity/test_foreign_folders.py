@@ -1,0 +1,267 @@
+"""Models of OpenAI, Meta, litgpt and torchtune compute the same after they were read.
+
+The program's own logits, computed from its own tensors, must agree with transformers' and with
+this package's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from foreign_folders import (
+    CONTEXT,
+    GROUPS,
+    HEADS,
+    LITGPT_CONFIG,
+    VOCABULARY,
+    litgpt_model,
+    meta_llama,
+    openai_gpt2,
+    torchtune_llama,
+)
+from foreign_programs import in_transformers
+
+from firstlight.cli.main import main
+from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.errors import InputError, ModelError
+from firstlight.weights.huggingface import load_model
+
+IDS = torch.randint(VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(5))
+SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_seq_len": 8,
+}
+
+
+@torch.no_grad()
+def assert_computes_the_same(foreign: ForeignModel, folder: Path) -> None:
+    """transformers' and firstlight's logits with the tensors are the program's own."""
+    expected = foreign.logits(IDS)
+    assert expected.std() > 0.1
+    limit = 1e-5 * float(expected.abs().max())
+    theirs = in_transformers(foreign)(IDS).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=limit)
+    (folder / "config.json").write_text(json.dumps(foreign.config))
+    safetensors.torch.save_file(foreign.tensors, folder / "model.safetensors")
+    ours = load_model(folder).model.float()(IDS)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("name", ["", "model.ckpt.index", "model.ckpt.data-00000-of-00001"])
+def test_openais_gpt2_computes_the_same(tmp_path: Path, name: str) -> None:
+    tensors = openai_gpt2(tmp_path)
+    foreign = read_foreign(tmp_path / name)
+    assert foreign.program == "OpenAI's GPT-2 (TensorFlow)"
+    assert foreign.config["activation_function"] == "gelu_new"
+    assert (foreign.config["n_head"], foreign.config["n_positions"]) == (HEADS, CONTEXT)
+    assert foreign.config["tie_word_embeddings"] is True
+    assert foreign.notes == ()
+    assert torch.equal(foreign.tensors["transformer.wte.weight"], tensors["model/wte"])
+    assert_computes_the_same(foreign, tmp_path)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("cuts_vocabulary", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_metas_llama_computes_the_same(
+    tmp_path: Path, parts: int, cuts_vocabulary: bool, scaled: bool
+) -> None:
+    meta_llama(tmp_path, parts, cuts_vocabulary=cuts_vocabulary, use_scaled_rope=scaled)
+    foreign = read_foreign(tmp_path)
+    assert foreign.config["num_key_value_heads"] == GROUPS
+    assert foreign.config["max_position_embeddings"] == (131_072 if scaled else 8192)
+    assert foreign.config["rope_parameters"]["rope_type"] == ("llama3" if scaled else "default")
+    assert_computes_the_same(foreign, tmp_path)
+
+
+def test_metas_parts_make_the_whole(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    meta_llama(tmp_path / "a", 1)
+    meta_llama(tmp_path / "b", 2)
+    whole, parts = read_foreign(tmp_path / "a"), read_foreign(tmp_path / "b")
+    assert whole.config == parts.config
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, parts.tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    "params, context, factor",
+    [
+        ({"rope_theta": None, "norm_eps": 1e-6, "vocab_size": -1}, 2048, None),
+        ({"rope_theta": None, "vocab_size": -1, "n_kv_heads": 2}, 4096, None),
+        ({"rope_theta": 1e6}, 16_384, None),
+        ({"use_scaled_rope": True, "rope_scaling_factor": 32}, 131_072, 32.0),
+    ],
+)
+def test_metas_contexts_follow_from_their_settings(
+    tmp_path: Path, params: dict[str, Any], context: int, factor: float | None
+) -> None:
+    meta_llama(tmp_path, **params)
+    foreign = read_foreign(tmp_path)
+    assert foreign.config["max_position_embeddings"] == context
+    assert foreign.config["rope_parameters"].get("factor") == factor
+    assert f"The context is taken to be {context:,}" in foreign.notes[-1]
+    given = read_foreign(tmp_path, config={"max_position_embeddings": 77})
+    assert given.config["max_position_embeddings"] == 77
+    assert len(given.notes) == len(foreign.notes) - 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_torchtunes_llama_computes_the_same(tmp_path: Path, tied: bool) -> None:
+    torchtune_llama(tmp_path / "model.pt", tied=tied)
+    given = {"num_attention_heads": HEADS, "max_position_embeddings": CONTEXT}
+    with pytest.raises(ModelError, match=r"doesn't say its rope_parameters"):
+        read_foreign(tmp_path / "model.pt", config=given)
+    foreign = read_foreign(tmp_path / "model.pt", config={**given, "rope_theta": 3000.0})
+    assert foreign.config["tie_word_embeddings"] is tied
+    assert foreign.notes == ("The norms' epsilon is taken to be 1e-05, as in torchtune.",)
+    assert_computes_the_same(foreign, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed, family",
+    [
+        ({}, "llama"),
+        ({"rope_adjustments": SCALED}, "llama"),
+        ({"sliding_window_size": 5}, "mistral"),
+        ({"attn_bias": True}, "qwen2"),
+        ({"norm_qk": True}, "qwen3"),
+    ],
+)
+def test_litgpts_models_compute_the_same(
+    tmp_path: Path, changed: dict[str, Any], family: str
+) -> None:
+    litgpt_model(tmp_path, **changed)
+    foreign = read_foreign(tmp_path / "lit_model.pth")
+    assert (foreign.program, foreign.config["model_type"]) == ("litgpt", family)
+    assert foreign.notes == ()
+    assert_computes_the_same(foreign, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"parallel_residual": True}, r"parallel_residual is True.*litgpt convert_from_litgpt"),
+        ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
+        ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments other than Llama 3's"),
+        ({"norm_qk": True, "attn_bias": True}, "of no family"),
+        ({"n_head": 0}, "whole numbers"),
+        ({"block_size": None}, "has no block_size"),
+        ({"n_embd": 50}, "its settings say hidden_size 50, its tensors 48"),
+        ({"n_query_groups": 1}, r"qkv.weight is \[96, 48\], and model_config.yaml asks for 72"),
+    ],
+)
+def test_litgpts_settings_that_dont_fit_are_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    litgpt_model(tmp_path)
+    (tmp_path / "model_config.yaml").write_text(yaml.safe_dump({**LITGPT_CONFIG, **changed}))
+    with pytest.raises(ModelError, match=message):
+        read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"moe_args": {"num_experts": 16}}, "has moe_args: a model of that kind is not read"),
+        ({"dim": "wide"}, "holds something else than numbers"),
+        ({"n_heads": 5}, "num_attention_heads is 5, expected a divisor"),
+        ({"n_kv_heads": 4}, "its settings say num_key_value_heads 4, its tensors 2"),
+        ({"n_layers": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
+        ({"vocab_size": 63}, "its settings say vocab_size 63, its tensors 64"),
+    ],
+)
+def test_metas_settings_that_dont_fit_are_refused(
+    tmp_path: Path, params: dict[str, Any], message: str
+) -> None:
+    meta_llama(tmp_path, **params)
+    with pytest.raises(ModelError, match=message):
+        read_foreign(tmp_path)
+
+
+def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> None:
+    meta_llama(tmp_path, 2)
+    first, second = (tmp_path / f"consolidated.{i:02}.pth" for i in range(2))
+    shard = torch.load(second, weights_only=True)
+    torch.save({**shard, "norm.weight": torch.ones(48)}, second)
+    with pytest.raises(ModelError, match=r"norm\.weight differs between"):
+        read_foreign(tmp_path)
+    torch.save({**shard, "layers.0.attention.wo.weight": torch.ones(48, 8)}, second)
+    with pytest.raises(ModelError, match="are no parts of one model: shapes differ"):
+        read_foreign(tmp_path)
+    second.rename(tmp_path / "consolidated.02.pth")
+    with pytest.raises(ModelError, match=r"lacks consolidated\.01\.pth"):
+        read_foreign(tmp_path)
+    first.unlink()
+    with pytest.raises(ModelError, match=r"lacks consolidated\.00\.pth"):
+        read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "hparams, message",
+    [
+        ({"n_head": 5}, "n_head is 5, expected a divisor of the width 48"),
+        ({"n_ctx": 12}, "hparams.json say block_size 12, its tensors 24"),
+        ({"n_layer": 3}, "hparams.json say n_layer 3, its tensors 2"),
+    ],
+)
+def test_openais_settings_that_dont_fit_are_refused(
+    tmp_path: Path, hparams: dict[str, Any], message: str
+) -> None:
+    openai_gpt2(tmp_path, **hparams)
+    with pytest.raises(ModelError, match=message):
+        read_foreign(tmp_path)
+
+
+def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
+    openai_gpt2(tmp_path)
+    (tmp_path / "hparams.json").write_text("[]")
+    with pytest.raises(ModelError, match="has no n_head"):
+        read_foreign(tmp_path)
+    (tmp_path / "hparams.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("transformer.h.0.attn.c_q.weight", "is of nanochat.*NanoChatForCausalLM"),
+        ("transformer.h.0.attn.qkv.weight", "is of litgpt: name the folder"),
+        ("layers.0.attention.wq.weight", "is of Meta: name the folder"),
+    ],
+)
+def test_a_file_without_its_settings_names_what_is_missing(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    torch.save({name: torch.ones(4, 4)}, tmp_path / "model.pt")
+    with pytest.raises(ModelError, match=message):
+        read_foreign(tmp_path / "model.pt")
+
+
+def test_openais_folder_is_converted_with_its_tokenizer(
+    tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "124M"
+    source.mkdir()
+    gpt2 = shared / "models" / "gpt2-tokenizer"
+    (source / "encoder.json").write_bytes((gpt2 / "vocab.json").read_bytes())
+    (source / "vocab.bpe").write_bytes((gpt2 / "merges.txt").read_bytes())
+    openai_gpt2(source)
+    # The tokenizer has 50,257 tokens: a model of 64 is none of its.
+    assert main(["convert", str(source), "--out", str(tmp_path / "out")]) == 1
+    assert "the tokenizer has 50257 tokens" in capsys.readouterr().err
+    (source / "vocab.bpe").unlink()
+    (source / "encoder.json").unlink()
+    assert main(["convert", str(source), "--out", str(tmp_path / "out")]) == 0
+    assert "OpenAI's GPT-2 (TensorFlow), gpt2" in capsys.readouterr().out
+    assert load_model(tmp_path / "out").model.config.num_hidden_layers == 2

@@ -1,0 +1,147 @@
+"""Reading TensorFlow checkpoints: what is taken, and each way in which they are damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foreign_folders import HEADER, draw, entry, field, table, write_bundle
+
+from firstlight.conversion.tensor_bundle import _LANES, _byte_table, crc32c, read_bundle
+from firstlight.errors import FirstlightError, ModelError
+
+TENSORS = {
+    **draw({"model/h0/ln_1/g": (5,), "model/h0/attn/w": (1, 3, 4), "model/wte": (7, 3)}),
+    "global_step": torch.tensor(12),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.float16),
+}
+DATA, INDEX = "model.ckpt.data-00000-of-00001", "model.ckpt.index"
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [  # RFC 3720, appendix B.4
+        (b"", 0),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (b"123456789", 0xE3069283),
+    ],
+)
+def test_the_checksum_is_crc32c(content: bytes, expected: int) -> None:
+    assert crc32c(np.frombuffer(content, np.uint8)) == expected
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 4, 4 * _LANES - 1, 4 * _LANES + 7])
+def test_the_checksum_of_long_content_is_that_of_its_bytes(extra: int) -> None:
+    content = random.Random(extra).randbytes(4 * _LANES + extra)
+    state = 0xFFFFFFFF
+    for byte in content:
+        state = _byte_table()[(state ^ byte) & 255] ^ state >> 8
+    assert crc32c(np.frombuffer(content, np.uint8)) == state ^ 0xFFFFFFFF
+
+
+def test_tensors_are_read_by_name(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "model.ckpt", TENSORS)
+    found = read_bundle(tmp_path / "model.ckpt")
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", [INDEX, DATA])
+def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path, name: str) -> None:
+    write_bundle(tmp_path / "model.ckpt", TENSORS)
+    content = (tmp_path / name).read_bytes()
+    silent = 0
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 8
+        (tmp_path / name).write_bytes(changed)
+        found = None
+        with contextlib.suppress(FirstlightError):
+            found = read_bundle(tmp_path / "model.ckpt")
+        if found is not None:
+            silent += 1
+            assert all(torch.equal(found[key], tensor) for key, tensor in TENSORS.items())
+    # The footer's padding, and the block without entries.
+    assert silent <= 50
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("name", [INDEX, DATA])
+def test_files_cut_short_are_refused(tmp_path: Path, name: str, share: float) -> None:
+    write_bundle(tmp_path / "model.ckpt", TENSORS)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ModelError, match=rf"{name} .*damaged, cut short, or no TensorFlow"):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+@pytest.mark.parametrize("name", [INDEX, DATA])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    write_bundle(tmp_path / "model.ckpt", TENSORS)
+    (tmp_path / name).unlink()
+    with pytest.raises(FirstlightError, match=name):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+FOUR = torch.ones(4)
+BYTES = FOUR.numpy().tobytes()
+CHECKSUM = entry(FOUR, 0, BYTES)[-5:]
+
+
+def message(dtype: int, sizes: list[bytes], size: int, *more: bytes) -> bytes:
+    return field(1, dtype) + field(2, b"".join(sizes)) + field(5, size) + CHECKSUM + b"".join(more)
+
+
+@pytest.mark.parametrize(
+    "header, value, problem",
+    [
+        (field(1, 2), entry(FOUR, 0, BYTES), "speaks of 2 data files"),
+        (HEADER + field(2, 1), entry(FOUR, 0, BYTES), "the other order of bytes"),
+        (HEADER, message(7, [field(2, field(1, 4))], 16), "x of an unknown dtype"),
+        (HEADER, message(1, [field(2, field(1, 5))], 16), "a size of x that its shape"),
+        (HEADER, message(1, [field(2, field(1, 2**60))] * 2, 16), "a size of x that its shape"),
+        (HEADER, message(1, [field(2, field(1, 2**63))], 16), "no plain shape of x"),
+        (HEADER, message(1, [field(2, field(1, 1))] * 17, 4), "no plain shape of x"),
+        (HEADER, message(1, [field(3, 1)], 16), "no plain shape of x"),
+        (HEADER, message(1, [field(2, field(1, 4))], 16, field(3, 1)), "a size of x that"),
+        (HEADER, message(1, [field(2, field(1, 4))], 16, field(4, 2**62)), "ends beyond them"),
+        (HEADER, message(1, [field(2, field(1, 4))], 16, field(7, b"")), "x in slices"),
+        (HEADER, entry(FOUR, 0, BYTES)[:-2], "a field beyond its end"),
+        (HEADER, entry(torch.zeros(4), 0, bytes(16)), "numbers of x that don't match"),
+    ],
+)
+def test_entries_that_cant_be_are_refused(
+    tmp_path: Path, header: bytes, value: bytes, problem: str
+) -> None:
+    (tmp_path / DATA).write_bytes(BYTES)
+    (tmp_path / INDEX).write_bytes(table({b"": header, b"x": value}))
+    with pytest.raises(ModelError, match=problem):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / DATA).write_bytes(BYTES)
+    whole = entry(FOUR, 0, BYTES)
+    (tmp_path / INDEX).write_bytes(table({b"": HEADER, b"x": whole, b"y": whole}))
+    with pytest.raises(ModelError, match="fewer than its tensors have together"):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+def test_compressed_blocks_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "model.ckpt", TENSORS)
+    content = bytearray((tmp_path / INDEX).read_bytes())
+    # The first block ends where its restarts do: after its two numbers.
+    length = content.index(struct.pack("<I", 2) + b"\0") + 4
+    content[length] = 1
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(ModelError, match="compressed blocks"):
+        read_bundle(tmp_path / "model.ckpt")
