@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from firstlight.cli.main import main
 from firstlight.console import parse_count, parse_time
@@ -40,7 +41,9 @@ from firstlight.planner.plan.text import (
     memory_table,
     method_rows,
 )
+from firstlight.planner.speed import alignment
 from firstlight.planner.speed import recipe as pace
+from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -128,14 +131,60 @@ def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
     assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
     # fp16 is for who asks for it, as in a run.
     v100 = find_machine("V100 16GB")
-    assert resolve_for(recipe(), v100).efficiency.precision == "fp32"
-    assert "precision fp16" in dict(methods(resolve_for(recipe(), v100), v100))
+    # Its matrix units are for fp16 alone.
+    narrow = resolve_for(recipe(), v100)
+    assert narrow.efficiency.precision == "fp16"
+    assert "precision fp32" in dict(methods(narrow, v100))
+    fused = recipe(
+        efficiency={"optimizer_in_backward": True}, optimizer={"name": "adamw", "max_grad_norm": 0}
+    )
+    assert resolve_for(fused, v100).efficiency.precision == "fp32"
+    assert resolve_for(recipe(), find_machine("P100 16GB")).efficiency.precision == "fp32"
     both = {"global_batch_tokens": 1024, "gradient_accumulation_steps": 4}
     assert resolve_for(recipe(batch=both), gpu).batch.rows == 4
     dropout = {**_MODEL, "model_type": "gpt2", "attn_pdrop": 0.1}
     del dropout["intermediate_size"]
     masked = recipe(model=dropout, data={"dir": "/nowhere", "document_masking": True})
     assert resolve_for(masked, gpu).efficiency.attention == "sdpa"
+
+
+def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
+    t4 = find_machine("T4")
+    odd = recipe(model={**_MODEL, "intermediate_size": 67, "vocab_size": 101})
+    resolved = resolve_for(odd, t4)
+    width, layers = resolved.model.hidden_size, resolved.model.num_hidden_layers
+    shapes = alignment._matrix_shapes(resolved)
+    total = sum(a * b for a, b in shapes)
+    mlp, head = 3 * layers * width * 67 / total, width * 101 / total
+    found = list(alignment_warnings(resolved, None))
+    assert found == [
+        f"model.intermediate_size 67 is no multiple of 8, and {mlp:.0%} of the matrix products "
+        f"have it: take 72, up to {1 / (1 - mlp / 2):.2f} times the speed of a step",
+        f"model.vocab_size 101 is no multiple of 8, and {head:.0%} of the matrix products have it: "
+        "efficiency.vocab_multiple 64 pads it to 128, up to "
+        f"{1 / (1 - head / 2):.2f} times the speed of a step",
+    ]
+    padded = recipe(
+        model={**_MODEL, "intermediate_size": 72, "vocab_size": 101},
+        efficiency={"vocab_multiple": 64},
+    )
+    assert not list(alignment_warnings(resolve_for(padded, t4), None))
+    # fp32 is not computed by matrix units.
+    slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
+    assert not list(alignment_warnings(resolve_for(slow, t4), None))
+
+
+def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {67: 0.3, 72: 0.1}
+    monkeypatch.setattr(alignment, "_product_seconds", lambda *shape: seconds[shape[-1]])
+    sizes = {"intermediate_size": 67, "vocab_size": 320}
+    odd = resolve_for(recipe(model={**_MODEL, **sizes}), find_machine("T4"))
+    (found,) = alignment_warnings(odd, torch.device("cpu"))
+    assert "measured here, about" in found
+    seconds[72] = 0.3
+    assert not list(alignment_warnings(odd, torch.device("cpu")))
 
 
 def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(

@@ -178,7 +178,7 @@ class LearningBench:
         sizes: only these: 0.8m, 2.6m, 11m, 30m, which are parameters. [2.6m]
         rows: only these recipes, or `changes` for all single changes; the first one is the
             baseline of tokens and seconds. [nanogpt, nanogpt-tuned, nanogpt-cpu, nanochat, before,
-            candidate]
+            new]
         variants: further rows, changes of others.
         seeds: runs of each row.
         tokens: tokens of a run. [1.5 million, without --minutes]

@@ -29,11 +29,12 @@ class EfficiencyConfig(Section):
 
     precision: Precision = "auto"
     """number format of the computation. "auto" takes bf16 where the hardware multiplies it faster,
-    else fp32. "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that have it.
-    "bf16" is autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
-    "bf16_params" keeps the parameters that the model computes with in bf16 and fp32 master weights
-    in the optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix
-    products of the layers in fp8 (torchao; GPUs from compute capability 8.9)."""
+    fp16 on GPUs that have matrix units for fp16 alone (V100, T4), else fp32. "tf32" rounds the
+    inputs of fp32 matrix products to 10 bits on GPUs that have it. "bf16" is autocast: parameters,
+    moments and the loss stay in fp32, matrix products run in bf16. "bf16_params" keeps the
+    parameters that the model computes with in bf16 and fp32 master weights in the optimizer. "fp16"
+    is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of the layers in
+    fp8 (torchao; GPUs from compute capability 8.9)."""
     attention: Attention = "auto"
     """backend of attention. "auto" takes the fastest for the hardware at hand; "sdpa" is torch's
     fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn", "math" name the

@@ -17,6 +17,16 @@ from firstlight.hardware.device import Hardware, bf16_is_faster
 FP8_CAPABILITY = (8, 9)
 
 
+#: CUDA's compute capability from which there are fp16 matrix units.
+FP16_CAPABILITY = (7, 0)
+
+
+def has_only_fp16_units(hardware: Hardware) -> bool:
+    """True for a CUDA GPU with matrix units for fp16 and none for bf16, such as a V100 or a T4."""
+    capability = hardware.capability
+    return capability is not None and capability >= FP16_CAPABILITY and not hardware.bf16
+
+
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
     """The dtype of matrix products."""
     if config.precision == "auto":

@@ -18,7 +18,7 @@ from firstlight.efficiency import (
     resolve_attention,
     resolve_precision,
 )
-from firstlight.efficiency.precision import dtype_of
+from firstlight.efficiency.precision import dtype_of, has_only_fp16_units
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.models import ModelConfig
@@ -42,6 +42,10 @@ _BUSY_TOKENS = 1024
 _LARGE_VOCABULARY = 16384
 
 
+#: The precisions that "auto" can stand for.
+AutoPrecision = Literal["bf16", "fp16", "fp32"]
+
+
 @dataclass(frozen=True)
 class Facts:
     """Machine, data and history that a recipe is resolved with.
@@ -59,7 +63,7 @@ class Facts:
     """
 
     device: str
-    precision: Literal["bf16", "fp32"]
+    precision: AutoPrecision
     compiles: bool
     flops: Callable[[torch.dtype], float | None]
     processes: int = 1
@@ -76,9 +80,10 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
         more: further attributes of `Facts`.
     """
     dtype = resolve_precision(EfficiencyConfig(), hardware)
+    narrow: AutoPrecision = "fp16" if has_only_fp16_units(hardware) else "fp32"
     return Facts(
         hardware.device.type,
-        "bf16" if dtype == torch.bfloat16 else "fp32",
+        "bf16" if dtype == torch.bfloat16 else narrow,
         can_compile(hardware.device),
         lambda dtype: peak_flops(hardware.device, dtype),
         **more,
@@ -170,7 +175,10 @@ def _resolve_efficiency(
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        chosen["precision"] = earlier.get("precision", facts.precision)
+        # An update in the backward pass can't wait until it is known whether fp16 overflowed.
+        overflows = facts.precision == "fp16" and config.optimizer_in_backward
+        own = "fp32" if overflows else facts.precision
+        chosen["precision"] = earlier.get("precision", own)
     precision = chosen.get("precision", config.precision)
     if config.compile == "auto":
         pays = earlier.get("compile")

@@ -392,6 +392,8 @@ def _logits_bytes(recipe: ResolvedRecipe) -> int:
 def _precision(precision: str, machine: Machine) -> str:
     gpu = machine.gpu
     if precision == "fp32":
+        if machine.precision == "fp16":
+            return "fp16 is faster, but not for efficiency.optimizer_in_backward"
         return "nothing narrower is faster here"
     if gpu is None:
         return f"{precision} is multiplied faster here"

@@ -18,6 +18,7 @@ from firstlight.data.corpus import Kind
 from firstlight.data.examples import kind_of
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
+from firstlight.efficiency.precision import has_only_fp16_units
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, find_gpu
@@ -32,7 +33,7 @@ from firstlight.recipe import (
     ResolvedRecipe,
     parse_resolved_recipe,
 )
-from firstlight.recipe.resolve import Facts, facts_here, resolve, with_deepspeed_file
+from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, resolve, with_deepspeed_file
 from firstlight.training.length import predicted_steps
 from firstlight.weights.huggingface import read_config
 
@@ -67,7 +68,7 @@ class Machine:
     usable_bytes: int
     target: Target
     gpu: GPU | None
-    precision: str
+    precision: AutoPrecision
     is_here: bool
 
     @property
@@ -133,7 +134,8 @@ def find_machine(
     if count > 1:
         raise ConfigError(f"--gpus {count} of which kind? Add --gpu NAME, such as 'RTX 4090'")
     usable = int(_CPU_SHARE * free_memory_bytes(found.device))
-    precision = "bf16" if found.bf16 and bf16_is_faster(found.device) else "fp32"
+    is_fast = found.bf16 and bf16_is_faster(found.device)
+    precision: AutoPrecision = "bf16" if is_fast else "fp32"
     return Machine(
         found.name, 1, found.memory_bytes, usable, this_cpu(), None, precision, is_here=True
     )
@@ -155,7 +157,8 @@ def parse_bytes(text: str) -> int:
 def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
     capability = (8, 0) if gpu.capability == (0, 0) else gpu.capability
     target = cuda_target(gpu.name, capability, _context_bytes(gpu))
-    precision = "bf16" if gpu.bf16 else "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
+    narrow: AutoPrecision = "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
+    precision: AutoPrecision = "bf16" if gpu.bf16 else narrow
     memory = memory_bytes or gpu.memory_bytes
     return _gpu_machine(gpu.name, count, memory, target, gpu, precision)
 
@@ -172,13 +175,14 @@ def _this_gpu(found: Hardware, count: int) -> Machine:
         gpu = find_gpu(found.name, found.memory_bytes)
     capability = torch.cuda.get_device_capability(found.device)
     target = cuda_target(found.name, capability, None if gpu is None else _context_bytes(gpu))
-    precision = "bf16" if found.bf16 else "fp16" if capability >= (7, 0) else "fp32"
+    narrow: AutoPrecision = "fp16" if has_only_fp16_units(found) else "fp32"
+    precision: AutoPrecision = "bf16" if found.bf16 else narrow
     machine = _gpu_machine(found.name, count, found.memory_bytes, target, gpu, precision)
     return Machine(**{**vars(machine), "is_here": True})
 
 
 def _gpu_machine(
-    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: str
+    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: AutoPrecision
 ) -> Machine:
     usable = int((_GPU_SHARE if gpu is None else gpu.usable_share) * memory)
     return Machine(name, count, memory, usable, target, gpu, precision, is_here=False)
@@ -237,8 +241,7 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
-        # fp16 is for those who ask for it.
-        "bf16" if machine.precision == "bf16" else "fp32",
+        machine.precision,
         # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
         machine.compiles,
         lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,

@@ -4,7 +4,7 @@ train with a budget."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from firstlight.planner.plan.machine import (
     with_changes,
 )
 from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
+from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, ResolvedRecipe
 
 Tell = Callable[[str], None]
@@ -82,6 +83,7 @@ class Plan:
         methods: an estimate for each method alone.
         nearest: changed settings that would fit, where nothing fits.
         budget: the time or the tokens to train with, and the price.
+        warnings: sizes of the model that this machine computes slowly.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
     """
@@ -96,6 +98,7 @@ class Plan:
     methods: list[Estimate] = field(default_factory=list)
     nearest: list[Estimate] = field(default_factory=list)
     budget: Budget = Budget()
+    warnings: Sequence[str] = ()
     suggestion: Suggestion | None = None
     suggested: Estimate | None = None
 
@@ -147,6 +150,7 @@ class Plan:
             "best": None if self.best is None else self.best.to_json(),
             "reasons": self.reasons,
             "methods": [one.to_json() for one in self.methods],
+            "warnings": list(self.warnings),
             "nearest": [one.to_json() for one in self.nearest],
             "suggestion": suggestion,
             "suggested": None if self.suggested is None else self.suggested.to_json(),
@@ -195,7 +199,9 @@ def make_plan(
             "--budget or --tokens"
         )
     parameters = count_parameters(meta_model(resolved.model)).total
-    plan = Plan(machine, resolved, parameters, first, run, budget=budget)
+    here = machine.hardware.device if machine.is_here else None
+    warnings = list(alignment_warnings(resolved, here))
+    plan = Plan(machine, resolved, parameters, first, run, budget=budget, warnings=warnings)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, tell, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)

@@ -37,6 +37,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     found = plan.as_it_stands.training
     for note in (*machine.notes, *(found.notes if found else ())):
         yield f"note: {note}"
+    for warning in plan.warnings:
+        yield f"warning: {warning}"
     if plan.methods:
         yield "what each method alone would change:"
         yield method_rows(plan)

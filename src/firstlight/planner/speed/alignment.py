@@ -1,0 +1,117 @@
+"""Sizes of a model that matrix units read slowly, and the gain of aligned ones.
+
+Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is no
+multiple of that take slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from firstlight.efficiency.precision import dtype_of
+from firstlight.hardware.device import synchronize
+from firstlight.models import build_model
+from firstlight.recipe import ResolvedRecipe
+
+#: Numbers in a packet of 16 bits each, and the multiple that a vocabulary is padded to.
+_PACKET, _VOCABULARY = 8, 64
+
+#: Rate of aligned products over that of others, at most, on a GPU that is not at hand.
+_GAIN_ON_GPUS = 2.0
+
+#: Shape of the measured product [tokens, inner] x [inner, size], rounds, and products of a round.
+_TOKENS, _MOST_INNER, _ROUNDS, _PRODUCTS = 256, 1024, 5, 3
+
+#: A gain below this is no warning.
+_LEAST_GAIN = 1.01
+
+
+def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Iterator[str]:
+    """A warning for each misaligned size: its share of the work, and the gain of an aligned one.
+
+    Args:
+        recipe: recipe with its model.
+        here: device of this machine that the gain is measured on; None takes the known bound for
+            GPUs.
+    """
+    dtype = dtype_of(recipe.efficiency.precision)
+    if here is None and dtype == torch.float32 and recipe.efficiency.precision != "tf32":
+        return  # not computed by matrix units
+    shapes = _matrix_shapes(recipe)
+    total = sum(rows * columns for rows, columns in shapes)
+    for size in sorted({size for shape in shapes for size in shape if size % _PACKET}):
+        own = [shape for shape in shapes if size in shape]
+        share = sum(rows * columns for rows, columns in own) / total
+        is_vocabulary = size == recipe.model.vocab_size
+        multiple = _VOCABULARY if is_vocabulary else _PACKET
+        aligned = -(-size // multiple) * multiple
+        inner = min(
+            max([other for shape in own for other in shape if other != size], default=size),
+            _MOST_INNER,
+        )
+        rate = _GAIN_ON_GPUS if here is None else _measured_gain(here, dtype, inner, size, aligned)
+        gain = 1 / (1 - share * (1 - 1 / rate))
+        if gain < _LEAST_GAIN:
+            continue
+        origin = "up to" if here is None else "measured here, about"
+        advice = (
+            f"efficiency.vocab_multiple {multiple} pads it to {aligned:,}"
+            if is_vocabulary
+            else f"take {aligned:,}"
+        )
+        yield (
+            f"{_name(recipe, size)} is no multiple of {_PACKET}, and {share:.0%} of the matrix "
+            f"products have it: {advice}, {origin} {gain:.2f} times the speed of a step"
+        )
+
+
+def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
+    """The shapes of all weights that activations are multiplied with."""
+    with torch.device("meta"):
+        model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
+    weights = [*model.layers.parameters(), model.lm_head.weight]
+    # Experts have their weights in one tensor of three dimensions.
+    return [
+        (weight.shape[-2], weight.shape[-1])
+        for weight in weights
+        if weight.dim() >= 2
+        for _ in range(math.prod(weight.shape[:-2]))
+    ]
+
+
+def _name(recipe: ResolvedRecipe, size: int) -> str:
+    """The model's key of a size, as far as one has it."""
+    keys = [key for key, value in recipe.model if value == size and key.endswith("size")]
+    return f"model.{keys[0]} {size:,}" if keys else f"a width of {size:,} inside the model"
+
+
+def _measured_gain(
+    device: torch.device, dtype: torch.dtype, inner: int, size: int, aligned: int
+) -> float:
+    """Time of a product and of its weight's gradient with `size`, over that with `aligned`:
+    the median of rounds in which the two take turns."""
+    ratios = []
+    for _ in range(_ROUNDS + 1):
+        seconds = [_product_seconds(device, dtype, inner, one) for one in (size, aligned)]
+        ratios.append(seconds[0] / seconds[1])
+    # The first round has loaded the kernels.
+    return statistics.median(ratios[1:])
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype, inner: int, size: int) -> float:
+    x_NI = torch.ones(_TOKENS, inner, device=device, dtype=dtype)
+    weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
+    grad_NS = torch.ones(_TOKENS, size, device=device, dtype=dtype)
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        x_NI @ weight_SI.T
+        grad_NS @ weight_SI
+        grad_NS.T @ x_NI
+    synchronize(device)
+    return time.perf_counter() - start
