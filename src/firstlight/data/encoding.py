@@ -5,16 +5,16 @@ A process that is killed is replaced, and its batches are encoded again.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple, TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -115,96 +115,129 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
     return ids.astype(token_dtype(vocab_size))
 
 
+class _Worker:
+    """A process that encodes, and this process's end of the pipe to it.
+
+    What a new process needs is sent through the pipe: the few bytes with which `spawn` starts one
+    are written to a pipe that this process itself can read, so that more than the pipe holds would
+    wait for ever where the new process is killed.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, there = context.Pipe()
+        self._process = context.Process(target=_work, args=(there,), daemon=True)
+        with there:  # so that the pipe ends when the process does
+            self._process.start()
+        self._unsent: list[str] = [tokenizer_json]
+
+    def encode(self, texts: list[str]) -> list[TokenArray]:
+        """The tokens of each text.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+            DataError: an id is beyond the tokenizer's vocabulary.
+        """
+        while self._unsent:
+            self._end.send(self._unsent.pop())
+        self._end.send(texts)
+        is_good, result = self._end.recv()
+        if not is_good:
+            raise result
+        tokens: list[TokenArray] = result
+        return tokens
+
+    def end(self) -> int:
+        """End the process, if it goes on; return its exit code, negative after a signal."""
+        self._process.kill()
+        self._process.join()
+        code = self._process.exitcode
+        return -signal.SIGKILL if code is None else code
+
+
 class _Processes:
-    """Processes that encode batches, and the batches that they have, oldest first."""
+    """Processes that encode batches, and the batches that they have, oldest first.
+
+    Each is asked by a thread of its own, and no two share a pipe or a lock: one that is killed at
+    any moment, its start included, takes nothing with it but its batch, which another one gets.
+    """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
-        self._start = functools.partial(
-            ProcessPoolExecutor,
-            workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(tokenizer.backend.to_str(),),
-        )
-        self._pool = self._start()
+        self._tokenizer_json = tokenizer.backend.to_str()
+        self._threads = ThreadPoolExecutor(workers, "encode")
+        self._of_thread = threading.local()
+        self._workers: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
         self._waiting: deque[tuple[list[TextPiece], Future[list[TokenArray]]]] = deque()
-        self._any_done = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def submit(self, batch: list[TextPiece]) -> None:
         """Hand a batch to whoever is free."""
-        self._waiting.append((batch, self._submitted(batch)))
+        texts = [piece.text for piece in batch]
+        self._waiting.append((batch, self._threads.submit(self._encode, texts)))
 
     def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
         """Take the oldest batch away, encoded.
 
         Raises:
-            DataError: processes are killed again and again, or before the first batch is done.
+            DataError: processes are killed again and again, or can't start.
         """
-        for attempt in range(1, _ATTEMPTS + 1):
-            batch, future = self._waiting[0]
-            try:
-                tokens = future.result()
-            except BrokenProcessPool as error:
-                self._any_done |= any(_is_done(future) for _, future in self._waiting)
-                # Processes that never got as far are not killed by chance.
-                if attempt == _ATTEMPTS or not self._any_done:
-                    raise DataError(
-                        "a tokenizing process was killed, most likely for want of memory: use "
-                        "fewer --workers (and call prepare under `if __name__ == '__main__':` in "
-                        "a script)"
-                    ) from error
-                self._replace()
-                continue
-            self._any_done = True
-            self._waiting.popleft()
-            return zip(batch, tokens, strict=True)
-        raise AssertionError("unreachable")
+        batch, future = self._waiting.popleft()
+        return zip(batch, future.result(), strict=True)
 
     def stop(self) -> None:
         """End the processes, whatever they have."""
-        self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            self._stopped = True
+            for worker in self._workers:
+                worker.end()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _submitted(self, batch: list[TextPiece]) -> Future[list[TokenArray]]:
-        try:
-            return self._pool.submit(_encode_in_worker, [piece.text for piece in batch])
-        except BrokenProcessPool as error:
-            # It comes up when the batch is waited for, as it does for those handed over before.
-            broken: Future[list[TokenArray]] = Future()
-            broken.set_exception(error)
-            return broken
-
-    def _replace(self) -> None:
-        """Other processes, which get what the killed ones had not done."""
-        say("a tokenizing process was killed: what it had is encoded again")
-        self.stop()
-        self._pool = self._start()
-        self._waiting = deque(
-            (batch, future if _is_done(future) else self._submitted(batch))
-            for batch, future in self._waiting
+    def _encode(self, texts: list[str]) -> list[TokenArray]:
+        """The tokens of each text, by the process of this thread or, if that ends, another one."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            worker = self._own_worker()
+            try:
+                return worker.encode(texts)
+            except (EOFError, OSError):
+                self._of_thread.worker = None
+                # One that exits by itself, without a signal, would do so again.
+                if self._stopped or worker.end() >= 0 or attempt == _ATTEMPTS:
+                    break
+                say("a tokenizing process was killed: what it had is encoded again")
+        raise DataError(
+            "a tokenizing process was killed, most likely for want of memory: use fewer --workers "
+            "(and call prepare under `if __name__ == '__main__':` in a script)"
         )
 
-
-def _is_done(future: Future[list[TokenArray]]) -> bool:
-    """Whether a batch was encoded, or refused by the encoder: not lost with its process."""
-    return (
-        future.done()
-        and not future.cancelled()
-        and not isinstance(future.exception(), BrokenProcessPool)
-    )
-
-
-_worker_tokenizer: Tokenizer
+    def _own_worker(self) -> _Worker:
+        worker: _Worker | None = getattr(self._of_thread, "worker", None)
+        if worker is None:
+            worker = self._of_thread.worker = _Worker(self._tokenizer_json)
+            with self._lock:
+                self._workers.add(worker)
+                if self._stopped:
+                    worker.end()
+        return worker
 
 
-def _start_worker(tokenizer_json: str) -> None:
-    global _worker_tokenizer
+def _work(end: Connection) -> None:
+    """Encode batches until nobody asks."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Ctrl-C reaches every process of the terminal; the parent alone decides what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker_tokenizer = tokenizer_from_json(tokenizer_json)
+    with contextlib.suppress(EOFError, OSError):
+        tokenizer = tokenizer_from_json(end.recv())
+        while True:
+            texts = end.recv()
+            try:
+                answer: tuple[bool, Any] = (True, encode(texts, tokenizer))
+            except Exception as error:  # noqa: BLE001  (raised in the process that asks)
+                answer = (False, error)
+            end.send(answer)
 
 
 def tokenizer_from_json(content: str) -> Tokenizer:
@@ -218,7 +251,3 @@ def _exit_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _encode_in_worker(texts: list[str]) -> list[TokenArray]:
-    return encode(texts, _worker_tokenizer)
