@@ -22,7 +22,7 @@ from firstlight.cli.options import (
     dtype_option,
     loading_option,
 )
-from firstlight.cli.output import human_bytes, with_json, write_out
+from firstlight.cli.output import human_bytes, show_table, with_json, write_out
 from firstlight.console import say
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
@@ -35,6 +35,9 @@ from firstlight.serving.config import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from firstlight.generation.continuation import TokenChoice
     from firstlight.serving.service import Service
     from firstlight.weights.huggingface import LoadedModel
 
@@ -52,7 +55,15 @@ def _load(
 @click.argument("checkpoint")
 @best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
-@config_options(SamplingConfig, "max_new_tokens", *SAMPLING, "seed")
+@config_options(SamplingConfig, "max_new_tokens", *SAMPLING, "seed", "slide", "beams")
+@click.option(
+    "--show-probabilities",
+    "choices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Show the N likeliest tokens at each new token: probability by the model, and after "
+    "temperature, top-k, top-p and min-p.",
+)
 @click.option(
     "--logit-bias",
     multiple=True,
@@ -103,12 +114,38 @@ def generate_command(
             write_out(piece)
     result = stream.result
     assert result is not None
-    if not as_json and sys.stdout.isatty():
+    if not as_json and (sys.stdout.isatty() or result.choices is not None):
         write_out("\n")
+    if not as_json and result.choices is not None:
+        show_table(_choice_rows(loaded, result.choices))
     limit = loaded.model.config.max_position_embeddings
-    if result.prompt_tokens + len(result.token_ids) == limit:
+    if result.prompt_tokens + len(result.token_ids) == limit and not config.slide:
         say(f"the model's context of {limit} tokens is full")
     return dataclasses.asdict(result)
+
+
+#: Characters of the bar of a probability of 1.
+_BAR = 20
+
+
+def _choice_rows(
+    loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
+) -> list[Sequence[str]]:
+    """A table of the likeliest tokens at each new token; the chosen one has an arrow."""
+    from firstlight.generation.engine import tokenizer_of
+
+    tokenizer = tokenizer_of(loaded)
+    rows: list[Sequence[str]] = [("", "token", "model", "sampled", "")]
+    for number, own in enumerate(choices, start=1):
+        for rank, one in enumerate(own):
+            text = tokenizer.decode([one.token_id])
+            # Special tokens have no text.
+            text = repr(text) if text else str(tokenizer.backend.id_to_token(one.token_id))
+            place = str(number) if rank == 0 else ""
+            bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
+            bar = f"{bar:<{_BAR + 3}}"
+            rows.append((place, shown(text), f"{one.model:.1%}", f"{one.sampled:.1%}", bar))
+    return rows
 
 
 def _biases(given: tuple[str, ...]) -> dict[int, float]:

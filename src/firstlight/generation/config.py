@@ -37,6 +37,12 @@ class SamplingConfig:
         prompt_logprobs: number of likeliest tokens whose log-probabilities are noted for each
             token of the prompt, beside its own; None notes none. With it, `max_new_tokens` may
             be 0.
+        slide: go on beyond the model's context: when it is full, the latest half of it is read
+            again as the prompt of what follows, and older text is forgotten.
+        beams: number of beams of a beam search, which returns the likeliest text that it finds and
+            draws nothing; 1 is off.
+        choices: number of likeliest tokens that are noted for each new token with the probability
+            by the model and the one after temperature, top_k, top_p and min_p; None notes none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -55,6 +61,9 @@ class SamplingConfig:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     prompt_logprobs: int | None = None
+    slide: bool = False
+    beams: int = 1
+    choices: int | None = None
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0
@@ -76,8 +85,23 @@ class SamplingConfig:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
+            ("beams", self.beams >= 1, "1 (off) or above"),
+            ("choices", self.choices is None or self.choices >= 1, "at least 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
         )
         for name, fine, allowed in limits:
             if not fine:
                 raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")
+        if self.beams > 1:
+            self._require_beams()
+
+    def _require_beams(self) -> None:
+        """Refuse what a beam search, which draws nothing, has no place for."""
+        changed = {
+            "slide": self.slide,
+            "choices": self.choices is not None,
+            "logprobs": self.logprobs is not None,
+            "stop": bool(self.stop),
+        }
+        if unfit := [name for name, is_set in changed.items() if is_set]:
+            raise ConfigError(f"beams is not for {unfit[0]}: leave one of them out")

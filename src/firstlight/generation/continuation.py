@@ -30,6 +30,7 @@ class Generation:
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
         seed: gives the same text again.
         logprobs: log-probability of each of `token_ids`, where the config asks for them.
+        choices: likeliest tokens at each of `token_ids`, where the config asks for them.
     """
 
     prompt: str
@@ -39,6 +40,7 @@ class Generation:
     finish_reason: str
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    choices: list[list[TokenChoice]] | None = None
 
 
 class Continuation:
@@ -59,6 +61,7 @@ class Continuation:
         logprobs: log-probabilities of `token_ids`, where the config asks for them.
         prompt_logprobs: log-probabilities of all prompt tokens but the first, where the config asks
             for them.
+        choices: likeliest tokens at each of `token_ids`, where the config asks for them.
     """
 
     def __init__(
@@ -81,7 +84,10 @@ class Continuation:
             self.prompt_logprobs = []
         self.finish_reason: str | None = None
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._most = min(config.max_new_tokens, context - len(self.prompt_ids))
+        self.choices: list[list[TokenChoice]] | None = None if config.choices is None else []
+        self._most = config.max_new_tokens
+        if not config.slide:
+            self._most = min(self._most, context - len(self.prompt_ids))
         self._generator = torch.Generator().manual_seed(seed)
         self._seen = set(prompt_ids)
         self._counts: Counter[int] = Counter()
@@ -126,6 +132,9 @@ class Continuation:
         )
         if token_id in self._eos_token_ids:
             return self._end("stop")
+        if self.choices is not None:
+            assert self.config.choices is not None
+            self.choices.append(choices_of(logits_V, token_id, self.config))
         self.token_ids.append(token_id)
         self._seen.add(token_id)
         self._counts[token_id] += 1
@@ -305,6 +314,44 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
         probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
         probabilities_V = probabilities_V / probabilities_V.sum()
     return probabilities_V
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """A token that could be chosen.
+
+    Attributes:
+        token_id: the token.
+        model: its probability by the model alone.
+        sampled: its probability after temperature, min_p, top_k and top_p; of greedy decoding 1 for
+            the likeliest token.
+        is_chosen: True for the token that was chosen.
+    """
+
+    token_id: int
+    model: float
+    sampled: float
+    is_chosen: bool
+
+
+def choices_of(logits_V: Tensor, token_id: int, config: SamplingConfig) -> list[TokenChoice]:
+    """The likeliest tokens of logits [V] and the chosen one, the likeliest first.
+
+    Args:
+        logits_V: logits of one position; penalties and biases are left out.
+        token_id: the chosen token.
+        config: sampling settings, with `choices`.
+    """
+    assert config.choices is not None
+    model_V = logits_V.float().softmax(-1)
+    if config.temperature == 0:
+        sampled_V = torch.zeros_like(model_V)
+        sampled_V[int(logits_V.argmax())] = 1.0
+    else:
+        sampled_V = filter_probabilities(logits_V, config)
+    best: list[int] = model_V.topk(min(config.choices, len(model_V))).indices.tolist()
+    ids = best if token_id in best else [*best, token_id]
+    return [TokenChoice(i, float(model_V[i]), float(sampled_V[i]), i == token_id) for i in ids]
 
 
 @dataclass(frozen=True)

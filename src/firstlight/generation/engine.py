@@ -11,6 +11,7 @@ import torch
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
+from firstlight.generation.beams import search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation, Generation
 from firstlight.generation.few_rows import use_few_rows
@@ -84,11 +85,22 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    logits_V = decoder.add(text.prompt_ids, text.score_prompt)
+    # Half of the context: less would forget more than it has to, more would begin anew too often.
+    half = max(decoder.max_tokens // 2, 1)
+    prompt_ids = text.prompt_ids
+    if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
+        prompt_ids = prompt_ids[-half:]
+    logits_V = decoder.add(prompt_ids, text.score_prompt)
     try:
         yield text.push(logits_V)
         while text.finish_reason is None:
-            yield text.push(decoder.step(text.token_ids[-1:])[0])
+            if decoder.room(0):
+                logits_V = decoder.step(text.token_ids[-1:])[0]
+            else:
+                # Positions count from the beginning of what is kept, as in training.
+                decoder.remove(0)
+                logits_V = decoder.add([*text.prompt_ids, *text.token_ids][-half:])
+            yield text.push(logits_V)
     finally:
         decoder.remove(0)
 
@@ -183,6 +195,10 @@ class GenerationStream:
     def __iter__(self) -> Iterator[str]:
         self._loaded.require_unchanged()
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
+        if self._config.beams > 1:
+            self.result = search(self._loaded, self._prompt, prompt_ids, self._config)
+            yield self.result.text
+            return
         text = continuation(self._loaded, prompt_ids, self._config)
         pieces: list[str] = []
         longest = len(prompt_ids) + text.config.max_new_tokens
@@ -205,6 +221,7 @@ def _finished(text: Continuation, prompt: str, added: str) -> Generation:
         text.finish_reason,
         text.config.seed,
         text.logprobs,
+        text.choices,
     )
 
 
@@ -224,6 +241,9 @@ def generate(
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
+    slide: bool = False,
+    beams: int = 1,
+    choices: int | None = None,
     compile: bool = False,
 ) -> Generation:
     """Continue a text.
@@ -232,7 +252,8 @@ def generate(
         checkpoint: a folder or hub id as for `load`, or what `load` returned.
         prompt: text to continue; empty starts from the model's beginning-of-text token.
         max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, stop,
-            logprobs, frequency_penalty, presence_penalty, logit_bias: see `SamplingConfig`.
+            logprobs, frequency_penalty, presence_penalty, logit_bias, slide, beams, choices: see
+            `SamplingConfig`.
         compile: see `GenerationStream`.
 
     Raises:
@@ -252,6 +273,9 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         logit_bias=logit_bias or {},
+        slide=slide,
+        beams=beams,
+        choices=choices,
     )
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
     stream = GenerationStream(loaded, prompt, config, compile=compile)

@@ -1,0 +1,158 @@
+"""Beam search: the likeliest continuation that a bounded search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firstlight.errors import ModelError
+from firstlight.generation.batch import require_prompt
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import Generation, penalize, require_biased_tokens, shift
+from firstlight.models import Model
+from firstlight.tokenizer import TextStream
+from firstlight.weights.huggingface import LoadedModel
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """A continuation and the sum of its tokens' log-probabilities."""
+
+    token_ids: list[int]
+    logprob: float
+
+    def score(self, is_ended: bool) -> float:
+        """Mean log-probability of a token; of an ended text, its end token counts, too."""
+        return self.logprob / max(len(self.token_ids) + is_ended, 1)
+
+
+def search(
+    loaded: LoadedModel, prompt: str, prompt_ids: Sequence[int], config: SamplingConfig
+) -> Generation:
+    """The best continuation of `config.beams` beams.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt: the prompt as given.
+        prompt_ids: its ids.
+        config: `beams`, `max_new_tokens`, penalties and biases are followed.
+
+    Raises:
+        ConfigError: the prompt fills the context, or a bias names no token.
+        ModelError: the logits are not finite numbers.
+    """
+    found, reason = beam_search(loaded.model, prompt_ids, config, loaded.eos_token_ids)
+    assert loaded.tokenizer is not None
+    stream = TextStream(loaded.tokenizer, prompt_ids)
+    text = "".join(stream.push(token_id) for token_id in found) + stream.finish()
+    return Generation(prompt, text, found, len(prompt_ids), reason, config.seed or 0)
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Model,
+    prompt_ids: Sequence[int],
+    config: SamplingConfig,
+    eos_token_ids: Collection[int],
+) -> tuple[list[int], str]:
+    """Ids of the best continuation without its end token, and "stop" or "length".
+
+    In each step the likeliest tokens of all beams compete by the sum of log-probabilities; ended
+    texts are kept by their mean log-probability a token, and the search ends when no beam can come
+    above the worst of as many ended ones (transformers' beam search with length_penalty 1).
+
+    Args:
+        model: a model in evaluation mode.
+        prompt_ids: ids of the prompt.
+        config: see `search`.
+        eos_token_ids: tokens that end a text.
+
+    Raises:
+        ConfigError, ModelError: see `search`.
+    """
+    require_prompt(model, prompt_ids)
+    require_biased_tokens(config, model.config.vocab_size)
+    count, ends = config.beams, frozenset(eos_token_ids)
+    most = min(config.max_new_tokens, model.config.max_position_embeddings - len(prompt_ids))
+    parameter = next(model.parameters())
+    device = parameter.device
+    cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
+    # All beams begin as one: the prompt is computed once for each, since it fills each one's cache.
+    ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
+    beams, ended = [_Beam([], 0.0)], list[_Beam]()
+    for _ in range(most):
+        logits_BV: Tensor = model(ids_BT, cache=cache, logits_to_keep=1)[:, -1]
+        beams, rows = _next_beams(beams, logits_BV, prompt_ids, config, ends, ended)
+        if not beams or _is_settled(beams[0], ended, count):
+            beams = []
+            break
+        rows_B = torch.tensor([*rows, *[0] * (count - len(rows))], device=device)
+        for layer in (*cache.keys, *cache.values):
+            layer.copy_(layer[rows_B])
+        last = [beam.token_ids[-1] for beam in beams]
+        ids_BT = torch.tensor([*last, *last[:1] * (count - len(last))], device=device)[:, None]
+    texts = [(one.score(True), one, "stop") for one in ended]
+    texts += [(one.score(False), one, "length") for one in beams]
+    _, best, reason = max(texts, key=lambda text: text[0])
+    return best.token_ids, reason
+
+
+def _next_beams(
+    beams: Sequence[_Beam],
+    logits_BV: Tensor,
+    prompt_ids: Sequence[int],
+    config: SamplingConfig,
+    ends: Collection[int],
+    ended: list[_Beam],
+) -> tuple[list[_Beam], list[int]]:
+    """The beams after one more token, the likeliest first, and the beam that each continues.
+
+    Args:
+        beams: the beams so far.
+        logits_BV: logits [B, V] of their next tokens; rows beyond the beams are left out.
+        prompt_ids, config, ends: see `beam_search`.
+        ended: texts that have ended; those that end now are added.
+    """
+    scores = [
+        _logprobs(logits_V, beam, prompt_ids, config) + beam.logprob
+        for logits_V, beam in zip(logits_BV, beams, strict=False)
+    ]
+    scores_N = torch.cat(scores)
+    vocab_size = logits_BV.shape[1]
+    # Each beam may end in every end token, and there must be beams left.
+    wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
+    values, places = scores_N.topk(wanted)
+    following, rows = list[_Beam](), list[int]()
+    for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
+        row, token_id = divmod(place, vocab_size)
+        if value == float("-inf"):
+            break
+        if token_id in ends:
+            # An end that is not among the best is no better than going on.
+            if rank < config.beams:
+                ended.append(_Beam(beams[row].token_ids, value))
+        elif len(following) < config.beams:
+            following.append(_Beam([*beams[row].token_ids, token_id], value))
+            rows.append(row)
+    ended.sort(key=lambda one: -one.score(True))
+    del ended[config.beams :]
+    return following, rows
+
+
+def _logprobs(
+    logits_V: Tensor, beam: _Beam, prompt_ids: Sequence[int], config: SamplingConfig
+) -> Tensor:
+    if not logits_V.max().isfinite():
+        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
+    if config.repetition_penalty != 1:
+        logits_V = penalize(logits_V, config.repetition_penalty, {*prompt_ids, *beam.token_ids})
+    counts = {token_id: beam.token_ids.count(token_id) for token_id in set(beam.token_ids)}
+    return shift(logits_V, config, counts).double().log_softmax(-1)
+
+
+def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
+    """True if no beam can come above the worst of the ended texts, at its present length."""
+    return len(ended) == count and ended[-1].score(True) >= best.score(False)

@@ -1,0 +1,163 @@
+"""Beam search, generation beyond the context, and the probabilities of choices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.generation.beams import beam_search
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.engine import generate
+from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import LoadedModel
+
+transformers = pytest.importorskip("transformers")
+
+
+def random_model(seed: int, vocab_size: int, context: int = 32, scale: float = 0.5) -> Model:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+    )
+    model = empty_model(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, scale, generator=generator)
+    return model
+
+
+def logprob(model: Model, prompt: list[int], new: tuple[int, ...]) -> float:
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[*prompt, *new]]))[0].double().log_softmax(-1)
+    return sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(new))
+
+
+def test_enough_beams_find_the_likeliest_of_all_texts() -> None:
+    model, prompt = random_model(0, 5), [1, 4, 2]
+    config = SamplingConfig(max_new_tokens=4, beams=5**3)
+    found, reason = beam_search(model, prompt, config, ())
+    texts = itertools.product(range(5), repeat=4)
+    best = max(texts, key=lambda text: logprob(model, prompt, text))
+    assert (found, reason) == (list(best), "length")
+
+
+def test_beams_find_likelier_texts_than_greedy_decoding() -> None:
+    prompt = [3, 1]
+    gains = []
+    for seed in range(20):
+        model = random_model(seed, 40)
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(6):
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        found, _ = beam_search(model, prompt, SamplingConfig(max_new_tokens=6, beams=4), ())
+        gains.append(logprob(model, prompt, tuple(found)) - logprob(model, prompt, tuple(ids[2:])))
+    assert sum(gains) > 0.1
+    assert sum(gain > 1e-9 for gain in gains) >= 5
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beams_are_those_of_transformers(beams: int) -> None:
+    """With an end token, of a model that ends some texts early."""
+    ended = 0
+    for seed in range(12):
+        model = random_model(seed, 30, scale=0.4)
+        config = transformers.LlamaConfig(**model.config.model_dump(mode="json"))
+        other = transformers.LlamaForCausalLM(config).eval()
+        other.load_state_dict(model.state_dict())
+        prompt = [seed % 29 + 1, 7]
+        search = SamplingConfig(max_new_tokens=12, beams=beams)
+        found, reason = beam_search(model, prompt, search, (0,))
+        expected = other.generate(
+            torch.tensor([prompt]),
+            num_beams=beams,
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=0,
+            pad_token_id=0,
+            early_stopping=False,
+        )[0, 2:].tolist()
+        ended += reason == "stop"
+        if 0 in expected:
+            expected = expected[: expected.index(0)]
+        assert found == expected, seed
+    assert 0 < ended < 12
+
+
+def test_beams_refuse_what_a_search_has_no_place_for() -> None:
+    with pytest.raises(ConfigError, match="beams is not for stop"):
+        SamplingConfig(beams=2, stop=("x",))
+    with pytest.raises(ConfigError, match="beams must be 1"):
+        SamplingConfig(beams=0)
+
+
+def test_a_text_slides_beyond_the_context(tokenizer: Tokenizer) -> None:
+    """When the context is full, its latest half is the prompt of what follows."""
+    context = 16
+    model = random_model(3, tokenizer.vocab_size, context)
+    loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
+    found = generate(loaded, "a b", max_new_tokens=40, temperature=0, slide=True)
+    assert len(found.token_ids) == 40
+    ids = tokenizer.encode_prompt("a b")
+    window = list(ids)
+    expected: list[int] = []
+    while len(expected) < 40:
+        if len(window) == context:
+            window = window[-context // 2 :]
+        with torch.no_grad():
+            token = int(model(torch.tensor([window]))[0, -1].argmax())
+        expected.append(token)
+        window.append(token)
+    assert found.token_ids == expected
+    short = generate(loaded, "a b", max_new_tokens=40, temperature=0)
+    assert len(short.token_ids) == context - len(ids)
+    assert short.token_ids == expected[: len(short.token_ids)]
+
+
+def test_a_prompt_beyond_the_context_slides_too(tokenizer: Tokenizer) -> None:
+    model = random_model(3, tokenizer.vocab_size, 16)
+    loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
+    prompt = "one two three four five six seven eight nine ten eleven twelve"
+    assert len(tokenizer.encode_prompt(prompt)) > 16
+    with pytest.raises(ConfigError, match="shorten it"):
+        generate(loaded, prompt, max_new_tokens=3)
+    found = generate(loaded, prompt, max_new_tokens=3, temperature=0, slide=True)
+    window = tokenizer.encode_prompt(prompt)[-8:]
+    with torch.no_grad():
+        assert found.token_ids[0] == int(model(torch.tensor([window]))[0, -1].argmax())
+
+
+def test_choices_have_the_models_probability_and_the_sampled_one(tokenizer: Tokenizer) -> None:
+    model = random_model(5, tokenizer.vocab_size)
+    loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
+    options: dict[str, Any] = {"max_new_tokens": 3, "seed": 4, "top_k": 2, "temperature": 0.5}
+    found = generate(loaded, "a b", choices=3, **options)
+    assert found.token_ids == generate(loaded, "a b", **options).token_ids
+    assert found.choices is not None
+    ids = tokenizer.encode_prompt("a b")
+    for token_id, own in zip(found.token_ids, found.choices, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]))[0, -1].double()
+        expected, order = logits.softmax(-1).sort(descending=True)
+        assert [one.token_id for one in own[:3]] == order[:3].tolist()
+        assert [one.model for one in own[:3]] == pytest.approx(expected[:3].tolist(), rel=1e-5)
+        # p^2 of the two likeliest, which sum to 1.
+        squares = [p**2 / sum(expected[:2] ** 2) for p in expected[:2].tolist()]
+        assert [one.sampled for one in own[:3]] == pytest.approx(
+            [*map(float, squares), 0], rel=1e-4
+        )
+        assert [one.token_id for one in own if one.is_chosen] == [token_id]
+        assert math.isclose(sum(one.sampled for one in own), 1, rel_tol=1e-5)
+        ids.append(token_id)
