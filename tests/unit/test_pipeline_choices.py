@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.choices import Choices, choose, choose_vocabulary
+from firstlight.pipeline.choices import choose, choose_vocabulary
+from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import (
     Length,
     MachineFacts,
@@ -30,7 +31,9 @@ TEXT = TextFacts(4096, 3.4e6, 3.3, 1.87, 3e5)
 
 
 def corpus(**changes: Any) -> CorpusFacts:
-    facts = CorpusFacts(100, 12_000_000, 12_000_000, 12_000_000, 90, {}, 0, 0, 0, 1.87, "key")
+    facts = CorpusFacts(
+        *(100, 12_000_000, 12_000_000, 12_000_000, 90, {}, 0, 0, 100, {}, (), 1.87, "key")
+    )
     return dataclasses.replace(facts, **changes)
 
 
@@ -68,6 +71,8 @@ def test_speed_lies_on_a_line_through_the_known_ones() -> None:
 def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
     first = choose(TEXT, MACHINE, Length(seconds))
     longer = choose(TEXT, MACHINE, Length(seconds * factor))
+    assert first.bits_per_byte is not None
+    assert longer.bits_per_byte is not None
     assert longer.bits_per_byte[0] <= first.bits_per_byte[0] + 1e-9
     assert longer.parameters >= first.parameters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import yaml
 
 from firstlight.cli.main import main
 from firstlight.cli.train_texts import takes_texts
-from firstlight.errors import ConfigError, InputError
+from firstlight.errors import CheckpointError, ConfigError, InputError
 from firstlight.pipeline import machine as machine_module
+from firstlight.pipeline import preparation
 from firstlight.pipeline.facts import MachineFacts
 from firstlight.pipeline.plan import Request, request_of, run_name, time_text
 from firstlight.pipeline.result import TextRun, result_lines
@@ -101,6 +103,27 @@ def test_changed_texts_are_another_run(tmp_path: Path) -> None:
         trained(texts, steps=2, run_dir="runs/texts")
 
 
+def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    prepare, calls = preparation.prepare_corpus, []
+
+    def prepare_meanwhile(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        with pytest.raises(CheckpointError, match=r"runs/texts is in use by another process"):
+            trained(texts, steps=1)
+        # Another run would wait for the texts that are being prepared here.
+        with open("runs/texts/.data.lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(preparation, "prepare_corpus", prepare_meanwhile)
+    trained(texts, steps=1)
+    trained(texts, steps=2)
+    assert len(calls) == 1
+
+
 def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="the budget of 5 s is too short"):
@@ -147,11 +170,22 @@ def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=1)
     run = tmp_path / "run"
     run.mkdir()
-    (run / "recipe.yaml").write_text("")
+    (run / "recipe.yaml").write_text("run:\n  dir: run\ndata:\n  dir: data\n")
     cases = {str(texts): True, str(texts / "00.txt"): True, "stdlib": True, "hf:some": True}
     cases |= {"*.txt": True, "a.yaml": False, str(run): False, "nothing": False}
     assert {path: takes_texts([path]) for path in cases} == cases
     assert takes_texts(["a.txt", "b.txt"])
+    # A person's own files may have the names of a run's, a model's, a prepared corpus's.
+    for name, other, own in (
+        ("recipe.yaml", "flour: 200 g\n", "data:\n  dir: d\n"),
+        ("config.json", '{"theme": "dark"}', '{"model_type": "llama"}'),
+        ("manifest.json", '{"start_url": "/"}', '{"tokenizer_sha256": "0"}'),
+    ):
+        (texts / name).write_text(other)
+        assert takes_texts([str(texts)])
+        (texts / name).write_text(own)
+        assert not takes_texts([str(texts)])
+        (texts / name).unlink()
     assert not takes_texts([])
     assert not takes_texts(["a.yaml", "b.yaml"])
 

@@ -19,6 +19,7 @@ from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
 from firstlight.pipeline.scan import (
     HELD_OUT_BYTES,
     Scan,
+    described,
     held_out_groups,
     opening_of,
     scan_corpus,
@@ -40,11 +41,23 @@ def scanned(folder: Path, *texts: str) -> Scan:
 
 def test_facts_of_a_corpus_are_counted(tmp_path: Path) -> None:
     facts = scanned(tmp_path, "ab\n", "ab\n", "кот", "한국어", "").facts
-    assert (facts.documents, facts.duplicates, facts.rejected) == (4, 1, 1)
+    assert (facts.documents, facts.duplicates, facts.rejected) == (4, 1, {"empty": 1})
     assert (facts.text_bytes, facts.characters) == (3 + 6 + 9, 9)
     assert facts.scripts == {"Hangul": 9 / 17, "Cyrillic": 6 / 17, "Latin": 2 / 17}
     assert not facts.is_sampled
     assert facts.total_bytes == facts.text_bytes
+
+
+def test_what_was_not_read_or_not_compared_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.pipeline.scan.NearDuplicates", lambda: NearDuplicates(most=2))
+    facts = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7).facts
+    lines = list(described(facts, str))
+    assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
+    assert lines[2] == "7 documents left out: nothing but white space"
+    assert lines[3] == f"  {tmp_path}/003.txt:1: nothing but white space"
+    assert (len(lines), lines[-1]) == (9, "  ... and 2 more")
 
 
 def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
@@ -83,7 +96,7 @@ def test_the_similarity_is_about_the_share_of_common_shingles() -> None:
 def test_memory_of_the_search_for_near_duplicates_is_bounded() -> None:
     found = NearDuplicates(most=1)
     assert [found.add(prose(1)), found.add(prose(1))] == [False, False]
-    assert not found.is_complete
+    assert (found.compared, len(found.groups)) == (1, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 400)), max_size=120))

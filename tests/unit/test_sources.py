@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 from firstlight.data.records import REASONS, Record, read_documents
-from firstlight.data.sources import DataSource, by_ending, find_sources, listed, unread_files
+from firstlight.data.sources import (
+    DataSource,
+    by_ending,
+    find_sources,
+    listed,
+    note_on_inputs,
+    unread_files,
+)
 from firstlight.errors import InputError, MissingDependencyError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -160,12 +167,15 @@ def test_stdlib_is_the_standard_library_without_its_tests() -> None:
     assert first.value == (root / found[0].removeprefix("stdlib/")).read_text(encoding="utf-8")
 
 
-def test_a_folder_called_stdlib_is_that_folder(
+def test_a_folder_called_stdlib_is_named_with_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tree(tmp_path, "stdlib/mine.txt")
     monkeypatch.chdir(tmp_path)
-    assert names("stdlib") == ["stdlib/mine.txt"]
+    assert names("./stdlib") == ["stdlib/mine.txt"]
+    assert "stdlib/os.py" in names("stdlib")
+    assert note_on_inputs(["stdlib"]).endswith("for what lies here under that name: ./stdlib")
+    assert note_on_inputs(["./stdlib"]) == ""
 
 
 def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

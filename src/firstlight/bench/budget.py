@@ -204,6 +204,7 @@ def budget_once(request: dict[str, Any]) -> dict[str, Any]:
     training, choices = run.training, run.choices
     assert training is not None
     assert choices is not None
+    assert choices.bits_per_byte is not None
     loaded = load_for_evaluation(training.checkpoint)
     found = evaluate(loaded, Path(request["run"]) / "data")
     return {

@@ -85,11 +85,15 @@ class HeldFolder:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[HeldFolder]:
+def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     """Hold the run folder, which is made if need be: two processes writing to one run would ruin
     it. The lock goes with the process, however it ends.
 
     A folder, or a lock in it, that was made for this is taken away again if nothing was written.
+
+    Args:
+        folder: the run folder.
+        lock_name: the lock's file in it.
 
     Yields:
         the held folder, whose `require` is called before anything is written into it.
@@ -102,9 +106,9 @@ def held(folder: Path) -> Iterator[HeldFolder]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir {folder} is a file: choose another run.dir")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    is_new = not (folder / _LOCK_NAME).exists()
+    is_new = not (folder / lock_name).exists()
     with storage_errors(folder):
-        file = _locked(folder)
+        file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
     # Held open, so that its inode number is not given to a folder that takes its place.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -115,12 +119,12 @@ def held(folder: Path) -> Iterator[HeldFolder]:
             os.close(opened)
             with contextlib.suppress(OSError):
                 if is_new and set(os.listdir(folder)) == before:
-                    (folder / _LOCK_NAME).unlink()
+                    (folder / lock_name).unlink()
                     for path in made:
                         path.rmdir()
 
 
-def _locked(folder: Path) -> FileIO:
+def _locked(folder: Path, lock_name: str) -> FileIO:
     """The lock's file, open and locked."""
     while True:
         # Whoever held it may take it away again at any moment until it is ours.
@@ -129,7 +133,7 @@ def _locked(folder: Path) -> FileIO:
             # Not through a link, which would make a file elsewhere, and without waiting for
             # whoever reads a pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            file = open(os.open(folder / _LOCK_NAME, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
+            file = open(os.open(folder / lock_name, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
             continue
         try:
@@ -138,6 +142,6 @@ def _locked(folder: Path) -> FileIO:
             file.close()
             raise CheckpointError(f"run folder {folder} is in use by another process") from None
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK_NAME)):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / lock_name)):
                 return file
         file.close()

@@ -116,17 +116,7 @@ def prepare_command(
                 "--val-input, --template, --format, --train-on and --on-bad are for conversations: "
                 "add --kind chat"
             )
-        from firstlight.data.prepare import prepare
-
-        manifest = prepare(
-            inputs,
-            place,
-            out,
-            val_fraction=val_fraction,
-            overwrite=overwrite,
-            progress=True,
-            **of_text,
-        )
+        manifest = _prepare_text(inputs, place, out, val_fraction, overwrite=overwrite, **of_text)
     else:
         if of_text != _OF_TEXT:
             raise ConfigError(
@@ -138,6 +128,32 @@ def prepare_command(
         )
     _show_summary(out, manifest)
     return {"out": str(out), **manifest}
+
+
+def _prepare_text(
+    inputs: tuple[str, ...],
+    tokenizer: Path,
+    out: Path,
+    val_fraction: float,
+    *,
+    overwrite: bool,
+    **options: Any,
+) -> dict[str, Any]:
+    """Prepare texts; `options` are arguments of `prepare`."""
+    from firstlight.data.prepare import prepare
+    from firstlight.data.sources import note_on_inputs
+
+    if note := note_on_inputs(inputs):
+        say(note)
+    return prepare(
+        inputs,
+        tokenizer,
+        out,
+        val_fraction=val_fraction,
+        overwrite=overwrite,
+        progress=True,
+        **options,
+    )
 
 
 def _prepare_chat(

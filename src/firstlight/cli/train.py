@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 #: Exit code of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try later".
 STOPPED_EXIT_CODE = 75
 _HELP_ALL = "firstlight.help_all"
+#: Default of --new-rows.
+_NEW_ROWS = "mean"
 _USUAL_KEYS = (
     *("run.dir", "data.dir", "data.seq_len", "batch.micro_batch_size"),
     *("batch.global_batch_tokens", "schedule.max_steps", "schedule.max_minutes"),
@@ -124,7 +126,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--new-rows",
     metavar="mean|copy:TOKEN",
-    default="mean",
+    default=_NEW_ROWS,
     show_default=True,
     help="With --init-from and an extended tokenizer: what new tokens start from.",
 )
@@ -160,21 +162,12 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="With --nproc: number of restarts from the newest checkpoint after a process fails.  "
     "[default: 0]",
 )
-def train_command(
-    arguments: tuple[str, ...],
-    resume: bool,
-    init_from: str | None,
-    best: bool,
-    new_rows: str,
-    cooldown: int | None,
-    plan: str | None,
-    as_json: bool,
-    **of_texts: Any,
-) -> dict[str, Any]:
+def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
     """Train a model on texts, or as a recipe says.
 
     INPUT is text as `firstlight prepare` takes it: files, folders, globs, `stdlib`, hf:NAME. All is
-    chosen for the text, this machine and the --budget: tokenizer, model, batch, rates, steps.
+    chosen for the text, this machine and the --budget: tokenizer, model, batch, rates, steps. With
+    --init-from MODEL, INPUT may be conversations, too, and that model is trained on.
 
     Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
 
@@ -183,21 +176,47 @@ def train_command(
     the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
     paths, overrides = split_paths(arguments)
-    if cooldown is None and takes_texts(paths):
-        refused = {"--init-from": init_from, "--best": best, "--plan": plan}
-        for name, value in refused.items():
-            if value:
-                raise ConfigError(f"{name} is for a recipe: leave it out with texts")
-        found, of_run = train_texts_command(paths, overrides, of_texts)
-        if of_run is not None:
-            say_findings(of_run.findings)
-            if of_run.stopped_by is not None or of_run.diverged:
-                _end_stopped(of_run, "the same command")
-        return found
+    if options["cooldown"] is None and takes_texts(paths):
+        return _train_on_texts(paths, overrides, options)
     for name in TEXT_OPTIONS:
-        if of_texts[name]:
+        if options.pop(name):
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is for texts, and {' '.join(paths)} is a recipe")
+    return _train_recipe(arguments, **options)
+
+
+def _train_on_texts(
+    paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
+) -> dict[str, Any]:
+    """`train` with texts or conversations in place of a recipe."""
+    if options["plan"]:
+        raise ConfigError("--plan is for a recipe: leave it out with texts, or use --plan-only")
+    if options["new_rows"] != _NEW_ROWS:
+        raise ConfigError(
+            "--new-rows is for a recipe: leave it out with texts, which are prepared with the "
+            "tokenizer that the model has"
+        )
+    if options["best"]:
+        options |= {"init_from": _best_of(options["init_from"])}
+    found, of_run = train_texts_command(paths, overrides, options)
+    if of_run is not None:
+        say_findings(of_run.findings)
+        if of_run.stopped_by is not None or of_run.diverged:
+            _end_stopped(of_run, "the same command")
+    return found
+
+
+def _train_recipe(
+    arguments: Sequence[str],
+    *,
+    resume: bool,
+    init_from: str | None,
+    best: bool,
+    new_rows: str,
+    cooldown: int | None,
+    plan: str | None,
+) -> dict[str, Any]:
+    """`train` with a recipe."""
     path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,14 +18,21 @@ from firstlight.console import parse_time, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from firstlight.pipeline.plan import TextPlan
+    from firstlight.pipeline.plan import Plan
     from firstlight.training.loop import TrainResult
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Files of folders that are no texts: of a run, a model, a prepared corpus. The modules that define
-#: these names import torch, which the first line of output is not to wait for.
-_OTHER_FOLDERS = ("recipe.yaml", "config.json", "manifest.json")
+#: Files that tell folders of a run, a model and a prepared corpus from texts, and what each has in
+#: it; a person's files may have the same names. The modules that define these names import torch,
+#: which the first line of output is not to wait for.
+_OTHER_FOLDERS = {
+    "recipe.yaml": r"^data:",
+    "config.json": r'"(model_type|architectures)"\s*:',
+    "manifest.json": r'"tokenizer_sha256"\s*:',
+}
+#: Bytes of such a file that are looked at.
+_HEAD_BYTES = 1 << 20
 
 #: Options that only texts take, by parameter.
 TEXT_OPTIONS = ("budget", "tokens", "steps", "size", "plan_only", "gpu", "text_key")
@@ -62,15 +70,32 @@ def takes_texts(paths: Sequence[str]) -> bool:
         return len(paths) > 1
     (path,), (place,) = paths, places
     if place.is_dir():
-        return not any((place / name).is_file() for name in _OTHER_FOLDERS)
+        return not any(_holds(place / name, sign) for name, sign in _OTHER_FOLDERS.items())
     is_glob = any(character in path for character in "*?[")
     return place.is_file() or path == "stdlib" or path.startswith("hf:") or is_glob
+
+
+def _holds(path: Path, sign: str) -> bool:
+    """Whether a file is there and has such a sign in it. One that can't be read counts as one that
+    has it, so that the error is about that."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return re.search(sign, file.read(_HEAD_BYTES), re.MULTILINE) is not None
+    except OSError:
+        return True
 
 
 def train_texts_command(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> tuple[dict[str, Any], TrainResult | None]:
-    """Train on texts, or with --plan-only show what would be trained.
+    """Train on texts or conversations, or with --plan-only show what would be trained.
+
+    Args:
+        paths: the inputs.
+        overrides: (`section.key`, value) pairs.
+        options: values of the verb's options by parameter.
 
     Returns:
         (result as JSON values, result of the training if there was any).
@@ -78,7 +103,7 @@ def train_texts_command(
     Raises:
         ConfigError: options that don't go together, or several processes were started.
     """
-    from firstlight.pipeline.run import train_texts
+    from firstlight.pipeline.run import train_texts, work_of
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
@@ -87,20 +112,29 @@ def train_texts_command(
         )
     text_key = options["text_key"] or "text"
     length = {name: options[name] for name in ("budget", "tokens", "steps")}
+    start = options["init_from"]
     if options["plan_only"]:
-        from firstlight.pipeline.plan import plan_texts, request_of, scan_texts
+        from firstlight.pipeline.plan import request_of
 
         request = request_of(
-            paths, **length, size=options["size"], overrides=overrides, text_key=text_key
+            paths,
+            **length,
+            size=options["size"],
+            overrides=overrides,
+            text_key=text_key,
+            init_from=start,
         )
-        scan = scan_texts(request, say, progress=True)
-        return _show_plan(plan_texts(request, scan, options["gpu"])), None
+        plan = work_of(request, say, progress=True).plan(request, options["gpu"])
+        for line in plan.lines():
+            show(line)
+        return plan.record(), None
     if options["gpu"] is not None:
         raise ConfigError("--gpu is for --plan-only: add that, or call this on that machine")
     run = train_texts(
         paths,
         **length,
         size=options["size"],
+        init_from=start,
         overrides=overrides,
         text_key=text_key,
         ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
@@ -116,29 +150,18 @@ def train_texts_command(
     return found, run.training
 
 
-def _show_plan(plan: TextPlan) -> dict[str, Any]:
-    from firstlight.pipeline.plan import plan_lines
-
-    for line in plan_lines(plan):
-        show(line)
-    return {
-        "machine": plan.speed.name,
-        "corpus": dataclasses.asdict(plan.scan.facts),
-        **dataclasses.asdict(plan.choices),
-    }
-
-
-def _ask(plan: TextPlan) -> float:
+def _ask(plan: Plan) -> float:
     """Ask a person how long the run is to take."""
     from firstlight.pipeline.plan import offers, time_text
 
     say("How long may it take?")
     for seconds, choices in offers(plan):
-        low, high = choices.bits_per_byte
-        say(
-            f"  {time_text(seconds):<8}  {choices.parameters / 1e6:,.1f}M parameters, expected "
-            f"{low:.2f} to {high:.2f} bits for a byte"
-        )
+        expected = f"{choices.epochs:.2g} passes over the data"
+        if choices.bits_per_byte is not None:
+            low, high = choices.bits_per_byte
+            expected = f"expected {low:.2f} to {high:.2f} bits for a byte"
+        size = f"{choices.parameters / 1e6:,.1f}M parameters"
+        say(f"  {time_text(seconds):<8}  {size}, {expected}")
     while True:
         answer = click.prompt("time, such as 10m", default="10m", err=True)
         try:

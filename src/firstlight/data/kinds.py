@@ -159,6 +159,14 @@ _BY_ENDING = {ending: kind for kind, names in _ENDINGS.items() for ending in nam
 _KEYS = re.compile(rb'"([a-z]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
+#: The way to train on records, by their kind.
+START_FROM = {
+    "chat": "to teach a model to answer with them, name the one to start from: add --init-from "
+    "MODEL to `firstlight train`",
+    "preference": "a model that answers already learns from them with a recipe: firstlight train "
+    "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
+}
+
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
     """The kind of a file by the signature of its first bytes; None for a text."""
@@ -216,7 +224,8 @@ def _json_kind(head: bytes) -> FileKind:
     kind = conversation_kind({key.decode() for key in _KEYS.findall(head)})
     if kind is not None:
         return FileKind(
-            f"JSON of {_RECORDS[kind]}, not text", f"firstlight prepare --kind {kind} reads it"
+            f"JSON of {_RECORDS[kind]}, not text",
+            f"{START_FROM[kind]}; firstlight prepare --kind {kind} reads it, too",
         )
     one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
     return _LINES if one_a_line else _JSON
@@ -236,5 +245,6 @@ def conversation_text(fields: Collection[str]) -> str | None:
         return None
     names = ", ".join(list(fields)[:8])
     return (
-        f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads them"
+        f"{_RECORDS[kind]}, not text (fields: {names}): {START_FROM[kind]}; firstlight prepare "
+        f"--kind {kind} reads them, too"
     )

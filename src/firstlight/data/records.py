@@ -8,22 +8,20 @@ rejected.
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import gc
-import io
 import itertools
 import json
 import math
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.kinds import conversation_text
+from firstlight.data.kinds import conversation_kind
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
@@ -40,7 +38,8 @@ from firstlight.data.sources import (
     DataSource,
     find_sources,
 )
-from firstlight.errors import InputError, describe_os_error, first_line, nearest
+from firstlight.data.tables import read_table, without_text
+from firstlight.errors import InputError, MissingDependencyError, describe_os_error, first_line
 
 RECORD_SUFFIXES = (
     *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
@@ -50,11 +49,11 @@ RECORD_SUFFIXES = (
 #: A longer line is not read into memory, nor is a larger JSON file, which is read as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Spreadsheets write semicolons where the decimal mark is a comma.
-_DELIMITERS = (",", ";", "\t")
-
 #: What a rejected document counts for in the bytes of a part of a source.
 _REJECTED_BYTES = 1000
+
+#: First records of a source that tell its kind: some may be damaged.
+_TOLD_BY = 10
 
 _REPLACE = "replace it, or leave it out"
 
@@ -135,7 +134,7 @@ def read_records(
                     yield from _read_list(file, path, name)
                 else:
                     texts = (
-                        _read_table(file, path, text_key)
+                        read_table(file, path, text_key)
                         if ending.endswith(TABLE_FILE_SUFFIXES)
                         else _read_text(file, path, source.most_bytes)
                     )
@@ -146,6 +145,19 @@ def read_records(
             raise InputError(f"{name} can't be read: {describe_os_error(error)}") from error
         except (EOFError, zlib.error) as error:
             raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
+
+
+def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
+    """The value of `prepare --kind` that reads a source, by the fields of its first records; None
+    for texts, and for a source that can't be read."""
+    with (
+        contextlib.suppress(InputError, MissingDependencyError),
+        closing(read_records([source])) as records,
+    ):
+        for record in itertools.islice(records, _TOLD_BY):
+            if isinstance(record.value, dict):
+                return conversation_kind([str(key) for key in record.value])
+    return None
 
 
 def read_documents(
@@ -182,7 +194,7 @@ def _text_of(record: object, text_key: str) -> str:
     if not isinstance(record, dict):
         raise BadRecordError("no_text", f"not an object with a '{text_key}' field")
     if text_key not in record:
-        raise _without_text([str(key) for key in record], text_key, "field")
+        raise without_text([str(key) for key in record], text_key, "field")
     text = record[text_key]
     if not isinstance(text, str):
         raise BadRecordError("no_text", f"the text is {type(text).__name__}, not a string")
@@ -193,18 +205,6 @@ def _text_of(record: object, text_key: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRecordError("bad_utf8", f"lone surrogate at character {error.start}") from None
     return text
-
-
-def _without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """The fault of fields or columns (`what`), none of which is `text_key`."""
-    if (problem := conversation_text(names)) is not None:
-        return BadRecordError("conversation", problem)
-    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return BadRecordError(
-        "no_text",
-        f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): name the "
-        "one with the text with --text-key",
-    )
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
@@ -291,7 +291,7 @@ def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Rec
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if text_key is not None and text_key not in names:
-                yield Record(origin, 1, None, _without_text(names, text_key, "column"), False)
+                yield Record(origin, 1, None, without_text(names, text_key, "column"), False)
                 return
             columns = None if text_key is None else [text_key]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
@@ -314,91 +314,6 @@ def _batch_rows(batch: Any) -> list[Any]:
             return [BadRecordError("bad_utf8", str(error))]
         rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
     return rows
-
-
-def _read_table(
-    file: IO[bytes], path: Path, text_key: str
-) -> Iterator[tuple[int, str | BadRecordError]]:
-    """(first line, text) of each row below the header, of RFC 4180 with any delimiter."""
-    # The limit is the module's, not the reader's.
-    csv.field_size_limit(sys.maxsize)
-    line = 0
-    try:
-        stream = utf8_stream(file, path)
-        # Bytes that are not UTF-8 come through marked, so that the row is rejected, not the file.
-        text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
-        try:
-            for line, found in _table_rows(text, path, text_key):
-                if isinstance(found, str) and (byte := _undecoded(found)) is not None:
-                    yield line, BadRecordError("bad_utf8", bad_byte(byte, path))
-                else:
-                    yield line, found
-        finally:
-            text.detach()  # the file is closed by who opened it
-    except EncodingProblem as problem:
-        yield line + 1, BadRecordError(problem.reason, str(problem))
-
-
-def _table_rows(
-    text: io.TextIOWrapper, path: Path, text_key: str
-) -> Iterator[tuple[int, str | BadRecordError]]:
-    first = text.readline()
-    delimiter = _delimiter(first, path, text_key)
-    # The header may go on over lines: a quoted name may hold a newline.
-    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
-    column = 0
-    while True:
-        begin = reader.line_num + 1
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
-            continue
-        if header is None:
-            if not fields:
-                continue
-            header = fields
-            if text_key not in header:
-                yield begin, _without_text(header, text_key, "column")
-                return
-            column = header.index(text_key)
-        elif not fields:
-            yield begin, BadRecordError("empty", "blank line")
-        elif len(fields) != len(header):
-            detail = f"{len(fields)} fields, but the header has {len(header)}"
-            yield begin, BadRecordError("broken_row", detail)
-        else:
-            yield begin, fields[column]
-
-
-def _delimiter(first: str, path: Path, text_key: str) -> str:
-    if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
-        return "\t"
-    for delimiter in _DELIMITERS:
-        try:
-            if text_key in next(csv.reader([first], delimiter=delimiter), []):
-                return delimiter
-        except csv.Error:
-            continue
-    return max(_DELIMITERS, key=first.count)
-
-
-def _damage(error: csv.Error, begin: int, end: int) -> str:
-    lines = f" (lines {begin} to {end})" if end > begin else ""
-    if "unexpected end" in str(error):
-        return f"a quote is not closed{lines}"
-    return f"{error}{lines}"
-
-
-def _undecoded(text: str) -> int | None:
-    """The first byte that could not be decoded; None where all could."""
-    if text.isascii():
-        return None
-    found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
-    return None if found is None else ord(found) - 0xDC00
 
 
 def _dataset_rows(source: DataSource) -> Iterator[object]:

@@ -33,6 +33,8 @@ SUFFIXES = (
 #: Of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+#: The input that means the source of the running Python's standard library.
+STANDARD_LIBRARY = "stdlib"
 #: Endings in a message, and ways to make text of such files.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
@@ -81,7 +83,7 @@ def find_sources(
 
     An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
     (`**` crosses folders), the word `stdlib` (the source of the running Python's standard
-    library without its tests) or `hf:NAME[:CONFIG]`.
+    library without its tests; a folder of that name is `./stdlib`) or `hf:NAME[:CONFIG]`.
 
     Args:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
@@ -106,10 +108,17 @@ def find_sources(
     return list(sources.values())
 
 
+def note_on_inputs(inputs: Sequence[str | Path]) -> str:
+    """A sentence about an input that could mean something else; "" if there is none."""
+    if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
+        return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
+    return ""
+
+
 def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if not item:
         raise InputError("an input is empty: name a file, a folder, a glob, `stdlib` or `hf:NAME`")
-    if item == "stdlib" and suffixes == SUFFIXES and not Path(item).exists():
+    if item == STANDARD_LIBRARY and suffixes == SUFFIXES:
         return _standard_library()
     if item.startswith("hf:"):
         if not item[3:]:
@@ -183,7 +192,7 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
         InputError: a folder can't be read.
     """
     found: set[Path] = set()
-    for path in (Path(item).expanduser() for item in inputs):
+    for path in (Path(item).expanduser() for item in inputs if str(item) != STANDARD_LIBRARY):
         if path.is_dir():
             found.update(_files_under(path, ("",)))
         elif not path.exists() and any(character in str(path) for character in "*?["):

@@ -14,62 +14,12 @@ from typing import Any
 from firstlight.console import rounded
 from firstlight.errors import ConfigError, nearest
 from firstlight.pipeline import settings
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, micro_batch, other_choices
 from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 
 #: A schedule needs some steps, however short the run.
 _FEWEST_STEPS = 100
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A key of the recipe, its value, and the reason for it."""
-
-    key: str
-    value: Any
-    reason: str
-
-
-@dataclass(frozen=True)
-class Choices:
-    """A whole run as it was chosen.
-
-    Attributes:
-        choices: every key, in the order of a recipe.
-        parameters: number of the model's parameters.
-        tokens, steps, seconds: length of the run, expected.
-        tokens_per_second: expected rate of training.
-        epochs: passes over the text.
-        bits_per_byte: least and most that are expected on held-out text.
-        advice: a sentence on the gain of more text; "" where the text is enough.
-    """
-
-    choices: Sequence[Choice]
-    parameters: int
-    tokens: int
-    steps: int
-    seconds: float
-    tokens_per_second: float
-    epochs: float
-    bits_per_byte: tuple[float, float]
-    advice: str = ""
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values of the recipe, by section."""
-        found: dict[str, Any] = {}
-        for choice in self.choices:
-            section, _, key = choice.key.partition(".")
-            found.setdefault(section, {})[key] = choice.value
-        return found
-
-    @property
-    def keys(self) -> set[str]:
-        """The keys that were chosen."""
-        return {choice.key for choice in self.choices}
-
-    def __getitem__(self, key: str) -> Any:
-        return next(choice.value for choice in self.choices if choice.key == key)
 
 
 def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
@@ -111,6 +61,10 @@ class _Candidate:
     def flops(self) -> float:
         return self.shape.flops_per_token
 
+    @property
+    def facts(self) -> RunFacts:
+        return RunFacts(self.tokens, self.steps, self.shape.seq_len, self.rate)
+
 
 def choose(
     text: TextFacts,
@@ -148,7 +102,7 @@ def choose(
         *_model_choices(best, len(candidates) > 1, length, text),
         *_step_choices(best, machine, fixed),
         *_length_choices(best, length, text),
-        *_other_choices(best, machine, text, length),
+        *other_choices(best.facts, machine, text.val_tokens),
     ]
     chosen = [
         Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
@@ -298,36 +252,37 @@ def _step_choices(
     shape = best.shape
     kept = f"about {shape.seq_len * 3.3:,.0f} characters that a prediction sees"
     yield Choice("data.seq_len", shape.seq_len, kept)
-    rows = best.batch // shape.seq_len
-    busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // shape.seq_len, 1)
-    micro = min(rows, 1 << int(math.log2(busy)))
-    while rows % micro:
-        micro -= 1
-    yield Choice(
-        "batch.micro_batch_size",
-        fixed.get("batch.micro_batch_size") or micro,
-        f"{micro * shape.seq_len:,} tokens keep this device busy"
-        if micro < rows
-        else "all of a step at once",
-    )
+    yield micro_batch(best.batch, shape.seq_len, machine, fixed)
     yield Choice(
         "batch.global_batch_tokens",
         best.batch,
         f"tokens of a step: grows with the root of the {rounded(best.tokens)} tokens of the run",
     )
     for key, value in settings.LAYOUT.items():
-        if not key.startswith(("optimizer.", "init.")):
-            continue
-        reason = _RATE_REASONS.get(key, "")
-        ratio = settings.RATE_WIDTH / shape.hidden_size
-        # As `optimizer.tuned_width` would: see there.
-        if key == "optimizer.muon_learning_rate":
-            value = float(f"{value * math.sqrt(ratio):.2g}")
-        elif key == "optimizer.head_lr_multiple":
-            value = float(f"{value * ratio:.3g}")
-        yield Choice(key, value, reason)
-    # A person who changes the width later gets rates that follow.
-    yield Choice("optimizer.tuned_width", shape.hidden_size, "")
+        if key.startswith(("optimizer.", "init.")) and key not in _FOLLOWING_RATES:
+            yield Choice(key, value, _RATE_REASONS.get(key, ""))
+    yield from _rates_of_width(shape.hidden_size, fixed)
+
+
+def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    """The width that the rates are for; where a person has given one of those that follow from it,
+    all are for this model's."""
+    rates = {key: settings.LAYOUT[key] for key in _FOLLOWING_RATES}
+    reason = "the rates are for this width, and follow that of the model"
+    width = settings.RATE_WIDTH
+    if not rates.keys().isdisjoint(fixed):
+        from firstlight.optim.table import OptimizerConfig
+
+        own = {key.removeprefix("optimizer."): value for key, value in rates.items()}
+        config = OptimizerConfig(name="muon", tuned_width=width, **own).for_width(hidden_size)
+        for key in rates:
+            value = getattr(config, key.removeprefix("optimizer."))
+            yield Choice(key, float(f"{value:.3g}"), _RATE_REASONS[key])
+        width, reason = hidden_size, "the rates are for the width of this model"
+    else:
+        for key, value in rates.items():
+            yield Choice(key, value, _RATE_REASONS[key])
+    yield Choice("optimizer.tuned_width", width, reason)
 
 
 _RATE_REASONS = {
@@ -337,6 +292,8 @@ _RATE_REASONS = {
     "optimizer.learning_rate": "of the embedding",
     "optimizer.head_lr_multiple": "the head's rate is this part of it; falls with the width",
 }
+#: Rates that `optimizer.tuned_width` changes.
+_FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple")
 
 
 def _length_choices(best: _Candidate, length: Length, text: TextFacts) -> Iterator[Choice]:
@@ -359,29 +316,6 @@ def _length_choices(best: _Candidate, length: Length, text: TextFacts) -> Iterat
         decay = settings.REPEATED_WEIGHT_DECAY
         reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
     yield Choice("optimizer.weight_decay", decay, reason)
-
-
-def _other_choices(
-    best: _Candidate, machine: MachineFacts, text: TextFacts, length: Length
-) -> Iterator[Choice]:
-    seconds = best.tokens / best.rate
-    compiles = machine.kind == "cuda" and machine.compiles and seconds >= settings.COMPILE_SECONDS
-    why = (
-        "a minute of compiling is repaid" if compiles else "compiling would cost more than it gains"
-    )
-    yield Choice("efficiency.compile", compiles, why)
-    count = settings.EVALUATIONS
-    every = max(math.ceil(best.steps / count), 1)
-    yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
-    # The rest is for the sample texts.
-    share = settings.EVALUATION_SHARE * 2 / 3
-    tokens = share * best.tokens * settings.EVALUATION_SPEED / count
-    rows = max(int(tokens / best.shape.seq_len), 16)
-    if rows * best.shape.seq_len >= text.val_tokens:
-        yield Choice("evaluation.max_rows", 0, "all held-out text")
-    else:
-        yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
-    yield Choice("checkpoint.every_steps", every, "with each evaluation")
 
 
 def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:

@@ -39,12 +39,12 @@ class NearDuplicates:
     Attributes:
         groups: number of the group of each document in the order of `add`: the number of its first
             document.
-        is_complete: False if there were more than `most` documents.
+        compared: number of documents that were compared with the earlier ones.
     """
 
     def __init__(self, most: int = 100_000) -> None:
         self.groups: list[int] = []
-        self.is_complete = True
+        self.compared = 0
         self._most = most
         self._sketches: dict[int, Hashes] = {}
         self._found_by: dict[int, int] = {}
@@ -54,8 +54,8 @@ class NearDuplicates:
         number = len(self.groups)
         self.groups.append(number)
         if len(self._sketches) >= self._most:
-            self.is_complete = False
             return False
+        self.compared += 1
         found = sketch(text)
         keys: list[int] = found[:_KEYS].tolist()
         for other in {self._found_by[key] for key in keys if key in self._found_by}:

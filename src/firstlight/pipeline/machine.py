@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
+from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.pipeline import settings
-from firstlight.pipeline.facts import MachineFacts, Shape
+from firstlight.pipeline.chosen import Choices
+from firstlight.pipeline.facts import Length, MachineFacts, Shape
+from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
-from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
+from firstlight.planner.plan.machine import Machine, find_machine, resolve_for, with_changes
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
+from firstlight.training.forecast import Forecast
 from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
 
 #: Shapes whose speed is found out, and the vocabulary they have.
 _TIMED = ((128, 4), (320, 6))
@@ -85,21 +92,38 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _timed(machine: Machine, shape: Shape) -> tuple[float, float]:
-    """(FLOPs of a token, tokens a second) of a model, by some steps on random tokens."""
+    """(FLOPs of a token, tokens a second) of a new model."""
     recipe = resolve_for(_speed_recipe(shape, "cpu"), machine)
+    return shape.flops_per_token, timed_rate(recipe, machine)
+
+
+def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Tokens a second of a recipe's model in training, by some steps on random tokens.
+
+    Args:
+        recipe: the recipe, of one process.
+        machine: this machine.
+    """
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0), recipe.init)
+    attach(model, recipe, machine.hardware)
     program = TrainingProgram(recipe, model, machine.hardware)
-    rows = _TIMED_TOKENS // shape.seq_len
-    tokens = torch.randint(shape.vocab_size, (rows, shape.seq_len + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * shape.seq_len)
+    rows, seq_len = max(_TIMED_TOKENS // recipe.data.seq_len, 1), recipe.data.seq_len
+    tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1))
+    documents = torch.zeros((rows, seq_len), dtype=torch.int32)
+    batch = Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        rows * seq_len,
+        documents if recipe.data.document_masking else None,
+    )
     program.step([batch], 0.1)
     seconds: list[float] = []
     while len(seconds) < _TIMED_STEPS and sum(seconds) < _MOST_SECONDS:
         begun = time.perf_counter()
         program.step([batch], 0.1)
         seconds.append(time.perf_counter() - begun)
-    return shape.flops_per_token, batch.num_valid / min(seconds)
+    return batch.num_valid / min(seconds)
 
 
 def _predicted(machine: Machine, shape: Shape) -> tuple[float, float]:
@@ -115,3 +139,110 @@ def _predicted(machine: Machine, shape: Shape) -> tuple[float, float]:
 def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     """Expected memory of a run, evaluations included, and on a GPU its speed."""
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
+
+
+def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
+    """A machine and its speed for the model of a recipe: timed on a CPU, predicted for a GPU.
+
+    Raises:
+        ConfigError: the GPU's speed is not known.
+    """
+    kind, seq_len = machine.target.kind, recipe.data.seq_len
+    frozen = recipe.lora is not None
+    flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
+    if kind == "cpu":
+        rate, origin = timed_rate(recipe, machine), "measured here"
+    else:
+        rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
+        busy = with_changes(recipe, {"batch.micro_batch_size": rows})
+        found = Estimator(measures=False).estimate(Candidate(busy, machine, evaluates=False))
+        if found.tokens_per_second is None:
+            raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
+        rate, origin = found.tokens_per_second.expected, "predicted by the planner"
+    return MachineFacts(
+        machine.name, kind, [(flops, rate)], machine.usable_bytes, origin, machine.compiles
+    )
+
+
+@dataclass(frozen=True)
+class FittedRecipe:
+    """A recipe that is known to fit into memory.
+
+    Attributes:
+        recipe: the recipe to train.
+        resolved: the same as the run resolves it, which is what the run folder has.
+        choices: the choices with the micro-batch and the minutes that it has.
+        forecast: expected memory and speed; None if they can't be predicted.
+    """
+
+    recipe: Recipe
+    resolved: ResolvedRecipe
+    choices: Choices
+    forecast: Forecast | None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Expected memory of the run."""
+        return None if self.forecast is None else self.forecast.peak_bytes
+
+
+def fitted_recipe(
+    values: dict[str, Any],
+    overrides: Sequence[tuple[str, str]],
+    choices: Choices,
+    machine: Machine,
+    speed: MachineFacts,
+    length: Callable[[], Length],
+    init_from: str | None = None,
+) -> FittedRecipe:
+    """The recipe of choices, its micro-batch halved until it fits into memory.
+
+    Args:
+        values: values of the recipe by section; changed here.
+        overrides: (`section.key`, value as YAML text) pairs.
+        choices: the choices.
+        machine: this machine.
+        speed: its speed.
+        length: the length that is left, asked at the end: choosing takes time too.
+        init_from: folder of the model to start from.
+    """
+    given = any(name == "batch.micro_batch_size" for name, _ in overrides)
+    while True:
+        recipe = parse_recipe(values, "the chosen recipe", overrides)
+        resolved = resolve_for(recipe, machine, init_from)
+        forecast = forecast_run(resolved, machine.hardware, 1)
+        rows = resolved.batch.micro_batch_size
+        if forecast is None or forecast.peak_bytes <= machine.usable_bytes or rows == 1 or given:
+            break
+        values["batch"]["micro_batch_size"] = rows // 2
+    choices = choices.with_value("batch.micro_batch_size", rows)
+    if "schedule.max_minutes" in choices.keys:
+        left = length().seconds
+        assert left is not None
+        values["schedule"]["max_minutes"] = minutes = round(left / 60, 4)
+        choices = choices.with_value("schedule.max_minutes", minutes)
+    if forecast is not None and speed.kind == "cpu":
+        rate = choices.tokens_per_second
+        forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
+    recipe = parse_recipe(values, "the chosen recipe", overrides)
+    return FittedRecipe(recipe, resolve_for(recipe, machine, init_from), choices, forecast)
+
+
+class KnownForecast:
+    """A forecaster whose forecast is made already; see `training.forecast.Forecaster`."""
+
+    def __init__(self, forecast: Forecast | None) -> None:
+        self._forecast = forecast
+
+    def forecast(
+        self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
+    ) -> Forecast | None:
+        """The forecast of the run."""
+        return self._forecast
+
+    def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
+        """See `Forecaster`."""
+        from firstlight.planner.plan.processes import RunForecaster
+
+        with RunForecaster() as forecaster:
+            return forecaster.advise(recipe, hardware, processes)

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import parse_count, parse_time, plain, rounded
-from firstlight.data.sources import DataSource, find_sources
+from firstlight.data.sources import (
+    DataSource,
+    by_ending,
+    find_sources,
+    listed,
+    note_on_inputs,
+    unread_files,
+)
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline import settings
-from firstlight.pipeline.choices import Choices, choose, choose_vocabulary
+from firstlight.pipeline.choices import choose, choose_vocabulary
+from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
-from firstlight.pipeline.scan import Scan, described, scan_corpus
+from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
@@ -42,6 +50,7 @@ class Request:
         size: name or number of parameters of the model; None chooses.
         overrides: (`section.key`, value as YAML text) pairs.
         text_key: field of the text in JSONL lines, tables and datasets.
+        init_from: folder of the model to start from; None trains a new one.
     """
 
     inputs: Sequence[str]
@@ -51,6 +60,7 @@ class Request:
     size: str | None = None
     overrides: Sequence[tuple[str, str]] = ()
     text_key: str = "text"
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
@@ -72,23 +82,44 @@ class Request:
 
         return {name: parse_yaml(text) for name, text in self.overrides}
 
-    def check(self) -> None:
-        """Refuse overrides that are no keys of a recipe, before anything is read.
+    def check(self, *, conversations: bool = False) -> None:
+        """Refuse overrides that are no keys of a recipe, or have no meaning here, before anything
+        is trained.
+
+        Args:
+            conversations: the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown or its value is invalid.
+            ConfigError: a key is unknown, chosen by the inputs, or its value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
-        taken = {"data.dir": "the texts are prepared into the run folder"}
+        taken = {"data.dir": "the inputs are prepared for the run"}
+        taken |= {"data.files": "they are the inputs", "data.kind": "the inputs tell it"}
+        taken |= {"data.mix": "prepare the corpora, and train a recipe"}
         taken |= {f"schedule.{key}": "use --budget, --tokens or --steps" for key in _LENGTH_KEYS}
         for name, _ in self.overrides:
             if name in taken:
                 raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
+            section = name.partition(".")[0]
+            if self.init_from is not None and section in ("model", "init"):
+                raise ConfigError(
+                    f"--{name} is for new models, and {self.init_from} is the model that is "
+                    "started from: leave it out"
+                )
+            if self.init_from is None and section == "lora":
+                raise ConfigError(
+                    f"--{name} is for fine-tuning: name the model to start from with --init-from"
+                )
+        if self.init_from is not None and self.size is not None:
+            raise ConfigError(
+                f"--size is for new models, and {self.init_from} has the size that it has: leave "
+                "one of them out"
+            )
+        data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
         # Some keys go only with the kind of schedule that is chosen.
         kind = settings.LAYOUT["schedule.kind"]
-        values = {"data": {"dir": "unused"}, "schedule": {"kind": kind}}
-        parse_recipe(values, "options", self.overrides)
+        parse_recipe({"data": data, "schedule": {"kind": kind}}, "options", self.overrides)
 
 
 _LENGTH_KEYS = ("max_steps", "epochs", "max_minutes")
@@ -102,6 +133,7 @@ def request_of(
     size: str | None,
     overrides: Mapping[str, Any] | Sequence[tuple[str, str]],
     text_key: str,
+    init_from: str | Path | None = None,
 ) -> Request:
     """The request of `train_texts`'s arguments.
 
@@ -119,7 +151,31 @@ def request_of(
         size,
         tuple(overrides),
         text_key,
+        None if init_from is None else str(init_from),
     )
+
+
+class Plan(Protocol):
+    """A plan of a run: of a new model, or of a model that is started from.
+
+    Attributes:
+        choices: every setting.
+    """
+
+    @property
+    def choices(self) -> Choices: ...
+
+    def choose_again(self, length: Length) -> Plan:
+        """The plan of another length."""
+        ...
+
+    def lines(self) -> Iterator[str]:
+        """The plan for people: what is trained, what to expect, and a table of all choices."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -152,6 +208,72 @@ class TextPlan:
         choices = choose(text, self.speed, length, self.request.fixed, self.request.size)
         return replace(self, text=text, choices=choices)
 
+    def lines(self) -> Iterator[str]:
+        """The plan for people: what is trained, what to expect, and a table of all choices."""
+        choices = self.choices
+        assert choices.bits_per_byte is not None
+        low, high = choices.bits_per_byte
+        yield from run_lines(choices, self.speed, "the text")
+        yield (
+            f"expected: {low:.2f} to {high:.2f} bits for a byte of held-out text "
+            f"(gzip -9: about {self.text.gzip_bits_per_byte:.2f})"
+        )
+        if self.memory_bytes is not None:
+            yield memory_line(self.memory_bytes, self.speed)
+        if choices.advice:
+            yield f"more text: {choices.advice}"
+        yield ""
+        vocabulary = ("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)
+        yield from table_lines(choices, vocabulary)
+
+    def record(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "machine": self.speed.name,
+            "corpus": asdict(self.scan.facts),
+            **asdict(self.choices),
+        }
+
+
+def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
+    """The machine's speed and the length of a run, for people.
+
+    Args:
+        choices: every setting.
+        speed: the machine.
+        data: name of what is read in passes, such as "the text".
+    """
+    yield (
+        f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
+        f"{rounded(choices.parameters)} parameters"
+    )
+    yield (
+        f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
+        f"{choices.epochs:.2g} times {data}, {time_text(choices.seconds)} of training"
+    )
+
+
+def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
+    """The expected memory of a run, for people."""
+    return (
+        f"expected memory: {memory_bytes / 2**30:.2f} GiB for tensors, of "
+        f"{speed.usable_bytes / 2**30:.1f} GiB"
+    )
+
+
+def table_lines(choices: Choices, *first: tuple[str, str, str]) -> Iterator[str]:
+    """All choices that have a reason as a table.
+
+    Args:
+        choices: every setting.
+        first: rows above them: (name, value, reason).
+    """
+    shown = list(first)
+    shown += [(c.key, plain(c.value), c.reason) for c in choices.choices if c.reason]
+    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    for key, value, reason in shown:
+        yield f"{key:<{widths[0]}}  {value:>{widths[1]}}  {reason}"
+
 
 def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
     """Scan the texts of a request; the first line for people comes at once.
@@ -166,7 +288,9 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
         ConfigError: an override is no key of a recipe.
     """
     sources = find_sources(request.inputs)
-    tell(f"reading {_inputs_text(request.inputs)}: {_sources_text(sources)}")
+    tell(reading_line(request.inputs, sources))
+    if note := note_on_inputs(request.inputs):
+        tell(note)
     scan = scan_corpus(sources, request.text_key, progress=progress)
     if scan.facts.text_bytes < LEAST_BYTES:
         raise InputError(
@@ -175,9 +299,18 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
         )
     for line in described(scan.facts, size_text):
         tell(line)
+    if unread := unread_files(request.inputs):
+        tell(_unread_line(unread))
     # Only here: it imports torch, which takes seconds.
     request.check()
     return scan
+
+
+def _unread_line(files: Sequence[Path]) -> str:
+    """The files of other kinds than texts, for people."""
+    names = ", ".join(map(str, files[:SHOWN_FILES])) + (", ..." if len(files) > SHOWN_FILES else "")
+    count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
+    return f"{count} not read, being of other kinds: {listed(by_ending(files))}: {names}"
 
 
 def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan:
@@ -204,45 +337,16 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     return TextPlan(request, scan, machine, speed, text, vocabulary.reason, choices)
 
 
-def offers(plan: TextPlan) -> Iterator[tuple[float, Choices]]:
+def offers(plan: Plan) -> Iterator[tuple[float, Choices]]:
     """(seconds, the settings) of some lengths of a run."""
     for seconds in OFFERED_SECONDS:
         yield seconds, plan.choose_again(Length(seconds)).choices
 
 
-def plan_lines(plan: TextPlan) -> Iterator[str]:
-    """The plan for people: what is trained, what to expect, and a table of all choices."""
-    choices, speed = plan.choices, plan.speed
-    low, high = choices.bits_per_byte
-    yield (
-        f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
-        f"{rounded(choices.parameters)} parameters"
-    )
-    yield (
-        f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
-        f"{choices.epochs:.2g} times the text, {time_text(choices.seconds)} of training"
-    )
-    yield (
-        f"expected: {low:.2f} to {high:.2f} bits for a byte of held-out text "
-        f"(gzip -9: about {plan.text.gzip_bits_per_byte:.2f})"
-    )
-    if plan.memory_bytes is not None:
-        yield (
-            f"expected memory: {plan.memory_bytes / 2**30:.2f} GiB for tensors, of "
-            f"{plan.speed.usable_bytes / 2**30:.1f} GiB"
-        )
-    if choices.advice:
-        yield f"more text: {choices.advice}"
-    yield ""
-    shown = [("vocabulary", f"{plan.text.vocab_size:,} tokens", plan.vocabulary)]
-    shown += [(c.key, plain(c.value), c.reason) for c in choices.choices if c.reason]
-    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
-    for key, value, reason in shown:
-        yield f"{key:<{widths[0]}}  {value:>{widths[1]}}  {reason}"
-
-
-def _inputs_text(inputs: Sequence[str]) -> str:
-    return shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
+def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
+    """The first line for people: what is read."""
+    named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
+    return f"reading {named}: {_sources_text(sources)}"
 
 
 def _sources_text(sources: Sequence[DataSource]) -> str:

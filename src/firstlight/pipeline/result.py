@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from firstlight.data.shards import read_manifest
-from firstlight.pipeline.choices import Choices
+from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.plan import Request, time_text
+from firstlight.pipeline.run_folder import Call
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class TextRun:
         samples: (prompt, continuation) pairs of the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: (command, purpose) pairs.
+        answers: True for a model that was trained to answer; `bits_per_byte` is of answers then.
     """
 
     run_folder: Path
@@ -42,46 +44,49 @@ class TextRun:
     samples: Sequence[tuple[str, str]]
     seconds: float
     next_commands: Sequence[tuple[str, str]]
+    answers: bool = False
 
 
-def result_of(
-    folder: Path,
-    result: TrainResult | None,
-    choices: Choices | None,
-    request: Request,
-    state: Mapping[str, Any],
-    began: float,
-) -> TextRun:
+def result_of(call: Call, result: TrainResult | None, request: Request) -> TextRun:
     """The result for the caller, from the run folder's files."""
+    folder, state = call.folder, call.state
     metrics = read_json_lines(folder / METRICS_NAME)
     found = [line["bits_per_byte"] for line in metrics if line.get("bits_per_byte") is not None]
     samples = read_json_lines(folder / SAMPLES_NAME)
     last = max((line["step"] for line in samples), default=0)
     splits = read_manifest(Path(state["data"]))["splits"]
     held = splits.get("val")
-    gzip = None if held is None else 8 * held["gzip_bytes"] / max(held["text_bytes"], 1)
+    gzip = None
+    if held is not None and "gzip_bytes" in held:
+        gzip = 8 * held["gzip_bytes"] / max(held["text_bytes"], 1)
     return TextRun(
         folder,
         result,
-        choices,
+        call.choices,
         found[-1] if found else None,
         gzip,
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
-        time.time() - began,
-        list(_next_commands(folder, request)),
+        time.time() - call.began,
+        list(_next_commands(folder, request, answers=state.get("kind") == "chat")),
+        state.get("kind") == "chat",
     )
 
 
-def _next_commands(folder: Path, request: Request) -> Iterator[tuple[str, str]]:
+def _next_commands(folder: Path, request: Request, *, answers: bool) -> Iterator[tuple[str, str]]:
     run, inputs = shlex.quote(str(folder)), shlex.join(request.inputs)
-    yield f"firstlight generate {run} --prompt 'Once upon a time'", "continue a text"
-    yield f"firstlight chat {run}", "write and let it go on, turn by turn"
+    if answers:
+        yield f"firstlight chat {run}", "ask it, and read its answers"
+    else:
+        yield f"firstlight generate {run} --prompt 'Once upon a time'", "continue a text"
+        yield f"firstlight chat {run}", "write and let it go on, turn by turn"
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
     yield f"firstlight convert {run} --to gguf --out {run}/gguf", "a file for llama.cpp and Ollama"
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
     more = "".join(f" --{key} {shlex.quote(value)}" for key, value in request.overrides)
     more += f" --size {request.size}" if request.size is not None else ""
+    if request.init_from is not None:
+        more += f" --init-from {shlex.quote(request.init_from)}"
     if request.text_key != "text":
         more += f" --text-key {shlex.quote(request.text_key)}"
     yield f"firstlight train {inputs} --budget {longer}{more}", "train longer, beside this run"
@@ -95,9 +100,10 @@ def result_lines(run: TextRun) -> Iterator[str]:
             for name, value in (("gzip -9", run.gzip_bits_per_byte), ("xz", run.xz_bits_per_byte))
             if value is not None
         ]
+        compared = f" ({', '.join(beside)})" if beside else ""
+        kind = "answers" if run.answers else "text"
         yield (
-            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out text "
-            f"({', '.join(beside)})"
+            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out {kind}{compared}"
         )
     for prompt, text in run.samples[:3]:
         yield f"  {prompt!r} -> {text!r}"

@@ -1,29 +1,113 @@
-"""The run folder of a run on texts: which one it is, and what it remembers for a later call."""
+"""One call of `train_texts`: its run folder, what that remembers for a later call, its time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firstlight.errors import ConfigError
-from firstlight.files.atomic import make_folder, write_json
-from firstlight.pipeline.plan import Request, run_name
-from firstlight.pipeline.scan import Scan
+from firstlight.files.atomic import make_folder, write_file, write_json
+from firstlight.pipeline.chosen import Choices
+from firstlight.pipeline.facts import Length
+from firstlight.pipeline.plan import Request, run_name, time_text
+
+if TYPE_CHECKING:
+    from firstlight.recipe import Recipe
 
 #: In the run folder: what the run was made for.
 STATE_NAME = "pipeline.json"
 #: In the run folder: tokenizer and shards.
 DATA_FOLDER = "data"
+#: In the run folder: the lock of a call of `train_texts`.
+LOCK_NAME = ".pipeline.lock"
 #: The name of a run's recipe; the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
+#: Seconds of the whole command that are not training: starting the run, and its report.
+_RESERVED_SECONDS = 4.0
+#: A run that is shorter is not worth its start.
+_LEAST_SECONDS = 10.0
 
 
-def place_of_run(
-    request: Request, scan: Scan, run_dir: str | Path | None
-) -> tuple[Path, dict[str, Any]]:
-    """The run folder, and what it remembers of an earlier call; {} where it is new.
+class Call:
+    """One call of `train_texts`: its run folder, its time, and whom it tells.
+
+    Args:
+        folder: the run folder.
+        began: `time.time()` that the budget counts from.
+        tell: called with each line for people.
+        progress: show progress bars.
+
+    Attributes:
+        state: what the folder remembers of the texts and options it was made for.
+        choices: every setting, once the recipe is written; None for a run that is gone on with.
+    """
+
+    def __init__(
+        self, folder: Path, began: float, tell: Callable[[str], None], *, progress: bool
+    ) -> None:
+        self.folder, self.began, self.tell, self.progress = folder, began, tell, progress
+        self.state = read_state(folder)
+        self.choices: Choices | None = None
+
+    def remember(self, **values: Any) -> None:
+        """Write what a later call has to know into the run folder.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        self.state |= values
+        make_folder(self.folder)
+        write_json(self.folder / STATE_NAME, self.state)
+
+    def length(self, request: Request) -> Length:
+        """The length of the training loop, less what the command has taken and will take.
+
+        Raises:
+            ConfigError: no time is left.
+        """
+        if request.seconds is None:
+            return Length(None, request.tokens, request.steps)
+        taken = time.time() - self.began
+        left = request.seconds - taken - _RESERVED_SECONDS
+        if left < _LEAST_SECONDS:
+            raise ConfigError(
+                f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
+                f"the texts has taken {time_text(taken)}; give more, or call it again, which uses "
+                "the prepared texts"
+            )
+        return Length(left)
+
+    def write_recipe(self, recipe: Recipe, choices: Choices, request: Request) -> None:
+        """Write the recipe with the reason of each choice, which are this call's from here on.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        from firstlight.pipeline.recipe_text import commented_yaml
+
+        self.choices = choices
+        reasons = {choice.key: choice.reason for choice in choices.choices}
+        start = [] if request.init_from is None else ["--init-from", request.init_from]
+        command = shlex.join(["firstlight", "train", *request.inputs, *start])
+        again = shlex.join(["firstlight", "train", str(self.folder / RECIPE_NAME), *start])
+        header = (
+            f"Chosen by `{command}`. A comment gives the reason for the key below it.",
+            f"Train it again, changed or not: {again} --run.dir ANOTHER_FOLDER",
+        )
+        write_file(self.folder / RECIPE_NAME, commented_yaml(recipe, reasons, header))
+
+
+def place_of_run(request: Request, content_key: str, run_dir: str | Path | None) -> Path:
+    """The run folder: that of an earlier call with the same content and options, or a new one.
+
+    Args:
+        request: inputs, length and overrides of the run.
+        content_key: hash of the inputs' content.
+        run_dir: the folder that was asked for; None is one of runs/.
 
     Raises:
         ConfigError: the folder that was asked for has another run.
@@ -33,13 +117,14 @@ def place_of_run(
     number = 1
     while True:
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if not folder.is_dir() or not any(folder.iterdir()):
-            return folder, {}
+        # A lock alone is that of a call that has just begun.
+        if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
+            return folder
         state = read_state(folder)
         if state.get("request") == remembered(request) and (
-            state.get("content_key") == scan.facts.content_key
+            state.get("content_key") == content_key
         ):
-            return folder, state
+            return folder
         if given:
             raise ConfigError(
                 f"{folder} has a run of other texts or options: choose another --run.dir, or "
@@ -61,16 +146,6 @@ def remembered(request: Request) -> dict[str, Any]:
     """The options that decide whether a second call means the same run, as JSON values."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in ("seconds", "tokens", "steps", "size")}
+    if request.init_from is not None:
+        kept["init_from"] = request.init_from
     return {**kept, "overrides": overrides}
-
-
-def remember(folder: Path, state: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Write what a later call has to know into the run folder; return all of it.
-
-    Raises:
-        StorageError: the disk refuses.
-    """
-    state = {**state, **values}
-    make_folder(folder)
-    write_json(folder / STATE_NAME, state)
-    return state

@@ -16,7 +16,7 @@ import numpy as np
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar
-from firstlight.data.records import Record, nothing_read, read_documents
+from firstlight.data.records import REASONS, Record, nothing_read, read_documents
 from firstlight.data.sources import DataSource, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     # With it come the tokenizers, which the first line is not to wait for.
     from firstlight.data.prepare import SplitOf
 
+#: Names of files in a message.
+SHOWN_FILES = 5
 #: Bytes of text that are read of a larger corpus: the first part of each file.
 MOST_BYTES = 256 << 20
 #: Characters that are counted together.
@@ -57,7 +59,9 @@ class CorpusFacts:
         scripts: share of the letters' bytes by script, the largest first.
         duplicates: documents whose text is that of an earlier one.
         near_duplicates: documents that are similar to an earlier one.
-        rejected: documents that can't be read.
+        compared: documents that near-duplicates were looked for in, the first ones.
+        rejected: number of documents that can't be read, by reason (see `records.REASONS`).
+        first_rejected: places and faults of the first of them.
         gzip_bits_per_byte: bits per byte of the first 2 MiB by gzip -9.
         content_key: hash of all text that was read, and of how much of each file that was.
         is_sampled: True where only the first part of each file was read.
@@ -71,7 +75,9 @@ class CorpusFacts:
     scripts: Mapping[str, float]
     duplicates: int
     near_duplicates: int
-    rejected: int
+    compared: int
+    rejected: Mapping[str, int]
+    first_rejected: Sequence[str]
     gzip_bits_per_byte: float
     content_key: str
     is_sampled: bool = False
@@ -172,15 +178,16 @@ class _Counts:
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
         self._rejected: Counter[str] = Counter()
-        self._first_rejected = ""
+        self._first_rejected: list[str] = []
 
     def add(self, record: Record) -> int:
         """Count a document; return its bytes."""
         if record.error is not None:
             self._rejected[record.error.reason] += 1
-            self._first_rejected = self._first_rejected or f"{record.place}: {record.error}"
+            if len(self._first_rejected) < SHOWN_FILES:
+                self._first_rejected.append(f"{record.place}: {record.error}")
             if not self.documents and self._rejected.total() >= _HOPELESS:
-                raise InputError(nothing_read(self._rejected, self._first_rejected))
+                raise InputError(nothing_read(self._rejected, (self._first_rejected or [""])[0]))
             return 0
         text: str = record.value
         self.documents += 1
@@ -229,7 +236,7 @@ class _Counts:
             InputError: there is no text.
         """
         if not self.documents:
-            raise InputError(nothing_read(self._rejected, self._first_rejected))
+            raise InputError(nothing_read(self._rejected, (self._first_rejected or [""])[0]))
         self._count_characters()
         is_sampled = list(limited) != list(sources)
         limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
@@ -248,7 +255,9 @@ class _Counts:
             scripts=_scripts(self._histogram),
             duplicates=self.duplicates,
             near_duplicates=self.near,
-            rejected=self._rejected.total(),
+            compared=self._near.compared,
+            rejected=dict(self._rejected),
+            first_rejected=self._first_rejected,
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
@@ -366,5 +375,17 @@ def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator
             f"{facts.duplicates:,} duplicates, which are left out, and {facts.near_duplicates:,} "
             "near-duplicates, which stay on one side of the split"
         )
-    if facts.rejected:
-        yield f"{facts.rejected:,} documents can't be read and are left out"
+    compared = facts.documents - facts.duplicates - facts.compared
+    if compared > 0:
+        yield (
+            f"near-duplicates were looked for in the first {facts.compared:,} documents: of the "
+            f"other {compared:,}, some may be on both sides of the split"
+        )
+    elif facts.is_sampled:
+        yield "near-duplicates were looked for in the sample alone"
+    for reason, count in facts.rejected.items():
+        yield f"{count:,} document{'s' if count != 1 else ''} left out: {REASONS[reason]}"
+    for place in facts.first_rejected:
+        yield f"  {place}"
+    if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
+        yield f"  ... and {more:,} more"

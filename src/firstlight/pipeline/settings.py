@@ -101,3 +101,19 @@ EVALUATION_SHARE, EVALUATIONS = 0.06, 4
 EVALUATION_SPEED = 3.0
 #: Seconds of a run from which on compiling, which takes about a minute, is repaid on a GPU.
 COMPILE_SECONDS = 600.0
+
+#: Fine-tuning: the rate of AdamW for all weights of a model 2,000 wide, its power of the width, and
+#: the multiple of it for adapters (Schulman et al. 2025, "LoRA Without Regret", for Llama models).
+TUNING_RATE, TUNING_WIDTH, TUNING_POWER, ADAPTER_MULTIPLE = 5e-5, 2000, 0.781, 10.0
+#: Rank and scale of adapters.
+ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
+#: Passes over conversations, at most: of so many conversations and more, and of few.
+CHAT_EPOCHS, CHAT_EPOCHS_OF_FEW, MANY_CHATS = 3.0, 10.0, 1000
+#: Steps that a short fine-tuning has, and tokens of a step, at most.
+TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
+#: Share of the conversations that fit into a row where the longest is much longer; longest row that
+#: is chosen for the longest.
+USUAL_SHARE, LONGEST_ROW = 0.99, 2048
+#: Part of the time that a run of a known number of passes may take by prediction: the rest is for a
+#: machine that is slower.
+SURE_SHARE = 0.75

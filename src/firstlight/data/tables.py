@@ -1,0 +1,125 @@
+"""Tables as texts: the rows of CSV and TSV files, one document each."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from firstlight.data.conversations import BadRecordError
+from firstlight.data.kinds import conversation_text
+from firstlight.data.opening import EncodingProblem, bad_byte, utf8_stream
+from firstlight.errors import nearest
+
+#: Spreadsheets write semicolons where the decimal mark is a comma.
+_DELIMITERS = (",", ";", "\t")
+
+
+def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
+    """The fault of fields or columns (`what`), none of which is `text_key`."""
+    if (problem := conversation_text(names)) is not None:
+        return BadRecordError("conversation", problem)
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return BadRecordError(
+        "no_text",
+        f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): name the "
+        "one with the text with --text-key",
+    )
+
+
+def read_table(
+    file: IO[bytes], path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
+    """The rows of a table (RFC 4180) below its header.
+
+    Args:
+        file: the table's bytes, decompressed.
+        path: the file, for messages and its ending.
+        text_key: the column that holds the text.
+
+    Returns:
+        (first line, text or the reason why the row is rejected) of each row.
+    """
+    # The limit is the module's, not the reader's.
+    csv.field_size_limit(sys.maxsize)
+    line = 0
+    try:
+        stream = utf8_stream(file, path)
+        # Bytes that are not UTF-8 come through marked, so that the row is rejected, not the file.
+        text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+        try:
+            for line, found in _table_rows(text, path, text_key):
+                if isinstance(found, str) and (byte := _undecoded(found)) is not None:
+                    yield line, BadRecordError("bad_utf8", bad_byte(byte, path))
+                else:
+                    yield line, found
+        finally:
+            text.detach()  # the file is closed by who opened it
+    except EncodingProblem as problem:
+        yield line + 1, BadRecordError(problem.reason, str(problem))
+
+
+def _table_rows(
+    text: io.TextIOWrapper, path: Path, text_key: str
+) -> Iterator[tuple[int, str | BadRecordError]]:
+    first = text.readline()
+    delimiter = _delimiter(first, path, text_key)
+    # The header may go on over lines: a quoted name may hold a newline.
+    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    column = 0
+    while True:
+        begin = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
+            continue
+        if header is None:
+            if not fields:
+                continue
+            header = fields
+            if text_key not in header:
+                yield begin, without_text(header, text_key, "column")
+                return
+            column = header.index(text_key)
+        elif not fields:
+            yield begin, BadRecordError("empty", "blank line")
+        elif len(fields) != len(header):
+            detail = f"{len(fields)} fields, but the header has {len(header)}"
+            yield begin, BadRecordError("broken_row", detail)
+        else:
+            yield begin, fields[column]
+
+
+def _delimiter(first: str, path: Path, text_key: str) -> str:
+    if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
+        return "\t"
+    for delimiter in _DELIMITERS:
+        try:
+            if text_key in next(csv.reader([first], delimiter=delimiter), []):
+                return delimiter
+        except csv.Error:
+            continue
+    return max(_DELIMITERS, key=first.count)
+
+
+def _damage(error: csv.Error, begin: int, end: int) -> str:
+    lines = f" (lines {begin} to {end})" if end > begin else ""
+    if "unexpected end" in str(error):
+        return f"a quote is not closed{lines}"
+    return f"{error}{lines}"
+
+
+def _undecoded(text: str) -> int | None:
+    """The first byte that could not be decoded; None where all could."""
+    if text.isascii():
+        return None
+    found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
+    return None if found is None else ord(found) - 0xDC00

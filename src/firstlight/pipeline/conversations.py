@@ -1,0 +1,146 @@
+"""The conversations of a fine-tuning: prepared in the cache, opened, and described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firstlight.data.conversations import BadRecordError, to_conversation
+from firstlight.data.corpus import Corpus
+from firstlight.data.examples import ExampleDataset
+from firstlight.data.records import read_records
+from firstlight.data.sources import DataSource
+from firstlight.errors import FirstlightError
+from firstlight.pipeline.inputs import file_names
+from firstlight.pipeline.plan import Request
+from firstlight.pipeline.settings import USUAL_SHARE
+from firstlight.pipeline.tuning_choices import TuningData
+from firstlight.recipe import parse_recipe
+from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_template import required_tokens
+from firstlight.training.datasets import open_splits
+
+#: Held-out conversations whose questions are looked at for samples, and samples.
+_LOOKED_AT, _SAMPLES = 40, 3
+#: Characters of a question in a sample.
+_MOST_QUESTION = 400
+
+
+class Conversations:
+    """Conversations, prepared for a model.
+
+    Args:
+        request: inputs and overrides of the run.
+        sources: the files that hold conversations.
+        folder: the model's folder.
+        tokenizer: its tokenizer.
+        tell: called with each line for people.
+        progress: show a progress bar.
+
+    Attributes:
+        section: the keys of the recipe's section `data`.
+        template: name of the chat template, and the reason for it.
+        train, val: the splits; None without held-out conversations.
+        facts: facts to choose settings from.
+
+    Raises:
+        InputError, DataError, TokenizerError, StorageError: see `cached_chat`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sources: Sequence[DataSource],
+        folder: Path,
+        tokenizer: Tokenizer,
+        tell: Callable[[str], None],
+        *,
+        progress: bool,
+    ) -> None:
+        self._sources = sources
+        name, self.template = _chat_template(request, tokenizer)
+        self.section: dict[str, Any] = {
+            "kind": "chat",
+            "files": file_names(request.inputs, sources),
+            "template": name,
+            "on_bad": "skip",
+            "long": "drop",
+        }
+        own = [one for one in request.overrides if one[0].startswith("data.")]
+        config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
+        train, self.val = open_splits(config, tell, tokenizer=lambda: folder, progress=progress)
+        assert isinstance(train, ExampleDataset)
+        self.train, lengths = train, train.lengths
+        usual = int(np.quantile(lengths, USUAL_SHARE, method="higher"))
+        self.facts = TuningData("chat", len(lengths), int(lengths.max()), usual)
+        held = self.val.num_documents if isinstance(self.val, ExampleDataset) else 0
+        tell(
+            f"{len(lengths):,} conversations to train on, {held:,} held out; "
+            f"{lengths.mean():,.0f} tokens each on average"
+        )
+        documents = train.manifest["documents"]
+        if count := sum(documents["rejected"].values()):
+            tell(
+                f"{count:,} of {documents['read']:,} records are no conversations and are left out"
+            )
+
+    def tokens(self, seq_len: int) -> tuple[float, float]:
+        """Tokens of a pass over the training and over the validation split, in rows of a length."""
+
+        def of(split: Corpus | None) -> float:
+            return 0.0 if split is None else float(split.num_rows(seq_len) * seq_len)
+
+        return of(self.train), of(self.val)
+
+    def prompts(self, most_tokens: int) -> list[str]:
+        """Some questions of held-out conversations, each shorter than so many tokens."""
+        tokenizer = Tokenizer.from_pretrained(self.train.folder)
+        found: list[str] = []
+        for question in self._questions():
+            message = {"role": "user", "content": question}
+            try:
+                ids = tokenizer.encode_chat([message], add_generation_prompt=True)
+            except FirstlightError:
+                continue
+            if len(ids) < most_tokens and question not in found:
+                found.append(question)
+            if len(found) == _SAMPLES:
+                break
+        return found
+
+    def _questions(self) -> Iterator[str]:
+        """First questions of held-out conversations."""
+        if not isinstance(self.val, ExampleDataset):
+            return
+        count = min(self.val.num_documents, _LOOKED_AT)
+        wanted = {self.val.origin(i) for i in range(count)}
+        with closing(read_records(self._sources)) as records:
+            for record in records:
+                if record.place not in wanted:
+                    continue
+                wanted.discard(record.place)
+                try:
+                    first = to_conversation(record.value).messages[0]
+                except BadRecordError:
+                    first = {"role": "", "content": ""}
+                if first["role"] == "user" and len(first["content"]) <= _MOST_QUESTION:
+                    yield first["content"]
+                if not wanted:
+                    return
+
+
+def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, tuple[str, str]]:
+    """(value of data.template, (its name, the reason) for people)."""
+    given = request.fixed.get("data.template")
+    if given is not None:
+        return str(given), (str(given), "given")
+    if tokenizer.chat_template is not None:
+        return None, ("the model's own", "it comes with the tokenizer")
+    for name in ("chatml", "llama3"):
+        if all(token in tokenizer.special_tokens for token in required_tokens(name)):
+            return name, (name, "the tokenizer has its tokens for turns")
+    return "alpaca", ("alpaca", "plain text: the tokenizer has no tokens for turns")

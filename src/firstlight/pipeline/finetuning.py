@@ -1,0 +1,276 @@
+"""Training a model on that is there already: on conversations, or on texts.
+
+Conversations are prepared in the cache, as those of any recipe with `data.files`; texts in the run
+folder, with the model's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from firstlight.data.kinds import START_FROM
+from firstlight.data.records import kind_of_records
+from firstlight.errors import ConfigError, InputError
+from firstlight.pipeline.chosen import Choice
+from firstlight.pipeline.facts import Length, estimated_text
+from firstlight.pipeline.inputs import conversations_in, other_files_line
+from firstlight.pipeline.plan import DEFAULT_SECONDS, Plan, Request, reading_line, scan_texts
+from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
+from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.scan import Scan
+from firstlight.pipeline.tuning_choices import (
+    Method,
+    StartingModel,
+    TuningData,
+    choose_tuning,
+    row_of,
+)
+from firstlight.pipeline.tuning_plan import TuningPlan
+
+if TYPE_CHECKING:
+    from firstlight.models import ModelConfig
+    from firstlight.pipeline.conversations import Conversations
+    from firstlight.planner.plan.machine import Machine
+    from firstlight.recipe import ResolvedRecipe
+    from firstlight.tokenizer import Tokenizer
+    from firstlight.training.loop import TrainResult
+
+
+class FineTuning:
+    """A model to be trained on.
+
+    Args:
+        request: inputs, length and overrides of the run, with the model to start from.
+        tell: called with each line for people.
+        progress: show a progress bar.
+
+    Attributes:
+        content_key: hash of the data and the model's place.
+
+    Raises:
+        InputError: the inputs can't be read, or hold preference pairs.
+        ConfigError: an override is invalid, or the model has no tokenizer.
+        ModelError, CheckpointError: there is no model under that name.
+        DataError, TokenizerError: see `prepare_chat`.
+    """
+
+    def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
+        found = conversations_in(request.inputs)
+        for source in found:
+            if kind_of_records(source) == "preference":
+                raise InputError(
+                    f"{source.name} holds preference pairs: {START_FROM['preference']}"
+                )
+        if found:
+            tell(reading_line(request.inputs, found))
+            if others := other_files_line(request.inputs, found):
+                tell(others)
+            request.check(conversations=True)
+        from firstlight.checkpoint.selection import resolve_model_folder, resolve_tokenizer
+        from firstlight.models.accounting import count_parameters, meta_model
+        from firstlight.tokenizer import Tokenizer
+        from firstlight.weights.huggingface import read_config
+
+        assert request.init_from is not None
+        self._folder = resolve_model_folder(request.init_from)
+        self._config: ModelConfig = read_config(self._folder)
+        self._tokenizer: Tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(self._folder))
+        self._model = StartingModel(
+            count_parameters(meta_model(self._config)).total,
+            self._config.hidden_size,
+            self._config.max_position_embeddings,
+        )
+        self._chats: Conversations | None = None
+        self._scan: Scan | None = None
+        if found:
+            from firstlight.pipeline.conversations import Conversations
+
+            self._chats = Conversations(
+                *(request, found, self._folder, self._tokenizer, tell), progress=progress
+            )
+            self._data, key = self._chats.facts, self._chats.train.folder.name
+        else:
+            self._scan = scan_texts(request, tell, progress=progress)
+            self._data = TuningData("text", self._scan.facts.documents)
+            key = self._scan.facts.content_key
+        place = str(self._folder.resolve())
+        self.content_key = hashlib.sha256(f"{key} {place}".encode()).hexdigest()[:16]
+
+    # The data
+
+    # The plan
+
+    def plan(self, request: Request, gpu: str | None = None) -> Plan:
+        """Choose method and settings.
+
+        Args:
+            request: inputs and overrides, and the length, by default `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None is this machine.
+
+        Raises:
+            ConfigError: an option is invalid, or nothing fits into memory.
+        """
+        from firstlight.pipeline.machine import facts_for_model
+        from firstlight.planner.plan.machine import find_machine
+
+        machine, fixed = find_machine(gpu), request.fixed
+        row = row_of(self._data, self._model, fixed)
+        recipe, method = self._fitting_method(request, machine, row)
+        speed = facts_for_model(recipe, machine)
+        epoch, held = self._tokens(row.value)
+        length = Length(request.seconds, request.tokens, request.steps)
+        if not request.has_length:
+            length = Length(DEFAULT_SECONDS)
+        choices = choose_tuning(
+            *(self._data, self._model, method, speed, epoch, held, row, length, fixed)
+        )
+        return TuningPlan(
+            *(request, machine, speed, self._data, self._model, method, epoch, held, row),
+            None if self._chats is None else self._chats.template,
+            choices,
+            method.memory_bytes,
+        )
+
+    def _tokens(self, seq_len: int) -> tuple[float, float]:
+        """Tokens of a pass over the training and over the validation split."""
+        if self._chats is not None:
+            return self._chats.tokens(seq_len)
+        assert self._scan is not None
+        text = estimated_text(self._scan.facts, self._tokenizer.vocab_size)
+        return text.train_tokens, text.val_tokens
+
+    def _fitting_method(
+        self, request: Request, machine: Machine, row: Choice
+    ) -> tuple[ResolvedRecipe, Method]:
+        """The first of the methods that fits into memory with one sequence at a time.
+
+        Raises:
+            ConfigError: none fits.
+        """
+        from firstlight.pipeline.machine import estimate_run
+        from firstlight.planner.plan.machine import resolve_for
+        from firstlight.recipe import parse_recipe
+
+        needed = f"{_gib(16 * self._model.parameters)} GiB"
+        free = f"{_gib(machine.usable_bytes)} GiB"
+        lightest = ""
+        for method in self._methods(request, machine):
+            values = {**self._section_of_data(), "batch": {"micro_batch_size": 1}}
+            values["data"] = {**values["data"], "seq_len": row.value}
+            values["schedule"] = {"max_steps": 1000}
+            values["efficiency"] = {"compile": False}
+            values["evaluation"] = {"sample_prompts": []}
+            for choice in method.choices():
+                section, _, key = choice.key.partition(".")
+                values.setdefault(section, {})[key] = choice.value
+            recipe = parse_recipe(values, "the chosen recipe", _of_run(request))
+            resolved = resolve_for(recipe, machine, str(self._folder))
+            if not method.adapters and 16 * self._model.parameters > machine.usable_bytes:
+                continue
+            found = estimate_run(resolved, machine)
+            if found.problem:
+                raise ConfigError(found.problem)
+            lightest = f"{_gib(found.needed_bytes)} GiB with {method.name}"
+            if found.fits:
+                reason = f"they fit: {_gib(found.needed_bytes)} of {free} that are free"
+                if method.adapters:
+                    reason = f"small matrices beside frozen weights: all would take {needed}"
+                    reason += f", and {free} are free"
+                if any(name.startswith("lora.") for name, _ in request.overrides):
+                    reason = "given"
+                return resolved, replace(method, reason=reason, memory_bytes=found.needed_bytes)
+        raise ConfigError(
+            f"{request.init_from} does not fit into {machine.name} ({lightest}, of {free}): start "
+            "from a smaller model, or lower --data.seq_len"
+        )
+
+    def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
+        """The methods, the one that learns most first."""
+        if not any(name.startswith("lora.") for name, _ in request.overrides):
+            yield Method()
+        yield Method(adapters=True)
+        yield Method(adapters=True, checkpointing=True)
+        if machine.target.kind == "cuda":
+            yield Method(adapters=True, checkpointing=True, quantized=True)
+
+    def _section_of_data(self) -> dict[str, Any]:
+        section = {"dir": "unused"} if self._chats is None else dict(self._chats.section)
+        return {"data": section}
+
+    # The run
+
+    def begin(self, plan: Plan, request: Request, call: Call) -> TrainResult:
+        """Prepare the texts, choose again from what they are, and train."""
+        from firstlight.pipeline.machine import KnownForecast, fitted_recipe
+        from firstlight.training.loop import train
+
+        assert isinstance(plan, TuningPlan)
+        plan, values = replace(plan, request=request), self._section_of_data()
+        if self._scan is not None:
+            plan, values = self._with_texts(plan, self._scan, request, call)
+        else:
+            assert self._chats is not None
+            call.remember(data=str(self._chats.train.folder), kind="chat")
+        plan = plan.choose_again(call.length(request))
+        for section, keys in plan.choices.values.items():
+            values[section] = {**values.get(section, {}), **keys}
+        values["run"] = {"dir": str(call.folder)}
+        values["evaluation"]["sample_prompts"] = self._prompts(plan)
+        fitted = fitted_recipe(
+            values,
+            request.overrides,
+            plan.choices,
+            plan.machine,
+            plan.speed,
+            lambda: call.length(request),
+            str(self._folder),
+        )
+        memory = fitted.memory_bytes or plan.memory_bytes
+        plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
+        for line in plan.lines():
+            call.tell(line)
+        call.write_recipe(fitted.resolved, plan.choices, request)
+        call.remember(begun=True)
+        return train(
+            fitted.recipe,
+            init_from=request.init_from,
+            progress=call.progress,
+            forecaster=KnownForecast(fitted.forecast),
+        )
+
+    def _with_texts(
+        self, plan: TuningPlan, scan: Scan, request: Request, call: Call
+    ) -> tuple[TuningPlan, dict[str, Any]]:
+        """(the plan, the recipe's values) once the texts are prepared."""
+        from firstlight.data.shards import read_manifest
+
+        text = estimated_text(scan.facts, self._tokenizer.vocab_size)
+        needed = plan.choices.tokens * text.bytes_per_token
+        key = self._tokenizer.fingerprint[:16]
+        texts = Preparation(scan, request.text_key, needed, key, lambda: self._tokenizer)
+        data = prepared_texts(texts, call)
+        splits = read_manifest(data)["splits"]
+        held = splits.get("val", {"tokens": 0})["tokens"]
+        plan = replace(plan, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
+        return plan, {"data": {"dir": str(data)}}
+
+    def _prompts(self, plan: TuningPlan) -> list[str]:
+        """Sample prompts that leave room for an answer."""
+        if self._chats is not None:
+            return self._chats.prompts(plan.model.context // 2)
+        assert self._scan is not None
+        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.row.value // 2)
+
+
+def _of_run(request: Request) -> list[tuple[str, str]]:
+    """The overrides that have a part in memory."""
+    sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
+    return [one for one in request.overrides if one[0].partition(".")[0] in sections]
+
+
+def _gib(size: float) -> str:
+    """Bytes as GiB in two digits."""
+    return f"{size / 2**30:.2g}" if size < 2**30 else f"{size / 2**30:,.1f}"

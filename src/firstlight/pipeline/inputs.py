@@ -1,0 +1,81 @@
+"""Inputs that are conversations, told from texts by their first records; files beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from firstlight.data.kinds import START_FROM
+from firstlight.data.records import RECORD_SUFFIXES, find_records, kind_of_records
+from firstlight.data.sources import DataSource, find_sources, unread_files
+from firstlight.errors import InputError
+from firstlight.pipeline.scan import SHOWN_FILES
+
+
+def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[DataSource]:
+    """The files of conversations and preference pairs among the inputs.
+
+    Args:
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
+        datasets: look into datasets of the hub, too.
+    """
+    found: dict[str, DataSource] = {}
+    for item in inputs:
+        try:
+            sources = find_records([item])
+        except InputError:
+            continue
+        for source in sources:
+            if (source.dataset is None or datasets) and kind_of_records(source) is not None:
+                found.setdefault(source.name, source)
+    return list(found.values())
+
+
+def require_texts(inputs: Sequence[str]) -> None:
+    """Refuse inputs that hold conversations alone, where a new model is to be made.
+
+    Raises:
+        InputError: they hold no text.
+    """
+    sources = conversations_in(inputs, datasets=False)
+    if not sources:
+        return
+    try:
+        others = find_sources(inputs)
+    except InputError:
+        others = []
+    names = {source.name for source in sources}
+    if all(source.name in names for source in others):
+        kind = kind_of_records(sources[0])
+        held = "conversations" if kind == "chat" else "preference pairs"
+        raise InputError(f"{sources[0].name} holds {held}: {START_FROM[kind or 'chat']}")
+
+
+def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
+    """The inputs as they are, where all their records are conversations; else the files of these.
+
+    Args:
+        inputs: files, folders, globs, "hf:NAME[:CONFIG]".
+        sources: those of them that hold conversations.
+    """
+    names = {source.name for source in sources}
+    try:
+        whole = {source.name for source in find_records(inputs)} == names
+    except InputError:
+        whole = False
+    return list(inputs) if whole else [source.name for source in sources]
+
+
+def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
+    """The files beside conversations that are not read, for people; "" if there are none."""
+    names = {source.name for source in sources}
+    others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
+    for item in inputs:
+        try:
+            others += [one.name for one in find_records([item]) if one.name not in names]
+        except InputError:
+            continue
+    if not others:
+        return ""
+    shown = ", ".join(others[:SHOWN_FILES]) + (", ..." if len(others) > SHOWN_FILES else "")
+    count = f"{len(others):,} file{'s' if len(others) != 1 else ''}"
+    return f"{count} beside the conversations not read: {shown}"

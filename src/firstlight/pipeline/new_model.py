@@ -1,0 +1,112 @@
+"""A new model of texts: scan, tokenizer, shards, settings for the time, training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from firstlight.pipeline.facts import TextFacts
+from firstlight.pipeline.plan import Plan, Request, TextPlan, plan_texts, scan_texts
+from firstlight.pipeline.preparation import (
+    Preparation,
+    fitting_prompts,
+    prepared_texts,
+    train_tokenizer_on,
+)
+from firstlight.pipeline.run_folder import Call
+
+if TYPE_CHECKING:
+    from firstlight.pipeline.machine import FittedRecipe
+    from firstlight.training.loop import TrainResult
+
+
+class NewModel:
+    """A model to be made of texts.
+
+    Args:
+        request: inputs, length and overrides of the run.
+        tell: called with each line for people.
+        progress: show a progress bar.
+
+    Attributes:
+        content_key: hash of the texts.
+
+    Raises:
+        InputError, ConfigError: see `scan_texts`.
+    """
+
+    def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
+        self._scan = scan_texts(request, tell, progress=progress)
+        self.content_key = self._scan.facts.content_key
+
+    def plan(self, request: Request, gpu: str | None = None) -> Plan:
+        """The plan by estimates; see `plan_texts`."""
+        return plan_texts(request, self._scan, gpu)
+
+    def begin(self, plan: Plan, request: Request, call: Call) -> TrainResult:
+        """Prepare the texts, choose again from what they are, and train."""
+        from firstlight.pipeline.machine import KnownForecast
+        from firstlight.training.loop import train
+
+        assert isinstance(plan, TextPlan)
+        scan, size = plan.scan, plan.text.vocab_size
+        texts = Preparation(
+            scan,
+            request.text_key,
+            plan.choices.tokens * plan.text.bytes_per_token,
+            str(size),
+            lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
+        )
+        data = prepared_texts(texts, call)
+        text = counted_text(data, scan.facts.gzip_bits_per_byte)
+        plan = replace(plan, request=request).choose_again(call.length(request), text)
+        fitted = self._fitted(plan, data, call)
+        plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
+        for line in plan.lines():
+            call.tell(line)
+        call.write_recipe(fitted.resolved, plan.choices, request)
+        call.remember(begun=True)
+        forecaster = KnownForecast(fitted.forecast)
+        return train(fitted.recipe, progress=call.progress, forecaster=forecaster)
+
+    def _fitted(self, plan: TextPlan, data: Path, call: Call) -> FittedRecipe:
+        """The recipe of the choices, once it is known to fit into memory."""
+        from firstlight.pipeline.machine import fitted_recipe
+        from firstlight.tokenizer import Tokenizer
+
+        values: dict[str, Any] = plan.choices.values
+        values["run"] = {"dir": str(call.folder)}
+        values["data"] |= {"dir": str(data)}
+        most = plan.choices["data.seq_len"] // 2
+        prompts = fitting_prompts(plan.scan.prompts, Tokenizer.from_pretrained(data), most)
+        values["evaluation"]["sample_prompts"] = prompts
+        overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
+        return fitted_recipe(
+            values,
+            overrides,
+            plan.choices,
+            plan.machine,
+            plan.speed,
+            lambda: call.length(plan.request),
+        )
+
+
+def counted_text(data: Path, gzip_bits_per_byte: float) -> TextFacts:
+    """Facts of prepared text.
+
+    Args:
+        data: the folder of the shards.
+        gzip_bits_per_byte: bits per byte of the text by gzip -9.
+    """
+    from firstlight.data.shards import read_manifest
+
+    manifest = read_manifest(data)
+    splits = manifest["splits"]
+    train, val = splits["train"], splits.get("val", {"tokens": 0, "text_bytes": 0})
+    size = train["text_bytes"] + val["text_bytes"]
+    tokens = train["tokens"] + val["tokens"]
+    return TextFacts(
+        manifest["vocab_size"], train["tokens"], size / tokens, gzip_bits_per_byte, val["tokens"]
+    )

@@ -1,0 +1,161 @@
+"""The texts of a run as token shards: made once, and used again by later calls."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firstlight.data.sources import limited_sources
+from firstlight.pipeline.plan import time_text
+from firstlight.pipeline.run_folder import DATA_FOLDER, Call, read_state
+from firstlight.pipeline.scan import Scan
+
+if TYPE_CHECKING:
+    from firstlight.tokenizer import Tokenizer
+
+#: Text that a tokenizer is trained on: more hardly changes it.
+_TOKENIZER_BYTES = 24 << 20
+#: Text that is prepared whatever the length of the run; of more, as much as the run reads.
+_PREPARED_BYTES = 64 << 20
+#: Part of the text that is prepared beyond what the run is expected to read.
+_SPARE = 1.5
+#: Held-out text that xz is tried on.
+_XZ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Texts to prepare.
+
+    Attributes:
+        scan: the texts.
+        text_key: field of the text in JSONL lines, tables and datasets.
+        needed_bytes: bytes of text that the run is expected to read.
+        tokenizer_key: hash or size of the tokenizer, which tells prepared texts apart.
+        tokenizer: makes or loads the tokenizer.
+    """
+
+    scan: Scan
+    text_key: str
+    needed_bytes: float
+    tokenizer_key: str
+    tokenizer: Callable[[], Tokenizer]
+
+    @property
+    def limit(self) -> int:
+        """Bytes of text that are prepared, by powers of two, so that another budget can use the
+        same."""
+        parts = _SPARE * self.needed_bytes / _PREPARED_BYTES
+        return _PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
+
+    @property
+    def key(self) -> str:
+        """A name of what is prepared."""
+        facts = self.scan.facts
+        # Nobody knows the size of a dataset.
+        known = all(source.dataset is None for source in self.scan.sources)
+        whole = known and facts.total_bytes <= self.limit
+        return f"{facts.content_key}-{self.tokenizer_key}-{0 if whole else self.limit}"
+
+
+def prepared_texts(texts: Preparation, call: Call) -> Path:
+    """The folder of tokenizer and shards, made now or by an earlier call; of two calls at once, the
+    second waits for the first.
+
+    Raises:
+        InputError, StorageError: see `prepare`.
+    """
+    from firstlight.data.remote import held
+
+    for folder in (call.folder, *sorted(call.folder.parent.glob("*"))):
+        state = call.state if folder == call.folder else read_state(folder)
+        if state.get("data_key") != texts.key:
+            continue
+        with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
+            data = folder / DATA_FOLDER
+            if (data / "manifest.json").is_file():
+                call.tell(f"tokenizer and shards of {data} are used again")
+                xz = read_state(folder).get("xz")
+                call.remember(data_key=texts.key, data=str(data), xz=xz)
+                return data
+    call.remember(data_key=texts.key)
+    with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
+        return prepare_corpus(texts, call)
+
+
+def prepare_corpus(texts: Preparation, call: Call) -> Path:
+    """Prepare texts in the run folder, over what is there."""
+    from firstlight.data.prepare import prepare
+
+    data = call.folder / DATA_FOLDER
+    tokenizer, split = texts.tokenizer(), texts.scan.split
+    begun = time.time()
+    manifest = prepare(
+        limited_sources(texts.scan.sources, texts.limit),
+        tokenizer,
+        data,
+        val_fraction=split.fraction,
+        split_of=split.splitter(),
+        text_key=texts.text_key,
+        overwrite=True,
+        progress=call.progress,
+    )
+    tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
+    call.tell(
+        f"shards: {tokens.get('train', 0):,} tokens to train on, {tokens.get('val', 0):,} held "
+        f"out ({time_text(time.time() - begun)})"
+    )
+    call.remember(data=str(data), xz=_xz_bits(data, tokenizer))
+    return data
+
+
+def train_tokenizer_on(
+    scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
+) -> Tokenizer:
+    """A tokenizer of texts.
+
+    Args:
+        scan: the texts.
+        text_key: field of the text in JSONL lines, tables and datasets.
+        vocab_size: number of tokens.
+        tell: called with a line for people.
+    """
+    from firstlight.data.records import read_documents
+    from firstlight.tokenizer import train_tokenizer
+
+    begun = time.time()
+    split_of = scan.split.splitter()
+    records = read_documents(limited_sources(scan.sources, _TOKENIZER_BYTES), text_key)
+    texts = (one.value for one in records if one.error is None)
+    # Held-out text has no part in the tokenizer where it is whole documents.
+    kept = (text for text in texts if split_of(text) in ("train", "tail"))
+    tokenizer = train_tokenizer(kept, vocab_size)
+    tell(f"tokenizer: {tokenizer.vocab_size:,} tokens ({time_text(time.time() - begun)})")
+    return tokenizer
+
+
+def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
+    """The beginnings of prompts that have so many tokens at most, without empty ones."""
+    found = []
+    for prompt in prompts:
+        while len(tokenizer.encode_prompt(prompt)) > most:
+            prompt = prompt[: len(prompt) // 2]
+        found.append(prompt)
+    return [one for one in found if one] or [""]
+
+
+def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
+    """Bits per byte of the held-out text by xz; None without held-out text."""
+    from firstlight.data.corpus import TokenDataset
+    from firstlight.data.shards import read_manifest
+
+    if "val" not in read_manifest(data)["splits"]:
+        return None
+    held = TokenDataset(data, "val")
+    text = tokenizer.decode(held[0 : held.num_tokens].tolist()).encode("utf-8")[:_XZ_BYTES]
+    return 8 * len(lzma.compress(text)) / max(len(text), 1)

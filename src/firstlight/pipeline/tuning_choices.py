@@ -1,0 +1,232 @@
+"""Settings of fine-tuning from facts alone: the data, the model that is started from, the machine,
+and the time or tokens there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from firstlight.console import rounded
+from firstlight.errors import ConfigError
+from firstlight.pipeline import settings
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, micro_batch, other_choices
+from firstlight.pipeline.facts import Length, MachineFacts
+
+
+@dataclass(frozen=True)
+class TuningData:
+    """Data to fine-tune on.
+
+    Attributes:
+        kind: "chat" for conversations, "text" for texts.
+        count: number of conversations, or documents, to train on.
+        longest: tokens of the longest conversation; 0 for texts.
+        usual: tokens that 99 % of the conversations have at most; 0 for texts.
+    """
+
+    kind: Literal["chat", "text"]
+    count: int
+    longest: int = 0
+    usual: int = 0
+
+    @property
+    def name(self) -> str:
+        """The data in a sentence about passes over them."""
+        return "the conversations" if self.kind == "chat" else "the text"
+
+    @property
+    def most_epochs(self) -> float:
+        """Passes over the data after which the model knows them by heart."""
+        if self.kind == "text":
+            return settings.GOOD_EPOCHS
+        few = math.sqrt(settings.MANY_CHATS / max(self.count, 1))
+        most = settings.CHAT_EPOCHS * max(few, 1.0)
+        return float(round(min(most, settings.CHAT_EPOCHS_OF_FEW)))
+
+
+@dataclass(frozen=True)
+class Method:
+    """The way to train a model that is started from.
+
+    Attributes:
+        adapters: True trains adapters beside frozen weights (LoRA), False all weights.
+        checkpointing: True computes activations twice, to keep fewer of them.
+        quantized: True keeps the frozen weights in 4 bits.
+        reason: the memory that decided.
+        memory_bytes: expected memory.
+    """
+
+    adapters: bool = False
+    checkpointing: bool = False
+    quantized: bool = False
+    reason: str = ""
+    memory_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The method for people."""
+        if not self.adapters:
+            return "all weights"
+        return "QLoRA" if self.quantized else "LoRA"
+
+    def choices(self) -> Iterator[Choice]:
+        """The keys that stand for the method."""
+        if self.adapters:
+            rank = "numbers of an adapter for each row of a matrix"
+            yield Choice("lora.rank", settings.ADAPTER_RANK, rank)
+            yield Choice("lora.alpha", settings.ADAPTER_ALPHA, "")
+        if self.quantized:
+            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits: else nothing fits")
+        if self.checkpointing:
+            reason = "activations are computed twice, since they don't fit"
+            yield Choice("efficiency.activation_checkpointing", "full", reason)
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """Facts about the model that is started from.
+
+    Attributes:
+        parameters: number of its parameters.
+        hidden_size: its width.
+        context: tokens that it can see.
+    """
+
+    parameters: int
+    hidden_size: int
+    context: int
+
+
+def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
+    """Tokens of a training row: the longest conversation fits, or nearly all do; of texts as many
+    as new models have, within the model's context.
+
+    Raises:
+        ConfigError: a given length is longer than the context.
+    """
+    key, given = "data.seq_len", fixed.get("data.seq_len")
+    if given is not None:
+        return Choice(key, int(given), "given")
+    if data.kind == "text":
+        length = min(settings.SEQ_LENS[-1][1], model.context)
+        return Choice(key, length, f"of the {model.context:,} tokens that the model can see")
+    # An example of n tokens takes n - 1 positions of a row.
+    longest, usual = data.longest - 1, data.usual - 1
+    most = min(settings.LONGEST_ROW, model.context)
+    if longest <= most:
+        length = min(max(_power_of_two(longest), 256), model.context)
+        return Choice(key, length, f"the longest conversation has {data.longest:,} tokens")
+    length = min(max(_power_of_two(usual), most), model.context)
+    return Choice(key, length, f"99 % of the conversations have {data.usual:,} tokens at most")
+
+
+def _power_of_two(count: float) -> int:
+    return 1 << max(math.ceil(math.log2(max(count, 1))), 0)
+
+
+def choose_tuning(
+    data: TuningData,
+    model: StartingModel,
+    method: Method,
+    machine: MachineFacts,
+    epoch_tokens: float,
+    val_tokens: float,
+    row: Choice,
+    length: Length,
+    fixed: Mapping[str, Any],
+) -> Choices:
+    """Every setting of a fine-tuning.
+
+    Args:
+        data, model, method: what is trained, and how.
+        machine: the machine, with the speed of this model.
+        epoch_tokens: tokens of a pass over the data, the rows' empty places included.
+        val_tokens: the same of the validation split.
+        row: tokens of a row; see `row_of`.
+        length: time, tokens or steps.
+        fixed: values of keys of the recipe that a person has given.
+    """
+    rate = machine.rates[0][1]
+    most = data.most_epochs * epoch_tokens
+    batch = fixed.get("batch.global_batch_tokens")
+    tokens, is_capped = length.tokens or most, False
+    if length.seconds is not None:
+        in_time = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
+        is_capped = most <= settings.SURE_SHARE * in_time
+        tokens = most if is_capped else in_time
+    if batch is None:
+        unit = row.value * (fixed.get("batch.micro_batch_size") or 1)
+        batch = _batch_tokens(tokens, row.value, unit)
+    elif batch % row.value:
+        raise ConfigError(
+            f"batch.global_batch_tokens {batch} is no multiple of data.seq_len {row.value}: take "
+            f"{-(-batch // row.value) * row.value}"
+        )
+    steps = length.steps or max(round(tokens / batch), 1)
+    run = RunFacts(steps * batch, steps, row.value, rate)
+    epochs = run.tokens / max(epoch_tokens, 1.0)
+    items = [
+        row,
+        *method.choices(),
+        micro_batch(batch, row.value, machine, fixed),
+        Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, epoch_tokens)),
+        *_optimizer_choices(model, method),
+        *_length_choices(run, length, epochs, data, is_capped=is_capped),
+        *other_choices(run, machine, val_tokens),
+        Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
+    ]
+    chosen = [
+        Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
+    ]
+    seconds = run.tokens / rate / (1 - settings.EVALUATION_SHARE)
+    return Choices(
+        chosen, model.parameters, round(run.tokens), steps, seconds, rate, epochs, advice=""
+    )
+
+
+def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
+    """Tokens of a step: as many as leave a run its steps, in whole micro-batches."""
+    wanted = min(tokens / settings.TUNING_STEPS, settings.MOST_TUNING_BATCH)
+    rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
+    return -(-rows * seq_len // unit) * unit
+
+
+def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
+    if data.kind == "text":
+        return f"tokens of a step; the text has {rounded(epoch_tokens)}"
+    share = batch / max(epoch_tokens, 1.0) * data.count
+    return f"tokens of a step: about {max(round(share), 1):,} conversations"
+
+
+def _optimizer_choices(model: StartingModel, method: Method) -> Iterator[Choice]:
+    rate = settings.TUNING_RATE * (settings.TUNING_WIDTH / model.hidden_size) ** (
+        settings.TUNING_POWER
+    )
+    reason = f"of all weights of a model {model.hidden_size:,} wide; narrower ones take more"
+    if method.adapters:
+        rate *= settings.ADAPTER_MULTIPLE
+        reason = f"of adapters: ten times that of all weights, {model.hidden_size:,} wide"
+    yield Choice("optimizer.name", "adamw", "")
+    yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
+    yield Choice("optimizer.weight_decay", 0.0, "the weights stay near those it starts from")
+
+
+def _length_choices(
+    run: RunFacts, length: Length, epochs: float, data: TuningData, *, is_capped: bool
+) -> Iterator[Choice]:
+    passes = f"{epochs:.2g} passes over {data.name}"
+    if is_capped:
+        reason = f"passes over {data.name}: more would teach them by heart"
+        yield Choice("schedule.epochs", data.most_epochs, reason)
+    elif length.seconds is not None:
+        minutes = round(length.seconds / 60, 3)
+        reason = "of the training; measured steps decide their number, once"
+        yield Choice("schedule.max_minutes", minutes, reason)
+    else:
+        yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
+    yield Choice("schedule.warmup_steps", max(run.steps // 20, min(10, run.steps // 10)), "")
+    yield Choice("schedule.kind", "wsd", "full rate, then a line down to zero over the last part")
+    yield Choice("schedule.decay_fraction", settings.LAYOUT["schedule.decay_fraction"], "")
+    yield Choice("schedule.min_lr_ratio", 0.0, "")

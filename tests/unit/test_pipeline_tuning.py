@@ -1,0 +1,248 @@
+"""`train_texts` from a model that is there already: conversations and texts, choices, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from chats import draw_records, write_lines
+from test_pipeline_run import write_texts
+
+from firstlight.cli.main import main
+from firstlight.data.records import find_records
+from firstlight.errors import ConfigError, InputError
+from firstlight.models import empty_model
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama_config import LlamaConfig
+from firstlight.pipeline import machine as machine_module
+from firstlight.pipeline import settings
+from firstlight.pipeline.facts import Length, MachineFacts
+from firstlight.pipeline.inputs import conversations_in, require_texts
+from firstlight.pipeline.result import TextRun, result_lines
+from firstlight.pipeline.run import train_texts
+from firstlight.pipeline.tuning_choices import (
+    Method,
+    StartingModel,
+    TuningData,
+    choose_tuning,
+    row_of,
+)
+from firstlight.planner.plan import machine as planned_machine
+from firstlight.recipe import load_recipe, parse_recipe
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
+
+MACHINE = MachineFacts("two cores", "cpu", [(9e6, 20_000.0)], 8 << 30)
+MODEL = StartingModel(260_000, 64, 512)
+FULL = Method()
+CHATS = TuningData("chat", 1000, longest=200, usual=150)
+
+
+@pytest.fixture(autouse=True)
+def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """The folder of a tiny model."""
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=320,
+    )
+    made = empty_model(config)
+    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in model_files(config, tokenizer).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    save_weights(weights_to_save(made), folder)
+    return folder
+
+
+def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
+    options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
+    return train_texts(inputs, init_from=model, progress=False, **(options | changes))
+
+
+def chosen(length: Length, method: Method = FULL, **changes: Any) -> Any:
+    data = dataclasses.replace(CHATS, **changes)
+    row = row_of(data, MODEL, {})
+    return choose_tuning(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row, length, {})
+
+
+def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
+    run = tuned(chats, model)
+    assert run.run_folder == Path("runs/chats")
+    assert run.training is not None
+    assert run.training.step == 2
+    assert run.bits_per_byte is not None
+    # Questions of held-out conversations, answered.
+    assert len(run.samples) == 3
+    assert all(prompt for prompt, _ in run.samples)
+    text = (run.run_folder / "recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["data"]["files"] == [str(chats)]
+    assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
+    assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
+    assert "narrower ones take more\n  learning_rate: 0.0013" in text
+    assert f"--init-from {model}" in text.splitlines()[0]
+    lines = "\n".join(result_lines(run))
+    assert "bits for a byte of held-out answers" in lines
+    assert f"train {chats} --budget 1h" in lines
+    assert f"--init-from {model}" in lines
+    # The recipe alone trains the same.
+    assert load_recipe(run.run_folder / "recipe.yaml").schedule.max_steps == 2
+
+    again = tuned(chats, model)
+    assert (again.training, again.bits_per_byte) == (None, run.bits_per_byte)
+
+
+def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
+    first = tuned(chats, model, overrides=stop)
+    assert first.training is not None
+    assert first.training.stopped_by == "max_minutes"
+    recipe = first.run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
+    second = tuned(chats, model, overrides=stop)
+    assert second.training is not None
+    assert (second.run_folder, second.training.step) == (first.run_folder, 2)
+
+
+def test_adapters_are_trained_where_all_weights_do_not_fit(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    real, weights = planned_machine.find_machine, 320 * 32 * 2 + 4 * 32 * 32
+    # Less than 16 bytes for each parameter, and room for what is left: as far as it is known here.
+    small = lambda gpu=None: dataclasses.replace(real(gpu), usable_bytes=15 * weights)  # noqa: E731
+    monkeypatch.setattr(planned_machine, "find_machine", small)
+    with pytest.raises(ConfigError, match=r"does not fit into .* start from a smaller model"):
+        tuned(chats, model)
+    monkeypatch.setattr(planned_machine, "find_machine", real)
+    run = tuned(chats, model, overrides={"lora.rank": 2, "evaluation.sample_tokens": 4})
+    assert yaml.safe_load((run.run_folder / "recipe.yaml").read_text())["lora"]["rank"] == 2
+    assert run.choices is not None
+    assert run.choices["lora.rank"] == 2
+    assert run.choices["optimizer.learning_rate"] == pytest.approx(0.013, rel=0.1)
+
+
+def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    texts = write_texts(tmp_path / "texts")
+    run = tuned(texts, model)
+    recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
+    assert Tokenizer.from_pretrained(recipe["data"]["dir"]).fingerprint == tokenizer.fingerprint
+    assert run.gzip_bits_per_byte is not None
+    assert len(run.samples) == 3
+    with pytest.raises(ConfigError, match=r"--model.hidden_size is for new models, and .*model"):
+        tuned(texts, model, overrides={"model.hidden_size": 64})
+    with pytest.raises(ConfigError, match="--size is for new models"):
+        tuned(texts, model, size="small")
+    with pytest.raises(ConfigError, match=r"--lora.rank is for fine-tuning: name the model"):
+        train_texts(texts, steps=1, overrides={"lora.rank": 8}, progress=False)
+
+
+def test_conversations_are_told_from_texts_by_what_is_in_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    chats = write_lines(folder / "a.jsonl", draw_records(3))
+    write_lines(folder / "b.jsonl", [{"text": "a text"}])
+    (folder / "c.json").write_text(json.dumps(draw_records(1)))
+    (folder / "d.json").write_text("{}")
+    (folder / "e.txt").write_text("a text\n")
+    assert [one.name for one in conversations_in([str(folder)])] == [
+        *(str(chats), str(folder / "c.json"))
+    ]
+    require_texts([str(folder)])
+    require_texts(["stdlib"])
+    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* add --init-from MODEL"):
+        require_texts([str(chats), str(folder / "c.json")])
+    assert main(["train", str(chats), "--budget", "3m"]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "add --init-from MODEL" in message
+    pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(InputError, match=r"holds preference pairs: .*recipes/tour-dpo.yaml"):
+        train_texts(pairs, init_from="nowhere", progress=False)
+    assert len(find_records([folder])) == 5
+
+
+def test_options_without_meaning_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("a text\n")
+    for option, reason in (
+        (["--new-rows", "copy:a"], "--new-rows is for a recipe"),
+        (["--plan", "auto"], "--plan is for a recipe"),
+        (["--best"], "--best is for --init-from"),
+    ):
+        assert main(["train", "a.txt", *option]) == 2
+        message = capsys.readouterr().err
+        assert reason in message
+        assert message.count("\n") == 1
+
+
+def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", draw_records(60))
+    (folder / "readme.md").write_text("a text\n")
+    arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
+    assert main([*arguments, "--plan-only"]) == 0
+    shown = capsys.readouterr()
+    assert "1 file beside the conversations not read" in shown.err
+    assert "54 conversations to train on, 6 held out" in shown.err
+    assert "all weights" in shown.out
+    assert "10 times the conversations" in shown.out
+    assert not Path("runs").exists()
+
+
+def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
+    assert row_of(CHATS, MODEL, {}).value == 256
+    assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
+    long = dataclasses.replace(CHATS, longest=9000)
+    assert row_of(long, MODEL, {}).value == 512
+    wide = dataclasses.replace(MODEL, context=131_072)
+    assert row_of(long, wide, {}).value == 2048
+    assert row_of(dataclasses.replace(long, usual=3000), wide, {}).value == 4096
+    assert row_of(TuningData("text", 5), wide, {}).value == 1024
+
+
+def test_few_conversations_are_read_more_often() -> None:
+    assert chosen(Length(3600.0)).epochs == pytest.approx(3.0, rel=0.05)
+    assert chosen(Length(3600.0))["schedule.epochs"] == 3.0
+    assert chosen(Length(3600.0), count=250)["schedule.epochs"] == 6.0
+    assert chosen(Length(3600.0), count=20)["schedule.epochs"] == 10.0
+    short = chosen(Length(5.0))
+    assert short["schedule.max_minutes"] == pytest.approx(5 / 60, abs=1e-3)
+    assert short.epochs < 1.1
+    assert chosen(Length(steps=7))["schedule.max_steps"] == 7
+
+
+def test_the_rate_follows_width_and_method() -> None:
+    full = chosen(Length(60.0))["optimizer.learning_rate"]
+    assert full == pytest.approx(5e-5 * (2000 / 64) ** 0.781, rel=0.05)
+    adapters = chosen(Length(60.0), Method(adapters=True))
+    assert adapters["optimizer.learning_rate"] == pytest.approx(10 * full, rel=0.05)
+    assert adapters["lora.rank"] == settings.ADAPTER_RANK
+    values = adapters.values | {"data": {"kind": "chat", "files": ["a"], "seq_len": 256}}
+    parse_recipe(values)
