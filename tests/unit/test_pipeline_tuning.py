@@ -172,12 +172,12 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     ]
     require_texts([str(folder)])
     require_texts(["stdlib"])
-    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* add --init-from MODEL"):
+    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* --init-from MODEL"):
         require_texts([str(chats), str(folder / "c.json")])
     assert main(["train", str(chats), "--budget", "3m"]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "add --init-from MODEL" in message
+    assert "firstlight train FILE --init-from MODEL" in message
     pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(InputError, match=r"holds preference pairs: .*recipes/tour-dpo.yaml"):
         train_texts(pairs, init_from="nowhere", progress=False)

@@ -161,8 +161,8 @@ _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
 #: The way to train on records, by their kind.
 START_FROM = {
-    "chat": "to teach a model to answer with them, name the one to start from: add --init-from "
-    "MODEL to `firstlight train`",
+    "chat": "to teach a model to answer with them, start from one: firstlight train FILE "
+    "--init-from MODEL",
     "preference": "a model that answers already learns from them with a recipe: firstlight train "
     "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
 }
@@ -225,7 +225,7 @@ def _json_kind(head: bytes) -> FileKind:
     if kind is not None:
         return FileKind(
             f"JSON of {_RECORDS[kind]}, not text",
-            f"{START_FROM[kind]}; firstlight prepare --kind {kind} reads it, too",
+            f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}",
         )
     one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
     return _LINES if one_a_line else _JSON
@@ -245,6 +245,6 @@ def conversation_text(fields: Collection[str]) -> str | None:
         return None
     names = ", ".join(list(fields)[:8])
     return (
-        f"{_RECORDS[kind]}, not text (fields: {names}): {START_FROM[kind]}; firstlight prepare "
-        f"--kind {kind} reads them, too"
+        f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
+        f"them; {START_FROM[kind]}"
     )
