@@ -19,7 +19,7 @@ from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
 from firstlight.report.records import read_json_lines
-from firstlight.training.metrics import JsonLines, keep_until
+from firstlight.training.metrics import JsonLines, keep_until, missing_steps
 
 
 def write(path: Path, *records: dict[str, Any]) -> None:
@@ -112,6 +112,32 @@ def test_going_on_after_a_torn_line_gives_whole_lines(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
         {"step": step} for step in (1, 2, 3, 4)
     ]
+
+
+def test_damaged_lines_and_lines_out_of_order_are_dropped_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n{"step": 2}\n\xff\n{"step": 9}\n')
+    steps_kept, problem = keep_until(path, 4)
+    assert steps_kept == steps(path) == [1, 3]
+    assert problem is not None
+    assert "m.jsonl:2 is damaged" in problem
+
+
+@pytest.mark.parametrize(
+    "there, first, last, missing",
+    [
+        ((1, 2, 3), 1, 3, ""),
+        ((), 1, 0, ""),
+        ((), 1, 3, "1 to 3"),
+        ((2, 3, 5, 9), 1, 10, "1, 4, 6 to 8, 10"),
+        ((11, 12), 11, 12, ""),
+        ((11, 12), 10, 13, "10, 13"),
+    ],
+)
+def test_missing_steps_are_named(
+    there: tuple[int, ...], first: int, last: int, missing: str
+) -> None:
+    assert missing_steps(there, first, last) == missing
 
 
 @given(st.integers(0, 12), st.integers(0, 12))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
+from firstlight.checkpoint.manifest import sealed
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
@@ -667,6 +669,70 @@ def test_a_second_resume_is_as_exact_as_the_first(recipe: dict[str, Any], tmp_pa
     found = train(broken, resume=True)
     assert losses(broken) == losses(recipe)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
+def test_damaged_logs_never_keep_a_run_from_going_on(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(recipe)
+    broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 9)
+    folder = run_folder(broken)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = b'{"st\n'
+    del lines[5:7]
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines, b"\xff\n", lines[-1]]))
+    (folder / "starts.jsonl").write_bytes(b"\n" + (folder / "starts.jsonl").read_bytes())
+    (folder / "samples.jsonl").write_bytes(b"[]\n[]\n")
+    capsys.readouterr()
+    found = train(broken, resume=True, progress=True)
+    said = capsys.readouterr().err
+    for name in ("metrics.jsonl:3", "samples.jsonl:1", "starts.jsonl:1"):
+        assert f"{folder}/{name} is damaged" in said
+    assert f"{folder}/metrics.jsonl has no lines of steps 3, 6 to 7: weights" in said
+    assert [line["step"] for line in metrics(broken)] == [1, 2, 4, 5, *range(8, 13)]
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
+@pytest.mark.parametrize(
+    "spoiled, message",
+    [
+        ({"pending": {"step": 8}}, "pending holds no metrics of step 8"),
+        ({"pending": {"step": "8"}}, "pending holds no metrics of step 8"),
+        ({"micro_batch_rows": 99}, "micro_batch_rows is 99, and a micro-batch has 4 rows"),
+        (
+            {"random": {"python": {"version": 3, "next_gauss": None}, "numpy": {"position": 625}}},
+            "random-number states are damaged: numpy's position is 625",
+        ),
+        ({"rng.cpu": torch.zeros(3, dtype=torch.uint8)}, "random-number states are damaged"),
+        ({"rng.cpu": torch.zeros(5056)}, "random-number states are damaged"),
+        ({"rng.python": torch.full((625,), -1)}, "random-number states are damaged"),
+    ],
+)
+def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
+    recipe: dict[str, Any], spoiled: dict[str, Any], message: str
+) -> None:
+    stop_after(recipe, 9)
+    folder = list_checkpoints(run_folder(recipe))[-1]
+    state_path, tensors_path = folder / "trainer_state.json", folder / "optimizer.safetensors"
+    state, tensors = (
+        json.loads(state_path.read_text("utf-8")),
+        safetensors.torch.load_file(tensors_path),
+    )
+    for name, value in spoiled.items():
+        (tensors if name in tensors else state)[name] = value
+    state_path.write_text(json.dumps(state), "utf-8")
+    safetensors.torch.save_file(tensors, tensors_path)
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    del manifest["sha256"]
+    for path in (state_path, tensors_path):
+        content = path.read_bytes()
+        mark = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][path.name] = mark
+    (folder / "manifest.json").write_text(sealed(manifest), "utf-8")
+    with pytest.raises(CheckpointError, match=message) as error:
+        train(recipe, resume=True)
+    assert "\n" not in str(error.value)
 
 
 def test_resuming_a_complete_run_does_nothing(

@@ -322,21 +322,29 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: a line in the middle is damaged.
     """
+    records, problem = sound_json_lines(path)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return records
+
+
+def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """(the objects of all lines that can be read, what is wrong with the first line that can't, or
+    with the file, None if nothing is); a last line that a kill cut short is nothing wrong."""
     if not path.exists():
-        return []
+        return [], None
     try:
         lines = read_file(path, _MAX_BYTES).splitlines(keepends=True)
     except InputError as error:
-        raise CheckpointError(str(error)) from error
-    records = []
+        return [], str(error)
+    records, problem = [], None
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_record(line))
         except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(f"{path}:{number} is damaged: {error}") from error
-    return records
+            if number < len(lines):
+                problem = problem or f"{path}:{number} is damaged: {error}"
+    return records, problem
 
 
 def _record(line: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from firstlight.files.atomic import write_json
 from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleConfig
 from firstlight.report.length import LENGTH_NAME, read_length
-from firstlight.report.records import METRICS_NAME, read_json_lines
+from firstlight.report.records import METRICS_NAME, sound_json_lines
 
 #: Parts of the loop's time beside the steps themselves.
 Part = Literal["evaluation", "tasks", "save"]
@@ -292,7 +292,8 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     used = [float(record.pop("seconds_used", 0.0))]
     # Also of a run that began with a length in steps: the time that its steps took.
     steps_took = 0.0
-    for line in read_json_lines(run_folder / METRICS_NAME):
+    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # said when the logs are opened
+    for line in lines:
         steps_took += float(line.get("seconds") or 0.0)
         used.append(float(line.get("elapsed_seconds") or 0.0))
     return {**record, "seconds_used": max(used) or steps_took}

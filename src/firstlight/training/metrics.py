@@ -4,7 +4,7 @@ TensorBoard. One line a step, exact floats, never a step twice."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from firstlight.report.records import (
     EVENTS_NAME,
     METRICS_NAME,
     SAMPLES_NAME,
+    STARTS_NAME,
     read_json_lines,
+    sound_json_lines,
 )
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
@@ -51,15 +53,35 @@ class JsonLines:
         self._file.close()
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after `step`: the run is about to do those steps again. A link is replaced
-    by a file."""
+def keep_until(path: Path, step: int) -> tuple[list[int], str | None]:
+    """Drop the lines after `step`, since the run is about to do those steps again, and damaged
+    ones. A link is replaced by a file.
+
+    Returns:
+        (steps of the lines that stay, what was wrong with the file, None if nothing was).
+    """
     if not path.exists():
         remove_file(path)  # a link to nothing, that would be written through
-    else:
-        kept = [record for record in read_json_lines(path) if record["step"] <= step]
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-        write_file(path, "".join(lines))
+        return [], None
+    records, problem = sound_json_lines(path)
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        # A step of metrics.jsonl has one line; one of samples.jsonl has a line for each text.
+        if (kept[-1]["step"] if kept else -1) <= record["step"] <= step:
+            kept.append(record)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+    write_file(path, "".join(lines))
+    return [record["step"] for record in kept], problem
+
+
+def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
+    """The steps from `first` to `last` that have no line, such as "3, 7 to 9"; "" if all have."""
+    gaps, expected = [], first
+    for step in (*sorted(steps), last + 1):
+        if step > expected:
+            gaps.append(f"{expected}" if step == expected + 1 else f"{expected} to {step - 1}")
+        expected = max(expected, step + 1)
+    return ", ".join(gaps)
 
 
 class RunLogs:
@@ -74,9 +96,10 @@ class RunLogs:
         events: the lines of events.jsonl; a file that is there is replaced. Without any, there
             is no such file.
         tensorboard: write all of it into the folder's tensorboard/, too; else what is there stays.
+        tell: called with a message for each file in which lines are damaged or missing: logs are
+            derived, and never keep a run from going on.
 
     Raises:
-        CheckpointError: a line in the middle of a file is damaged.
         StorageError: the disk refuses.
     """
 
@@ -87,8 +110,9 @@ class RunLogs:
         events: Sequence[Mapping[str, Any]] = (),
         *,
         tensorboard: bool = False,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._tell = folder, tell
         self._tensorboard = TensorBoardLog(folder / TENSORBOARD_NAME) if tensorboard else None
         self._open(last_step)
         self.write_events(events)
@@ -131,7 +155,8 @@ class RunLogs:
     def _open(self, last_step: int) -> None:
         for name in (METRICS_NAME, SAMPLES_NAME):
             if last_step:
-                keep_until(self._folder / name, last_step)
+                steps, problem = keep_until(self._folder / name, last_step)
+                self._say_damage(name, steps, problem, last_step)
             else:
                 remove_file(self._folder / name)
         self._metrics = JsonLines(self._folder / METRICS_NAME)
@@ -139,6 +164,22 @@ class RunLogs:
         if self._tensorboard is not None:
             lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
             self._tensorboard.begin(*lines)
+
+    def _say_damage(
+        self, name: str, steps: Sequence[int], problem: str | None, last_step: int
+    ) -> None:
+        if problem is not None:
+            self._tell(f"warning: {problem}: the run goes on without the lines that can't be read")
+        if name != METRICS_NAME:
+            return
+        # A run that branched off another one, or goes on in its schedule, begins at a later step.
+        starts, _ = sound_json_lines(self._folder / STARTS_NAME)
+        first = starts[0]["step"] + 1 if starts else min(steps, default=last_step + 1)
+        if gaps := missing_steps(steps, first, last_step):
+            self._tell(
+                f"warning: {self._folder / name} has no lines of steps {gaps}: weights and later "
+                "steps are not affected, reports lack them"
+            )
 
     def _close(self) -> None:
         self._metrics.close()

@@ -272,7 +272,11 @@ class Run:
         if not self.engine.is_main:
             return SilentLogs()
         tensorboard = self.recipe.run.tensorboard
-        return RunLogs(self.folder, self.logged_step, self.state.events, tensorboard=tensorboard)
+        return RunLogs(
+            *(self.folder, self.logged_step, self.state.events),
+            tensorboard=tensorboard,
+            tell=self.tell,
+        )
 
     def take_length(self, length: PredictedLength) -> None:
         """Take over the number of steps of a run in minutes; it is on the disk when this ends."""

@@ -43,7 +43,7 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, resolve, sequence_length
-from firstlight.report.records import STARTS_NAME, read_json_lines
+from firstlight.report.records import STARTS_NAME, sound_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
@@ -330,14 +330,11 @@ def _require_disk(run: Run) -> None:
 
 
 def record_start(run: Run) -> None:
-    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew.
-
-    Raises:
-        CheckpointError: a line in the middle of it is damaged.
-        StorageError: the disk refuses.
-    """
+    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew."""
     path = Path(run.folder) / STARTS_NAME
-    lines = read_json_lines(path) if run.saved_step > 0 else []
+    lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
+    if problem is not None:
+        run.tell(f"warning: {problem}: its lines that can't be read are dropped")
     held_out = run.validation
     splits = [split for split in (run.dataset, held_out) if split is not None]
     conversations = [record for split in splits for record in split.records(run.seq_len)]

@@ -31,6 +31,9 @@ from firstlight.weights.loading import file_tensors
 
 _RNG_PREFIX = "rng."
 
+#: Keys that the metrics of every step have, of every version, with a number.
+_RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
+
 
 @dataclass
 class TrainState:
@@ -155,9 +158,14 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
             other_prefix=_RNG_PREFIX,
             has_moments=has_moments,
         )
-    _restore_own_states(randoms, program, state.step)
     saved = checkpoint.trainer_state
-    _restore_python_random_states(randoms, saved.get("random", {}))
+    try:
+        _restore_own_states(randoms, program, state.step)
+        _restore_python_random_states(randoms, saved.get("random", {}))
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
+        ) from error
     # A run that went on in another precision has no scale yet.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
@@ -213,10 +221,24 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(
             f"trainer_state.json is damaged: best_val_loss is {state.best_val_loss!r:.100}"
         )
-    lines = [*state.events, *([] if state.pending is None else [state.pending])]
-    if not all(isinstance(line, dict) for line in lines):
+    if not all(isinstance(line, dict) for line in state.events):
         raise CheckpointError("trainer_state.json is damaged: an event is no object")
+    if state.pending is not None and not _is_record(state.pending, state.step):
+        raise CheckpointError(
+            f"trainer_state.json is damaged: pending holds no metrics of step {state.step}"
+        )
     return state
+
+
+def _is_record(pending: Any, step: int) -> bool:
+    """Whether something is the metrics of a step, with the keys that all who watch a run read."""
+    return (
+        isinstance(pending, dict)
+        and pending.get("step") == step
+        and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
+        and all(type(pending.get(key)) in (int, float) for key in _RECORDED)
+        and "train/loss" in pending
+    )
 
 
 def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None:
@@ -342,16 +364,14 @@ def _python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
     """Put back what `_python_random_states` gave; what is missing stays as it is."""
-    try:
-        if "python" in rest:
-            python = tuple(words[f"{_RNG_PREFIX}python"].tolist())
-            random.setstate((rest["python"]["version"], python, rest["python"]["next_gauss"]))
-        if "numpy" in rest:
-            keys = words[f"{_RNG_PREFIX}numpy"].numpy().astype(np.uint32)
-            found = rest["numpy"]
-            legacy = (found["position"], found["has_gauss"], found["next_gauss"])
-            np.random.set_state(("MT19937", keys, *legacy))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's random-number states are damaged: {error}"
-        ) from error
+    if "python" in rest:
+        python = tuple(words[f"{_RNG_PREFIX}python"].tolist())
+        random.setstate((rest["python"]["version"], python, rest["python"]["next_gauss"]))
+    if "numpy" in rest:
+        keys = words[f"{_RNG_PREFIX}numpy"].numpy().astype(np.uint32)
+        found = rest["numpy"]
+        # numpy reads beyond its words for any other.
+        if not 0 <= found["position"] <= len(keys):
+            raise ValueError(f"numpy's position is {found['position']!r:.100}")
+        legacy = (found["position"], found["has_gauss"], found["next_gauss"])
+        np.random.set_state(("MT19937", keys, *legacy))
