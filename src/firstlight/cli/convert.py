@@ -15,13 +15,14 @@ from firstlight.console import say
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
-@click.option("--to", type=click.Choice(["hf", "gguf"]), default="hf", show_default=True)
+@click.option("--to", type=click.Choice(["hf", "gguf", "ollama"]), default="hf", show_default=True)
 @out_option
 @click.option(
     "--dtype",
     default="auto",
     show_default=True,
-    help="auto keeps the source's; f32, f16, bf16, and for GGUF q8_0.",
+    help="auto keeps the source's; f32, f16, bf16, and for GGUF q8_0 and llama.cpp's formats, such "
+    "as q4_k_m, q6_k, iq3_s (pip install 'firstlight[llama-cpp]').",
 )
 @click.option("--tokenizer", help="A tokenizer's folder or file, in place of the source's.")
 @click.option(
@@ -32,7 +33,13 @@ from firstlight.console import say
 @click.option(
     "--tolerance",
     type=float,
-    help="Greatest difference of two logits that passes, as a share of the largest.",
+    help="Greatest difference of two logits that passes, as a share of the largest; for formats of "
+    "llama.cpp's quantiser, the greatest increase of the perplexity, as a share.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="A text that tells llama.cpp's quantiser which weights matter (an importance matrix).",
 )
 @best_option
 @with_json
@@ -44,6 +51,7 @@ def convert_command(
     tokenizer: str | None,
     config: Path | None,
     tolerance: float | None,
+    calibration: Path | None,
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
@@ -65,17 +73,24 @@ def convert_command(
         tokenizer=tokenizer,
         config=config,
         tolerance=tolerance,
+        calibration=calibration,
         best=best,
     )
     for note in result.notes:
         say(f"note: {note}")
     difference, largest = result.largest_difference, result.largest_logit
+    cost = []
+    if result.perplexity is not None:
+        before, after, bits = result.perplexity
+        cost = [("perplexity", f"{before:.4g} of the source, {after:.4g} of the result")]
+        cost += [("bits a weight", f"{bits:.2f}")]
     show_rows(
         [
             ("source", f"{result.program}, {result.model_type}"),
             ("written", result.file or result.out),
             ("parameters", f"{result.parameters:,} in {result.dtype}"),
             ("logits", f"differ by up to {difference:.3g} (the largest is {largest:.3g})"),
+            *cost,
             ("chat template", "the same in both" if result.has_chat_template else "none"),
         ]
     )

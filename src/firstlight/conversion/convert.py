@@ -25,9 +25,11 @@ from firstlight.conversion.check import (
 )
 from firstlight.conversion.gguf_reader import read_gguf
 from firstlight.conversion.gguf_writer import gguf_notes, import_gguf, write_gguf
+from firstlight.conversion.ollama import modelfile
+from firstlight.conversion.quantize import QUANTISED, import_llama_cpp, quantise_source
 from firstlight.conversion.source import Source, read_folder, read_source, with_qkv_biases
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
-from firstlight.files.atomic import new_folder, read_json, require_free
+from firstlight.files.atomic import new_folder, read_file, read_json, require_free
 from firstlight.models import ModelConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import (
@@ -41,7 +43,12 @@ from firstlight.weights.huggingface import (
 from firstlight.weights.stored import save_weights
 
 #: The formats of each target; "auto" keeps that of the source.
-_FORMATS = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": ("auto", "f32", "f16", "bf16", "q8_0")}
+_GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
+_FORMATS = {
+    "hf": ("auto", "f32", "f16", "bf16"),
+    "gguf": _GGUF_FORMATS,
+    "ollama": _GGUF_FORMATS,
+}
 _SHORT_NAMES = {
     "float32": "f32",
     "float16": "f16",
@@ -55,6 +62,11 @@ _TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "f64": torch.float64,
 }
+
+#: Bytes of a calibration text, of which 32,768 tokens are read.
+_MAX_CALIBRATION_BYTES = 10_000_000
+#: Name of Ollama's file.
+MODELFILE = "Modelfile"
 
 #: Files of a tokenizer; copied unchanged from a model folder.
 _TOKENIZER_FILES = (
@@ -71,17 +83,20 @@ class Conversion:
 
     Attributes:
         out: the folder that was written.
-        file: the GGUF file in it; None for a Hugging Face folder.
+        file: the GGUF file in it; None for a Hugging Face folder. An Ollama folder has a Modelfile
+            beside it.
         program: the source's program, such as "Hugging Face", "adapter (PEFT)" or "nanoGPT".
         model_type: the family.
         parameters: number of weights that were written.
-        dtype: "f32", "f16", "bf16", "q8_0"; in a Hugging Face folder, as its source, also "f64",
-            or "mixed" for several.
+        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser; in a Hugging Face
+            folder, as its source, also "f64", or "mixed" for several.
         largest_difference: greatest difference of two logits of source and result on a fixed
             prompt, each less the mean of its position, which softmax ignores.
         largest_logit: largest logit of the source, for comparison.
         has_chat_template: True if source and result have a chat template, which is the same.
         notes: remarks for people.
+        perplexity: perplexity of source and result on a fixed text, and bits of the file for each
+            weight, where llama.cpp quantised it; else None.
     """
 
     out: Path
@@ -94,6 +109,7 @@ class Conversion:
     largest_logit: float
     has_chat_template: bool
     notes: tuple[str, ...]
+    perplexity: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,11 +126,12 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    to: Literal["hf", "gguf"] = "hf",
+    to: Literal["hf", "gguf", "ollama"] = "hf",
     dtype: str = "auto",
     tokenizer: str | Path | None = None,
     config: str | Path | None = None,
     tolerance: float | None = None,
+    calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
     """Convert a model, and refuse a result that does not compute the same as the source.
@@ -124,13 +141,17 @@ def convert(
             file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2, Meta's
             Llama or litgpt.
         out: the folder to write; must be missing or empty, and not inside the source.
-        to: "hf" (a Hugging Face model folder) or "gguf" (a file for llama.cpp in the folder).
-        dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0".
+        to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
+            "ollama" (such a file and a Modelfile).
+        dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0" and the formats of
+            llama.cpp's quantiser, such as "q4_k_m".
         tokenizer: a tokenizer's folder or file, in place of the source's.
         config: a JSON file with keys of a Hugging Face config.json that another program's files
             lack.
         tolerance: greatest difference of two logits that passes, as a share of the largest;
-            None fits the format's rounding.
+            None fits the format's rounding. For formats of llama.cpp's quantiser, the greatest
+            increase of the perplexity, as a share.
+        calibration: a text file, by which llama.cpp's quantiser is told which weights matter.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
@@ -138,41 +159,57 @@ def convert(
         InputError: `out` holds something, or a file is missing.
         ModelError, CheckpointError, TokenizerError: the source can't be read, can't be
             expressed in the target, or the result's tensors, logits or chat template differ.
-        MissingDependencyError: the package gguf, which GGUF needs, is not installed.
+        MissingDependencyError: the package gguf, which GGUF needs, or llama-cpp-python, which its
+            quantised formats need, is not installed.
         StorageError: the disk refuses. In every case nothing is written.
     """
-    dtype = _checked_options(to, dtype, tolerance)
+    dtype, text = _checked_options(to, dtype, tolerance, calibration)
     out = _free_place(out, source)
     model = read_source(source, tokenizer, config, best=best)
-    model = with_qkv_biases(model) if to == "gguf" else model
+    model = with_qkv_biases(model) if to != "hf" else model
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
-    chosen, rounding = _result_dtype(model.tensors, dtype, to)
-    file = f"{model.name}-{chosen}.gguf" if to == "gguf" else None
-    notes = _notes(model, to)
+    quantised = dtype if dtype in QUANTISED else None
+    if quantised and model.tokenizer is None:
+        raise ModelError(f"{quantised} is checked on a text: give a tokenizer with --tokenizer")
+    chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
+    file = f"{model.name}-{quantised or chosen}.gguf" if to != "hf" else None
+    notes, loss = _notes(model, to), None
     with new_folder(out) as folder:
         if file is None:
             result = _write_folder(model, folder, None if dtype == "auto" else dtype)
         else:
-            result = _write_gguf(model, folder / file, chosen)
-        difference, largest, more = _compare(model, own_config, result, rounding, tolerance)
+            plain = folder / (f"plain-{file}" if quantised else file)
+            result = _write_gguf(model, plain, chosen)
+        limit = None if quantised else tolerance
+        difference, largest, more = _compare(model, own_config, result, rounding, limit)
+        if quantised:
+            loss = quantise_source(model, plain, folder / str(file), quantised, text, tolerance)
+            difference, largest = loss.difference, loss.largest
+        if to == "ollama":
+            content, said = modelfile(
+                str(file), model.tokenizer, own_config.max_position_embeddings
+            )
+            (folder / MODELFILE).write_text(content, encoding="utf-8")
+            more += said
     return Conversion(
         out=out,
         file=None if file is None else out / file,
         program=model.program,
         model_type=own_config.model_type,
         parameters=sum(tensor.numel() for tensor in model.tensors.values()),
-        dtype=chosen,
+        dtype=quantised or chosen,
         largest_difference=difference,
         largest_logit=largest,
         has_chat_template=model.tokenizer is not None and model.tokenizer.chat_template is not None,
         notes=(*notes, *more),
+        perplexity=None if loss is None else (loss.source, loss.result, loss.bits),
     )
 
 
 def _notes(model: Source, to: str) -> list[str]:
     """Notes of the source, of the target's differences, and of a missing tokenizer."""
-    notes = (gguf_notes if to == "gguf" else export_notes)(model.config, model.tokenizer)
+    notes = (export_notes if to == "hf" else gguf_notes)(model.config, model.tokenizer)
     missing = "there is no tokenizer: give one with --tokenizer"
     return [*model.notes, *notes, *([missing] if model.tokenizer is None else [])]
 
@@ -183,27 +220,40 @@ def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[s
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
-    if to == "gguf" and chosen not in _FORMATS["gguf"]:
+    if to != "hf" and chosen not in _FORMATS[to]:
         chosen = "f32"
     return chosen, "f32" if chosen == own else chosen
 
 
-def _checked_options(to: str, dtype: str, tolerance: float | None) -> str:
-    """The dtype by its short name.
+def _checked_options(
+    to: str, dtype: str, tolerance: float | None, calibration: str | Path | None
+) -> tuple[str, str | None]:
+    """The dtype by its short name, and the calibration text.
 
     Raises:
-        ConfigError, MissingDependencyError: an option is invalid, or gguf is not installed.
+        ConfigError, MissingDependencyError: an option is invalid, or a package is not installed.
+        InputError: the calibration text can't be read.
     """
     if to not in _FORMATS:
-        raise ConfigError(f"to '{to}' is unknown{nearest(to, _FORMATS)}: hf or gguf")
+        raise ConfigError(f"to '{to}' is unknown{nearest(to, _FORMATS)}: hf, gguf or ollama")
     dtype = _SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if dtype not in _FORMATS[to]:
-        raise ConfigError(f"dtype '{dtype}' is not one of {to}: {', '.join(_FORMATS[to])}")
+        raise ConfigError(
+            f"dtype '{dtype}' is not one of {to}{nearest(dtype, _FORMATS[to])}: "
+            f"{', '.join(_FORMATS[to])}"
+        )
     if tolerance is not None and not tolerance >= 0:
         raise ConfigError(f"tolerance {tolerance} is not a share: give a number from 0 up")
-    if to == "gguf":
+    if to != "hf":
         import_gguf()
-    return dtype
+    if dtype in QUANTISED:
+        import_llama_cpp()
+    if calibration is None:
+        return dtype, None
+    if dtype not in QUANTISED:
+        raise ConfigError("--calibration is for llama.cpp's formats: --to gguf --dtype q4_k_m")
+    content = read_file(Path(calibration).expanduser(), _MAX_CALIBRATION_BYTES)
+    return dtype, content.decode("utf-8", "replace")
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
