@@ -217,7 +217,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
         folder=None,
         logits=lambda ids, _: foreign.logits(ids)[..., :size],
         notes=foreign.notes,
-        hint="what --config says of heads, activation, norms or rotary positions, or what was "
+        hint="what --config says of the heads, activation, norms or rotary positions, or what was "
         "taken for want of it, may be wrong; ",
     )
 
