@@ -1,9 +1,15 @@
-"""A firstlight model in a loop of your own, with Hugging Face Accelerate.
+r"""A firstlight model in a loop of your own, with Hugging Face Accelerate.
 
     accelerate launch --num_processes 2 examples/accelerate_loop.py RECIPE.yaml [--section.key V]...
 
 prints the loss of each step: the same as `firstlight train RECIPE.yaml`, for any number of
-processes. On a CPU, `accelerate launch` starts one process whatever it is told; `torchrun
+processes. Gradients accumulate, and activation checkpointing, mixed precision and 8-bit AdamW are
+those of the recipe:
+
+    python examples/accelerate_loop.py RECIPE.yaml --efficiency.activation_checkpointing full \
+        --efficiency.precision fp16 --optimizer.name adamw8bit
+
+ On a CPU, `accelerate launch` starts one process whatever it is told; `torchrun
 --nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
 
 Run here: one and two processes on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs,
@@ -17,19 +23,25 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from parts import parts_of, recipe_of_arguments
+from parts import MIXED_PRECISION, parts_of, recipe_of_arguments
 from torch import Tensor
 
+from firstlight.efficiency.memory import checkpoint_layers
 from firstlight.recipe import Recipe
 
 
 def train(recipe: Recipe) -> list[float]:
     """Train as the recipe says; the loss of each step, over the tokens of all processes."""
-    accelerator: Any = Accelerator(cpu=recipe.run.device == "cpu")
+    precision = MIXED_PRECISION.get(recipe.efficiency.precision)
+    on_cpu = recipe.run.device == "cpu"
+    accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
     rank, processes = accelerator.process_index, accelerator.num_processes
     # Where its configuration does not fit, Accelerate trains in one process and says nothing.
     accelerator.print(f"processes {processes} on {accelerator.device.type}")
     parts = parts_of(recipe)
+    if recipe.efficiency.activation_checkpointing != "none":
+        selective = recipe.efficiency.activation_checkpointing == "selective"
+        checkpoint_layers(parts.model, selective)
     accumulation = recipe.batch.accumulation(parts.seq_len, processes)
     # The loader is not given to Accelerate: it knows ranks itself.
     model, optimizer = accelerator.prepare(parts.model, parts.optimizer)
@@ -41,7 +53,12 @@ def train(recipe: Recipe) -> list[float]:
             valid = torch.tensor(sum(batch.num_valid for batch in batches))
             tokens = accelerator.reduce(valid.to(accelerator.device), "sum")
             for group in optimizer.param_groups:
-                group["lr"] = recipe.optimizer.learning_rate * parts.schedule.lr_scale(step)
+                rate = recipe.optimizer.learning_rate * parts.schedule.lr_scale(step)
+                # torchao keeps the rate in a tensor, which its compiled update reads.
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             total = torch.zeros((), device=accelerator.device)
             for number, batch in enumerate(batches, start=1):
                 is_last = number == accumulation

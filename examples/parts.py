@@ -1,7 +1,7 @@
 """What both examples share: a recipe's model, data, optimizer and schedule as plain torch objects.
 
-Of a recipe's `efficiency` section nothing is applied: the examples compute in fp32, or as the
-other trainer is told to.
+Of a recipe's `efficiency` section the examples' trainers are told `activation_checkpointing` and
+`precision` (fp32, bf16, fp16); all else is left out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
 from firstlight.models import Model, empty_model
-from firstlight.optim.groups import parameter_groups, parameter_kinds
+from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
+from firstlight.optim.table import make_optimizers
 from firstlight.recipe import Recipe, load_recipe
+
+#: Precisions of a recipe, and their names in the other trainers.
+MIXED_PRECISION = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Parts:
         recipe: where they are from.
         model: initialised as `firstlight train` does it; forward(input_ids, labels) returns the
             loss summed over the labels that are not -100.
-        optimizer: AdamW over the model's parameters; weight decay for matrices only.
+        optimizer: AdamW over the model's parameters, in 32 or 8 bits; weight decay for matrices
+            only.
         dataset: the training split.
         seq_len: tokens a row.
         schedule: the learning rate by step, and the number of steps.
@@ -37,7 +42,7 @@ class Parts:
 
     recipe: Recipe
     model: Model
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     dataset: TokenDataset
     seq_len: int
     schedule: Schedule
@@ -68,8 +73,13 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples know no ramp: leave batch.ramp_start_tokens out")
     if type(recipe.batch.micro_batch_size) is not int:
         raise ConfigError("the examples need a number as batch.micro_batch_size in the recipe")
-    if recipe.optimizer.name != "adamw" or recipe.lora is not None or recipe.data.document_masking:
-        raise ConfigError("the examples know optimizer.name adamw, no lora, no document_masking")
+    known = recipe.optimizer.name in ("adamw", "adamw8bit")
+    if not known or recipe.lora is not None or recipe.data.document_masking:
+        raise ConfigError(
+            "the examples know optimizer.name adamw and adamw8bit, no lora, no document_masking"
+        )
+    if recipe.efficiency.precision not in MIXED_PRECISION:
+        raise ConfigError(f"the examples know efficiency.precision {', '.join(MIXED_PRECISION)}")
     if recipe.optimizer.cautious_weight_decay:
         raise ConfigError("the examples know no optimizer.cautious_weight_decay: leave it out")
     if recipe.loss.z_loss_coef:
@@ -79,11 +89,8 @@ def parts_of(recipe: Recipe) -> Parts:
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
     wanted = recipe.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(dict(model.named_parameters()), parameter_kinds(model), wanted),
-        eps=wanted.eps,
-        fused=True,
-    )
+    parameters = dict(model.named_parameters())
+    ((_, optimizer),) = make_optimizers(parameters, parameter_kinds(model), wanted)
     seq_len = recipe.data.seq_len or config.max_position_embeddings
     # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
     batch = BatchSchedule(1, 1)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import torch
 import transformers
-from parts import Parts, parts_of, recipe_of_arguments
+from parts import MIXED_PRECISION, Parts, parts_of, recipe_of_arguments
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_callback import PrinterCallback
 
+from firstlight.efficiency.memory import checkpoint_layers
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 
@@ -40,6 +41,14 @@ class MeanLoss(nn.Module):
     ) -> dict[str, Tensor]:
         return {"loss": self.inner(input_ids, labels) / num_items_in_batch}
 
+    def gradient_checkpointing_enable(self, **settings: object) -> None:
+        """Compute activations again in the backward pass; called with gradient_checkpointing=True.
+
+        Args:
+            settings: the Trainer's settings of torch's function, which has its own here.
+        """
+        checkpoint_layers(self.inner, selective=False)
+
 
 class Rows(IterableDataset[dict[str, Tensor]]):
     """The rows of a loader, one by one. Labels are those of `TokenLoader`: shifted already."""
@@ -58,6 +67,7 @@ class Rows(IterableDataset[dict[str, Tensor]]):
 def train(recipe: Recipe) -> list[float]:
     """Train as the recipe says; the loss of each step."""
     parts = parts_of(recipe)
+    precision = MIXED_PRECISION[recipe.efficiency.precision]
     arguments = transformers.TrainingArguments(
         output_dir=recipe.run.dir,
         use_cpu=recipe.run.device == "cpu",
@@ -65,6 +75,9 @@ def train(recipe: Recipe) -> list[float]:
         max_steps=parts.schedule.max_steps,
         per_device_train_batch_size=recipe.batch.rows,
         gradient_accumulation_steps=recipe.batch.accumulation(parts.seq_len),
+        gradient_checkpointing=recipe.efficiency.activation_checkpointing != "none",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
         max_grad_norm=recipe.optimizer.max_grad_norm,
         logging_steps=1,
         logging_nan_inf_filter=False,

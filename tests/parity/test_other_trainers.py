@@ -92,6 +92,28 @@ def test_both_have_the_losses_of_firstlight_train(tmp_path: Path, shards: Path) 
     assert trainer == pytest.approx(expected, rel=1e-6)
 
 
+def test_both_have_checkpointing_accumulation_bf16_and_8_bit_moments(
+    tmp_path: Path, shards: Path
+) -> None:
+    """fp16 instead of bf16 needs a GPU in both."""
+    for library in ("accelerate", "transformers", "bitsandbytes"):
+        pytest.importorskip(library)
+    recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, gradient_accumulation_steps=3)
+    options = {
+        "--efficiency.activation_checkpointing": "full",
+        "--efficiency.precision": "bf16",
+        "--optimizer.name": "adamw8bit",
+        "--optimizer.eight_bit_library": "bitsandbytes",
+    }
+    arguments = [word for pair in options.items() for word in pair]
+    expected = _own_losses(recipe)
+    for example in ("accelerate_loop.py", "transformers_trainer.py"):
+        losses = _losses(_run(_EXAMPLES / example, recipe, *arguments))
+        # Rounded otherwise than in fp32, and yet the same run.
+        assert losses != expected
+        assert losses == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.slow
 def test_two_processes_of_accelerate_have_the_losses_of_one(tmp_path: Path, shards: Path) -> None:
     pytest.importorskip("accelerate")
