@@ -110,20 +110,13 @@ def train_texts_command(
             "texts are prepared by one process: leave out --nproc and stop the run once it trains, "
             "then firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
         )
-    text_key = options["text_key"] or "text"
-    length = {name: options[name] for name in ("budget", "tokens", "steps")}
-    start = options["init_from"]
+    names = ("budget", "tokens", "steps", "size", "init_from")
+    asked = {name: options[name] for name in names}
+    asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
         from firstlight.pipeline.plan import request_of
 
-        request = request_of(
-            paths,
-            **length,
-            size=options["size"],
-            overrides=overrides,
-            text_key=text_key,
-            init_from=start,
-        )
+        request = request_of(paths, **asked)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
         for line in plan.lines():
             show(line)
@@ -132,11 +125,7 @@ def train_texts_command(
         raise ConfigError("--gpu is for --plan-only: add that, or call this on that machine")
     run = train_texts(
         paths,
-        **length,
-        size=options["size"],
-        init_from=start,
-        overrides=overrides,
-        text_key=text_key,
+        **asked,
         ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
         began=psutil.Process().create_time(),
     )

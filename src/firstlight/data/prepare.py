@@ -76,7 +76,7 @@ def prepare(
         workers: processes that encode; None chooses by the size of the corpus. More than one
             needs the caller's script to be importable (`if __name__ == "__main__":`).
         engine: "local" encodes in `workers` processes of this machine, "ray" on a Ray cluster
-            (see `ray_engine`). The bytes written are the same.
+            (see `ray_engine`), with the same result.
         ray_address: address of the Ray cluster; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         overwrite: replace `out` if it is a prepared corpus.
@@ -86,19 +86,13 @@ def prepare(
     Raises:
         InputError: an input is missing or unreadable, or there is no text at all.
         TokenizerError: the tokenizer can't be loaded.
-        ConfigError: an argument is out of range or of the other engine, or there is no Ray
-            cluster at `ray_address`.
+        ConfigError: an argument is out of range or of the other engine; no Ray cluster is there.
         MissingDependencyError: a package that the inputs or the engine need is not installed.
         StorageError: the disk is full or not writable; nothing is left behind.
-        DataError: encoding failed for good: processes are killed again and again, or a node of
-            the cluster lacks something.
+        DataError: encoding failed for good: processes are killed, or a node lacks something.
     """
     _require_valid(val_fraction, workers, shard_tokens, engine, ray_address)
-    found = [one for one in inputs if isinstance(one, DataSource)]
-    names = [one for one in inputs if not isinstance(one, DataSource)]
-    out, sources = Path(out).expanduser(), [*found, *(find_sources(names) if names else ())]
-    if not found and not names:
-        find_sources(())  # which refuses to find nothing
+    out, (names, sources) = Path(out).expanduser(), _sources_of(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
@@ -113,6 +107,17 @@ def prepare(
         preparation = _Preparation(writer, val_fraction, split_of, bar, task)
         preparation.run(records, encode)
         return preparation.manifest(unread_files(names))
+
+
+def _sources_of(
+    inputs: Sequence[str | Path | DataSource],
+) -> tuple[list[str | Path], list[DataSource]]:
+    """(the inputs that are names, all sources)."""
+    names = [one for one in inputs if not isinstance(one, DataSource)]
+    sources = [one for one in inputs if isinstance(one, DataSource)]
+    if names or not sources:  # `find_sources` refuses to find nothing
+        sources += find_sources(names)
+    return names, sources
 
 
 def _require_valid(

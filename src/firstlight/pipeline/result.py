@@ -68,13 +68,14 @@ def result_of(call: Call, result: TrainResult | None, request: Request) -> TextR
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         time.time() - call.began,
-        list(_next_commands(folder, request, answers=state.get("kind") == "chat")),
+        list(_next_commands(call, request)),
         state.get("kind") == "chat",
     )
 
 
-def _next_commands(folder: Path, request: Request, *, answers: bool) -> Iterator[tuple[str, str]]:
-    run, inputs = shlex.quote(str(folder)), shlex.join(request.inputs)
+def _next_commands(call: Call, request: Request) -> Iterator[tuple[str, str]]:
+    run, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
+    answers = call.state.get("kind") == "chat"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:
@@ -82,8 +83,12 @@ def _next_commands(folder: Path, request: Request, *, answers: bool) -> Iterator
         yield f"firstlight chat {run}", "write and let it go on, turn by turn"
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
     yield f"firstlight convert {run} --to gguf --out {run}/gguf", "a file for llama.cpp and Ollama"
+    if call.choices is not None and "schedule.epochs" in call.choices.keys:
+        return  # More passes would not help.
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
-    more = "".join(f" --{key} {shlex.quote(value)}" for key, value in request.overrides)
+    more = "".join(
+        f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"
+    )
     more += f" --size {request.size}" if request.size is not None else ""
     if request.init_from is not None:
         more += f" --init-from {shlex.quote(request.init_from)}"

@@ -94,8 +94,7 @@ def train_texts(
             `init_from`, conversations as `prepare_chat` takes them, too.
         budget: wall-clock time of the whole call, such as "30m", or seconds; of budget, tokens and
             steps at most one is given. Without any, it is ten minutes.
-        tokens: tokens to train on, such as "10M".
-        steps: optimizer steps.
+        tokens, steps: tokens to train on, such as "10M"; optimizer steps.
         size: "tiny", "small", "medium", "large", "xl" or a number of parameters such as "10M"; None
             chooses by the budget and the amount of text.
         init_from: model folder, run or hub id to start from; None trains a new model.
@@ -109,8 +108,7 @@ def train_texts(
     Raises:
         InputError: the inputs can't be read, or hold no text.
         ConfigError: an argument is invalid, the budget is too short, or `run_dir` has another run.
-        CheckpointError: another call has the run folder.
-        ModelError, TrainingError, StorageError, DataError: see `train`.
+        CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
     from firstlight.pipeline.result import result_of
 
@@ -118,16 +116,10 @@ def train_texts(
     tell = say if progress else _silent
     request = request_of(inputs, budget, tokens, steps, size, overrides, text_key, init_from)
     work = work_of(request, tell, progress=progress)
-    plan: Plan | None = None
-    if not request.has_length:
-        if ask is None:
-            tell(f"no --budget is given: {time_text(DEFAULT_SECONDS)}")
-            request = replace(request, seconds=DEFAULT_SECONDS)
-        else:
-            plan, asked = work.plan(request), time.time()
-            request = replace(request, seconds=ask(plan))
-            # The time that a person takes to answer is not the run's.
-            began += time.time() - asked
+    asked = time.time()
+    request, plan = _with_length(request, work, ask, tell)
+    # The time that a person takes to answer is not the run's.
+    began += 0.0 if plan is None else time.time() - asked
     folder = place_of_run(request, work.content_key, run_dir)
     from firstlight.checkpoint.run_folder import held
 
@@ -137,6 +129,19 @@ def train_texts(
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
         return result_of(call, result, request)
+
+
+def _with_length(
+    request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
+) -> tuple[Request, Plan | None]:
+    """(the request with a length, the plan that a person was asked with)."""
+    if request.has_length:
+        return request, None
+    if ask is None:
+        tell(f"no --budget is given: {time_text(DEFAULT_SECONDS)}")
+        return replace(request, seconds=DEFAULT_SECONDS), None
+    plan = work.plan(request)
+    return replace(request, seconds=ask(plan)), plan
 
 
 def _result(work: Work, plan: Plan | None, request: Request, call: Call) -> TrainResult | None:

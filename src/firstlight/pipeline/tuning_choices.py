@@ -201,16 +201,19 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
 
 
 def _optimizer_choices(model: StartingModel, method: Method) -> Iterator[Choice]:
-    rate = settings.TUNING_RATE * (settings.TUNING_WIDTH / model.hidden_size) ** (
-        settings.TUNING_POWER
-    )
-    reason = f"of all weights of a model {model.hidden_size:,} wide; narrower ones take more"
+    ratio = settings.TUNING_WIDTH / model.hidden_size
+    rate = settings.TUNING_RATE * ratio
+    reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
     if method.adapters:
-        rate *= settings.ADAPTER_MULTIPLE
-        reason = f"of adapters: ten times that of all weights, {model.hidden_size:,} wide"
+        rate = settings.ADAPTER_MULTIPLE * settings.TUNING_RATE * ratio**settings.ADAPTER_POWER
+        reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
     yield Choice("optimizer.name", "adamw", "")
     yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
-    yield Choice("optimizer.weight_decay", 0.0, "the weights stay near those it starts from")
+    yield Choice(
+        "optimizer.weight_decay",
+        0.0,
+        "none: it would pull weights towards zero, away from the start",
+    )
 
 
 def _length_choices(

@@ -66,12 +66,7 @@ def open_splits(
         else None
         for one in train
     ]
-    without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
-    if len(without) == len(train):
-        have = "has" if len(without) == 1 else "have"
-        tell(f"{', '.join(without)} {have} no validation split: there will be no val/loss")
-    elif without:
-        tell(f"without a validation split, and not part of val/loss: {', '.join(without)}")
+    _tell_of_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
     parts = whole_weights([entry.weight for entry in data.mix])
@@ -82,6 +77,20 @@ def open_splits(
         if split is not None
     ]
     return MixedDataset(mixed), MixedDataset(evaluated) if evaluated else None
+
+
+def _tell_of_missing(
+    train: Sequence[TokenDataset],
+    held_out: Sequence[TokenDataset | None],
+    tell: Callable[[str], None],
+) -> None:
+    """Tell which corpora have no validation split."""
+    without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
+    if len(without) == len(train):
+        have = "has" if len(without) == 1 else "have"
+        tell(f"{', '.join(without)} {have} no validation split: there will be no val/loss")
+    elif without:
+        tell(f"without a validation split, and not part of val/loss: {', '.join(without)}")
 
 
 def _prepared(
