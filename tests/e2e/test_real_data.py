@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -88,3 +90,23 @@ def test_wikitext_with_the_llama3_tokenizer(shared: Path, tmp_path: Path) -> Non
     )
     assert (manifest["vocab_size"], manifest["dtype"]) == (128256, "uint32")
     assert_transformers_agrees(loaded, text[1000:1100])
+
+
+def test_a_real_model_is_fine_tuned_by_one_command(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    run = firstlight.train_texts(
+        shared / "data" / "instruction-data.json",
+        init_from=shared / "models" / "stories260K",
+        steps=16,
+        run_dir=tmp_path / "run",
+        overrides={"evaluation.sample_tokens": 8, "evaluation.max_rows": 8},
+        progress=False,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["val/loss"] for line in lines if line.get("val/loss") is not None]
+    assert losses[-1] < losses[0] - 0.2
+    # Its tokenizer has no template, and the model gets one that is plain text.
+    assert "### Instruction:" in str(firstlight.load(tmp_path / "run").tokenizer.chat_template)  # type: ignore[union-attr]
+    assert [prompt for prompt, _ in run.samples] != [""]

@@ -95,8 +95,7 @@ def train_texts(
         budget: wall-clock time of the whole call, such as "30m", or seconds; of budget, tokens and
             steps at most one is given. Without any, it is ten minutes.
         tokens, steps: tokens to train on, such as "10M"; optimizer steps.
-        size: "tiny", "small", "medium", "large", "xl" or a number of parameters such as "10M"; None
-            chooses by the budget and the amount of text.
+        size: "tiny", "small", "medium", "large", "xl" or parameters such as "10M"; None chooses.
         init_from: model folder, run or hub id to start from; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; the other choices follow.
