@@ -74,6 +74,14 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert again.training is None
     assert again.bits_per_byte == run.bits_per_byte
 
+    with open(run.run_folder / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4, "bits_per_byte": 99.0}\n')
+    worse = trained(texts)
+    assert worse.best
+    assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
+    assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
+    assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
+
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
     assert longer.run_folder == Path("runs/my-texts-2")

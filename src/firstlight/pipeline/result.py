@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
+#: The last evaluation is worse than the best one from this share of its bits on.
+_WORSE = 0.02
+
+
 @dataclass(frozen=True)
 class TextRun:
     """The result of `train_texts`.
@@ -27,11 +31,14 @@ class TextRun:
         run_folder: folder of the recipe, the data, checkpoints and the report.
         training: the result of the training; None for a run that was complete before.
         choices: every setting; None where the run of an earlier call was gone on with.
-        bits_per_byte: bits per byte of held-out text, last evaluation; None before the first one.
+        bits_per_byte: bits per byte of held-out text, last evaluation (see `best`); None before the
+            first one.
         gzip_bits_per_byte, xz_bits_per_byte: bits per byte of the held-out text by gzip -9, by xz.
         samples: (prompt, continuation) pairs of the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: (command, purpose) pairs.
+        best: True where the last evaluations were worse than an earlier one, whose checkpoint is
+            the one to use (`--best`); `bits_per_byte` and `next_commands` are of that one then.
         answers: True for a model that was trained to answer; `bits_per_byte` is of answers then.
     """
 
@@ -45,15 +52,20 @@ class TextRun:
     seconds: float
     next_commands: Sequence[tuple[str, str]]
     answers: bool = False
+    best: bool = False
 
 
 def result_of(call: Call, result: TrainResult | None, request: Request) -> TextRun:
     """The result for the caller, from the run folder's files."""
     folder, state = call.folder, call.state
     metrics = read_json_lines(folder / METRICS_NAME)
-    found = [line["bits_per_byte"] for line in metrics if line.get("bits_per_byte") is not None]
+    evaluated = [line for line in metrics if line.get("bits_per_byte") is not None]
+    found = [line["bits_per_byte"] for line in evaluated]
+    best = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     samples = read_json_lines(folder / SAMPLES_NAME)
     last = max((line["step"] for line in samples), default=0)
+    if best:
+        last = evaluated[found.index(min(found))]["step"]
     splits = read_manifest(Path(state["data"]))["splits"]
     held = splits.get("val")
     gzip = None
@@ -63,18 +75,20 @@ def result_of(call: Call, result: TrainResult | None, request: Request) -> TextR
         folder,
         result,
         call.choices,
-        found[-1] if found else None,
+        (min(found) if best else found[-1]) if found else None,
         gzip,
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         time.time() - call.began,
-        list(_next_commands(call, request)),
+        list(_next_commands(call, request, best=best)),
         state.get("kind") == "chat",
+        best,
     )
 
 
-def _next_commands(call: Call, request: Request) -> Iterator[tuple[str, str]]:
-    run, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
+def _next_commands(call: Call, request: Request, *, best: bool) -> Iterator[tuple[str, str]]:
+    folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
+    run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
@@ -82,7 +96,10 @@ def _next_commands(call: Call, request: Request) -> Iterator[tuple[str, str]]:
         yield f"firstlight generate {run} --prompt 'Once upon a time'", "continue a text"
         yield f"firstlight chat {run}", "write and let it go on, turn by turn"
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
-    yield f"firstlight convert {run} --to gguf --out {run}/gguf", "a file for llama.cpp and Ollama"
+    yield (
+        f"firstlight convert {run} --to gguf --out {folder}/gguf",
+        "a file for llama.cpp and Ollama",
+    )
     if call.choices is not None and "schedule.epochs" in call.choices.keys:
         return  # More passes would not help.
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
@@ -109,6 +126,11 @@ def result_lines(run: TextRun) -> Iterator[str]:
         kind = "answers" if run.answers else "text"
         yield (
             f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out {kind}{compared}"
+        )
+    if run.best:
+        yield (
+            "later steps made it worse on held-out text, since the run has read its own too often: "
+            "--best takes the checkpoint before them"
         )
     for prompt, text in run.samples[:3]:
         yield f"  {prompt!r} -> {text!r}"
