@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from foreign_folders import HEADER, draw, entry, field, table, write_bundle
+from foreign_folders import HEADER, block, draw, entry, field, table, varint, write_bundle
 
 from firstlight.conversion.tensor_bundle import _LANES, _byte_table, crc32c, read_bundle
 from firstlight.errors import FirstlightError, ModelError
@@ -144,4 +144,27 @@ def test_compressed_blocks_are_refused(tmp_path: Path) -> None:
     content[length] = 1
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(ModelError, match="compressed blocks"):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+def test_an_index_of_many_long_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / DATA).write_bytes(BYTES)
+    name = b"x" * 1001
+    (tmp_path / INDEX).write_bytes(table({b"": HEADER, name: entry(FOUR, 0, BYTES)}))
+    with pytest.raises(ModelError, match="a name that is too long"):
+        read_bundle(tmp_path / "model.ckpt")
+
+
+def test_blocks_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / DATA).write_bytes(BYTES)
+    data = block({b"": HEADER, b"x": entry(FOUR, 0, BYTES)})
+    # A block without entries, a hundred times.
+    again = varint(len(data)) + varint(len(block({})) - 5)
+    handles = {b"\0": varint(0) + varint(len(data) - 5)}
+    places = block({**handles, **{bytes([i]): again for i in range(1, 100)}})
+    data += block({})
+    footer = varint(0) + varint(0) + varint(len(data)) + varint(len(places) - 5)
+    content = data + places + footer.ljust(40, b"\0") + table({})[-8:]
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(ModelError, match="blocks that lie over each other"):
         read_bundle(tmp_path / "model.ckpt")

@@ -27,6 +27,10 @@ from firstlight.files.atomic import read_file
 #: Bytes of an index: below 100 for each tensor.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
+#: Tensors of an index, and bytes of a name: names repeat each other's beginnings, so that a small
+#: index could hold any amount of them.
+_MAX_ENTRIES = 100_000
+_MAX_NAME_BYTES = 1_000
 #: The end of a table: two handles, padded to 40 bytes, and LevelDB's number.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
@@ -110,9 +114,16 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
         raise _DamagedError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
-    header = None
+    header, total, count = None, 0, 0
     for _, handle in _block(table, offset, size):
-        for key, value in _block(table, *_handle(handle, 0)[0]):
+        place, _ = _handle(handle, 0)
+        total += place[1] + _TRAILER
+        if total > len(table):
+            raise _DamagedError("has blocks that lie over each other")
+        for key, value in _block(table, *place):
+            count += 1
+            if count > _MAX_ENTRIES:
+                raise _DamagedError(f"names more than {_MAX_ENTRIES} tensors")
             if header is None:
                 header = _header(key, value)
             else:
@@ -180,6 +191,8 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         length, position = _varint(table, position)
         if shared > len(key) or position + rest + length > stop:
             raise _DamagedError("has an entry beyond its block")
+        if shared + rest > _MAX_NAME_BYTES:
+            raise _DamagedError("has a name that is too long")
         key = key[:shared] + table[position : position + rest]
         position += rest
         yield key, table[position : position + length]
