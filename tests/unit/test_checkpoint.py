@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from firstlight.checkpoint import selection
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
     STATE_NAME,
@@ -272,6 +273,44 @@ def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -
     moved = folder.rename(folder.with_name("step-00000009"))
     with pytest.raises(CheckpointError, match=r"trainer_state.json is of step 8, and .* of step 9"):
         verify_checkpoint(moved)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_looked_at_gives_way_to_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4, 8)
+    verified = verify_checkpoint
+
+    def pruned(folder: Path) -> None:
+        """The run saves two more before the first file is read."""
+        if folder.name == "step-00000008":
+            newest = save(tmp_path, 12, 16)[-1]
+            prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
+        verified(folder)
+
+    monkeypatch.setattr(selection, "verify_checkpoint", pruned)
+    newest, problems = newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert (newest.name, problems) == ("step-00000016", [])
+
+
+def test_a_model_that_is_pruned_while_it_is_read_gives_way_to_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 4, 8)
+    read: list[str] = []
+
+    def reading(folder: Path) -> bytes:
+        read.append(folder.name)
+        if folder.name == "step-00000008":
+            newest = save(tmp_path, 12)[-1]
+            prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
+        return (folder / WEIGHTS_NAME).read_bytes()
+
+    assert selection.read_model_folder(tmp_path, reading)
+    assert read == ["step-00000008", "step-00000012"]
+    # What is wrong with a folder that is still there is said.
+    (tmp_path / "checkpoints" / "step-00000012" / "other").mkdir()
+    with pytest.raises(OSError, match="other"):
+        selection.read_model_folder(tmp_path, lambda folder: (folder / "other").read_bytes())
 
 
 _ENTRY = {"bytes": 3, "sha256": "0" * 64}

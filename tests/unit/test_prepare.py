@@ -32,6 +32,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.records import Record, read_documents
 from firstlight.data.shards import Shard
+from firstlight.data.sources import find_sources
 from firstlight.data.writer import CorpusWriter, ShardWriter
 from firstlight.errors import (
     ConfigError,
@@ -428,6 +429,21 @@ def test_workers_that_never_begin_are_not_started_again(
         prepare([corpus], TOKENIZER, tmp_path / "out", workers=2)
     assert names(tmp_path) == []
     assert capsys.readouterr().err == ""
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    sources = [write_jsonl(tmp_path / f"{name}.jsonl", ["one", "two", "three"]) for name in "ab"]
+    documents = read_documents(find_sources(sources))
+    assert next(documents).value == "one"
+    with open(sources[0], "a", encoding="utf-8") as file:
+        file.write('{"text": "four"}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read: call again"):
+        list(documents)
+    documents = read_documents(find_sources(sources[1:]))
+    assert next(documents).value == "one"
+    sources[1].unlink()
+    with pytest.raises(InputError, match=r"b\.jsonl was changed"):
+        list(documents)
 
 
 # Long documents

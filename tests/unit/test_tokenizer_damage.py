@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(TokenizerError, match=rf"thing\.model {message}"):
         load_bytes(tmp_path, content, "thing.model")
+
+
+def test_a_tokenizer_whose_ids_are_drawn_is_refused(tmp_path: Path) -> None:
+    state = json.loads(tiny("tokenizer.json").backend.to_str())
+    state["model"]["dropout"] = 0.1
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"has a BPE dropout of 0\.1, .* to null in the file"):
+        Tokenizer.from_pretrained(path)
+    state["model"]["dropout"] = 0.0
+    path.write_text(json.dumps(state), encoding="utf-8")
+    Tokenizer.from_pretrained(path)
 
 
 @pytest.mark.parametrize("kind", [models.WordPiece, models.WordLevel])

@@ -735,6 +735,18 @@ def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_resuming_with_another_number_of_threads_is_said(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(recipe, 5)
+    count = torch.get_num_threads()
+    monkeypatch.setattr("firstlight.training.resuming.torch.get_num_threads", lambda: 77)
+    train(recipe, resume=True, progress=True)
+    said = capsys.readouterr().err
+    assert f"warning: the checkpoint was made with {count} threads, and there are 77 now" in said
+    assert f"OMP_NUM_THREADS={count} sets the number" in said
+
+
 def test_resuming_a_complete_run_does_nothing(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

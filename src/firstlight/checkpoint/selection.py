@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from firstlight.checkpoint.checkpoint import (
     STATE_NAME,
@@ -25,11 +25,14 @@ from firstlight.console import say
 from firstlight.errors import (
     CheckpointError,
     ConfigError,
+    FirstlightError,
     nearest,
 )
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+
+T = TypeVar("T")
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -46,11 +49,15 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.
     """
-    saved = saved_checkpoints(run_folder)
-    past = own_past(saved)
-    dead = [one for one in saved if one.sequence and one not in past]
-    unreadable = [one for one in saved if not one.sequence]
-    folder, problems = _first_sound([*reversed(unreadable), *reversed(past), *reversed(dead)])
+
+    def newest_first() -> list[Saved]:
+        saved = saved_checkpoints(run_folder)
+        past = own_past(saved)
+        dead = [one for one in saved if one.sequence and one not in past]
+        unreadable = [one for one in saved if not one.sequence]
+        return [*reversed(unreadable), *reversed(past), *reversed(dead)]
+
+    folder, problems = _first_sound(newest_first)
     problems = [*foreign_checkpoints(run_folder), *problems]
     if folder is None and problems:
         raise CheckpointError(
@@ -60,17 +67,40 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     return folder, problems
 
 
-def _first_sound(candidates: Iterable[Saved]) -> tuple[Path | None, list[str]]:
-    """The first checkpoint that verifies, None if there is none, and the errors of those before."""
-    problems: list[str] = []
-    for one in candidates:
+def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that verifies, None if there is none, and the errors of those before.
+
+    They are looked for anew where the run deletes one meanwhile, which has saved a newer one then.
+    """
+    while True:
+        problems: list[str] = []
+        for one in candidates():
+            try:
+                verify_checkpoint(one.folder)
+            except CheckpointError as error:
+                if not one.folder.exists():
+                    break
+                problems.append(str(error))
+                continue
+            return one.folder, problems
+        else:
+            return None, problems
+
+
+def read_model_folder(name: str | Path, read: Callable[[Path], T], *, best: bool = False) -> T:
+    """What `read` makes of the model folder that a name means (see `resolve_model_folder`). A run
+    may delete its checkpoint while it is read: then the one that is newest now is read.
+
+    Raises:
+        ConfigError, CheckpointError, ModelError: see `resolve_model_folder` and `read`.
+    """
+    while True:
+        folder = resolve_model_folder(name, best=best)
         try:
-            verify_checkpoint(one.folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return one.folder, problems
-    return None, problems
+            return read(folder)
+        except (FirstlightError, OSError):
+            if folder.exists():
+                raise
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -80,7 +110,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
     """
-    folder, problems = _first_sound(best_saved(run_folder))
+    folder, problems = _first_sound(lambda: best_saved(run_folder))
     if folder is not None:
         return folder, problems
     why = "; ".join(problems) or "the validation loss was measured at none of them"

@@ -169,9 +169,11 @@ def read_documents(
         text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
 
     Raises:
-        InputError, MissingDependencyError: see `read_records`.
+        InputError: see `read_records`; also a file that was changed while it was read.
+        MissingDependencyError: see `read_records`.
     """
     for source in sources:
+        before = _mark_of(source)
         left = math.inf if source.most_bytes is None else source.most_bytes
         with closing(read_records([source], text_key)) as records:
             for origin, line, value, error, _ in records:
@@ -187,6 +189,19 @@ def read_documents(
                     left -= len(text.encode("utf-8"))
                 if left <= 0:
                     break
+        if _mark_of(source) != before:
+            raise InputError(
+                f"{source.name} was changed while it was read: call again once nothing writes to it"
+            )
+
+
+def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
+    """Inode, size and time of change of a source's file; None without one."""
+    try:
+        found = None if source.path is None else source.path.stat()
+    except FileNotFoundError:
+        return None
+    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _text_of(record: object, text_key: str) -> str:

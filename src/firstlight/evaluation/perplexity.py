@@ -10,7 +10,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
-from firstlight.checkpoint.selection import resolve_model_folder, trained_on
+from firstlight.checkpoint.selection import read_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
@@ -248,8 +248,11 @@ def load_for_evaluation(
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)
-    folder = resolve_model_folder(checkpoint, best=best)
-    return load_model(folder, hardware.device, dtype=torch.float32)
+    return read_model_folder(
+        checkpoint,
+        lambda folder: load_model(folder, hardware.device, dtype=torch.float32),
+        best=best,
+    )
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.beams import search
@@ -63,8 +63,11 @@ def load(
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
-    folder = resolve_model_folder(checkpoint, best=best)
-    loaded = load_model(folder, device, dtype=DTYPES[dtype], mode=way)
+    loaded = read_model_folder(
+        checkpoint,
+        lambda folder: load_model(folder, device, dtype=DTYPES[dtype], mode=way),
+        best=best,
+    )
     if dtype == "int8":
         from firstlight.generation.few_rows import quantize_int8
 

@@ -92,6 +92,11 @@ def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
         _require_bounded_tokens(state.get("added_tokens"), state["model"])
     except TokenizerError as error:
         raise TokenizerError(f"tokenizer {path} {error}: no real tokenizer does") from None
+    if dropout := state["model"].get("dropout"):
+        raise TokenizerError(
+            f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which gives the same text "
+            "other tokens each time: set model.dropout to null in the file"
+        )
 
 
 def steps_of(section: Any) -> Iterator[Mapping[str, Any]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
     is_sharded_checkpoint,
@@ -84,6 +86,13 @@ def take_up(run: Run, folder: Path) -> None:
     ]
     if changed:
         run.tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
+    threads, now_threads = saved.get("threads"), torch.get_num_threads()
+    if run.program.hardware.device.type == "cpu" and threads not in (None, now_threads):
+        run.tell(
+            f"warning: the checkpoint was made with {threads} threads, and there are {now_threads} "
+            "now: sums are rounded otherwise, so the run will not be bit for bit the one that was "
+            f"not stopped (OMP_NUM_THREADS={threads} sets the number)"
+        )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
 

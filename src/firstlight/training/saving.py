@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
+import torch
+
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from firstlight.checkpoint.saver import CheckpointSaver, Saver
 from firstlight.checkpoint.selection import checkpoint_before
@@ -182,6 +184,7 @@ def captured(run: Run) -> Checkpoint:
             "init_from": run.init_from,
             "recipe": run.recipe.model_dump(),
             "data": run.data_identity,
+            "threads": torch.get_num_threads(),
             "loader": {
                 "rows_seen": rows_seen,
                 "epoch": rows_seen // run.loader.rows_per_epoch,
