@@ -48,6 +48,22 @@ _GROUPED: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "logits_scaling": 2.0,
     },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "phi3": {"model_type": "phi3", "sliding_window": 5, "head_dim": 6},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 5},
+    "arcee": {"model_type": "arcee"},
+    "glm4": {"model_type": "glm4", "head_dim": 8},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "rope_local_base_freq": 50.0,
+    },
     "llama-4": {"num_key_value_heads": 4},
     "deep": {"num_hidden_layers": 6},
 }

@@ -54,6 +54,8 @@ def test_two_stages_give_the_gradient_of_one_process() -> None:
         # Fewer micro-batches than stages: another schedule.
         _case("mistral", 2, accumulation=1),
         _case("biases", 2, dtype="float32", efficiency=methods),
+        *(_case(family, 2) for family in ("smollm3", "phi3", "olmo3", "arcee", "glm4")),
+        *(_case(family, 2) for family in ("gemma2", "gemma3_text")),
     ]
     _require_equal(cases, 2)
 
@@ -128,7 +130,7 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
     [
         (
             GPT2Config(**_SIZES),
-            "cuts llama, .*qwen3 and granite, and the model is gpt2",
+            "cuts llama, .*qwen3, .* and gemma3_text, and the model is gpt2",
         ),
         (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
         (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),

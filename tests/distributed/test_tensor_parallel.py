@@ -22,6 +22,7 @@ from firstlight.recipe.conflicts import require_combination
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
 _FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral", "granite"]
+_FAMILIES += ["smollm3", "arcee", "gemma2", "gemma3_text"]
 
 
 def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -148,9 +149,11 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         (
             "model",
             {"model_type": "gpt2"},
-            "cuts llama, .*, qwen3 and granite.* is gpt2",
+            "cuts llama, .*, qwen3, .* and gemma3_text.* is gpt2",
         ),
         ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
+        ("model", {"model_type": "phi3"}, "can't cut phi3 models, where one matrix holds queries"),
+        ("model", {"model_type": "olmo2"}, "can't cut olmo2 models, where queries and keys are"),
         ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
         ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),
         ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),

@@ -43,7 +43,44 @@ _HF_CONFIGS = {
     "granite": transformers.GraniteConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "smollm3": transformers.SmolLM3Config,
+    "phi3": transformers.Phi3Config,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "arcee": transformers.ArceeConfig,
+    "glm4": transformers.Glm4Config,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3_text": transformers.Gemma3TextConfig,
 }
+
+_BIASES = ("attention_bias",)
+_GEMMA = ("attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping")
+_EXPERTS = ("num_experts_per_tok", "router_aux_loss_coef")
+#: Keys that a family has beside those that all have, under one name here and in transformers.
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("sliding_window",),
+    "qwen2": ("sliding_window",),
+    "qwen3": ("attention_bias", "sliding_window"),
+    "granite": (
+        *("attention_bias", "mlp_bias", "embedding_multiplier", "attention_multiplier"),
+        *("residual_multiplier", "logits_scaling"),
+    ),
+    "mixtral": ("sliding_window", *_EXPERTS),
+    "qwen3_moe": (
+        *("attention_bias", "sliding_window", "num_experts", "moe_intermediate_size"),
+        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_EXPERTS),
+    ),
+    "smollm3": ("attention_bias", "mlp_bias", "sliding_window", "no_rope_layers"),
+    "phi3": ("sliding_window",),
+    "olmo2": _BIASES,
+    "olmo3": ("attention_bias", "sliding_window"),
+    "arcee": ("attention_bias", "mlp_bias"),
+    "glm4": _BIASES,
+    "gemma2": (*_GEMMA, "attn_logit_softcapping"),
+    "gemma3_text": _GEMMA,
+}
+_DIVIDES_WIDTH = ("llama", "arcee", "gemma2", "gemma3_text", "phi3")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -59,39 +96,72 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     kv_heads = choose((1, 2, 3))
     heads = kv_heads * choose((1, 2, 3, 5))
     layers = choose((1, 2, 3))
+    own = _OWN_KEYS[family]
+    # transformers refuses other widths of some, though their heads' size is given, too.
+    width = choose((2, 4, 8) if family == "phi3" else (2, 3, 4))
     keys: dict[str, Any] = {
         "model_type": family,
         "vocab_size": VOCABULARY,
-        # transformers refuses other widths of Llamas, though their heads' size is given, too.
-        "hidden_size": heads * choose((2, 3, 4)) + (0 if family == "llama" else choose((0, 1))),
+        "hidden_size": heads * width + (0 if family in _DIVIDES_WIDTH else choose((0, 1))),
         "intermediate_size": choose((11, 32)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": choose((2, 6, 8)),
+        "head_dim": width if family == "phi3" else choose((2, 6, 8)),
         "max_position_embeddings": 64,
         "rms_norm_eps": choose((1e-6, 1e-5, 1e-3)),
         "rope_theta": choose((50.0, 10_000.0, 500_000.0)),
-        "rope_scaling": _draw_rope(choose),
         "tie_word_embeddings": choose((True, False)),
     }
-    if family in ("llama", "granite", "qwen3", "qwen3_moe"):
-        keys["attention_bias"] = choose((True, False))
-    if family in ("llama", "granite"):
-        keys["mlp_bias"] = choose((True, False))
-    else:
+    for name in ("attention_bias", "mlp_bias"):
+        if name in own:
+            keys[name] = choose((True, False))
+    if "sliding_window" in own:
         keys["sliding_window"] = choose((None, 7, 100))
+    rotary_dim = keys["head_dim"]
+    if family in ("phi3", "glm4"):
+        part = choose((0.5, 1.0) if rotary_dim > 2 else (1.0,))
+        keys["partial_rotary_factor"] = part
+        rotary_dim = int(rotary_dim * part)
+    keys["rope_scaling"] = _draw_rope(family, rotary_dim, choose)
     if family == "granite":
         keys["embedding_multiplier"] = choose((1.0, 6.0, 12.0))
         keys["attention_multiplier"] = choose((None, 0.0078125, 0.3, 1.0))
         keys["residual_multiplier"] = choose((1.0, 0.22))
         keys["logits_scaling"] = choose((1.0, 3.0, 8.0))
-    if family in ("qwen2", "qwen3") and keys["sliding_window"]:
-        keys["max_window_layers"] = choose(range(layers))
+    if family in ("olmo3", "gemma3_text"):
+        keys["rope_local_base_freq"] = choose((None, 30.0, 10_000.0))
+    if family in ("gemma2", "gemma3_text"):
+        keys["query_pre_attn_scalar"] = choose((None, 6, 24))
+        keys["final_logit_softcapping"] = choose((None, 0.5, 30.0))
+    if family == "gemma2":
+        keys["attn_logit_softcapping"] = choose((None, 0.5, 50.0))
+    if family == "smollm3":
+        keys["no_rope_layers"] = choose((None, [choose((0, 1)) for _ in range(layers)]))
+    if keys.get("sliding_window"):
+        _draw_windows(family, keys, choose)
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
     return LlamaConfig(**keys)
+
+
+def _draw_windows(family: str, keys: dict[str, Any], choose: Choose) -> None:
+    layers = keys["num_hidden_layers"]
+    if family in ("qwen2", "qwen3"):
+        keys["max_window_layers"] = choose(range(layers))
+    if family in ("qwen2", "qwen3", "olmo3", "gemma2", "gemma3_text"):
+        kinds = [choose(("full_attention", "sliding_attention")) for _ in range(layers)]
+        keys["layer_types"] = choose((None, kinds))
+    if keys.get("layer_types") is not None and "max_window_layers" in keys:
+        # Full layers first is what max_window_layers says.
+        first = kinds.count("full_attention")
+        if kinds == sorted(kinds):
+            keys["layer_types"] = None
+            keys["max_window_layers"] = first if first < layers else 0
+            keys["sliding_window"] = keys["sliding_window"] if first < layers else None
+        else:
+            keys["max_window_layers"] = 0
 
 
 def _draw_gpt2(choose: Choose) -> GPT2Config:
@@ -109,12 +179,36 @@ def _draw_gpt2(choose: Choose) -> GPT2Config:
     )
 
 
-def _draw_rope(choose: Choose) -> dict[str, Any] | None:
-    kind = choose((None, "linear", "llama3"))
+def _draw_rope(family: str, rotary_dim: int, choose: Choose) -> dict[str, Any] | None:
+    kinds = [None, "linear", "llama3"]
+    if rotary_dim % 2 == 0:
+        kinds.append("yarn")
+    if rotary_dim > 2:
+        kinds.append("dynamic")
+    kind = choose((None, "longrope") if family == "phi3" else (*kinds, "longrope"))
+    original = choose((8, 16, 32, 48))
     if kind is None:
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": choose((2.0, 3.5))}
+    if kind in ("linear", "dynamic"):
+        return {"rope_type": kind, "factor": choose((2.0, 3.5))}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": choose((1.0, 4.0, 16.0)),
+            "original_max_position_embeddings": original,
+            "beta_fast": choose((32.0, 2.0)),
+            "beta_slow": choose((1.0, 0.5)),
+            **choose(({}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.0})),
+        }
+    if kind == "longrope":
+        pairs = (rotary_dim + 1) // 2
+        return {
+            "rope_type": "longrope",
+            "short_factor": [choose((1.0, 1.1, 2.0)) for _ in range(pairs)],
+            "long_factor": [choose((1.0, 4.0, 9.5)) for _ in range(pairs)],
+            "original_max_position_embeddings": original,
+            **choose(({}, {"attention_factor": 1.25}, {"factor": 3.0})),
+        }
     return {
         "rope_type": "llama3",
         "factor": choose((8.0, 32.0)),
@@ -165,48 +259,65 @@ def hf_config(config: ModelConfig) -> Any:
             bos_token_id=None,
             eos_token_id=None,
         )
-    rope = config.rope_scaling.model_dump() if config.rope_scaling else {"rope_type": "default"}
     family = config.model_type
-    keys = set(type(config).model_fields) - {"model_type", "rope_theta", "rope_scaling"}
-    if family not in ("llama", "granite"):
-        keys -= {"mlp_bias"}
-    if family != "granite":
-        keys -= {"embedding_multiplier", "attention_multiplier", "residual_multiplier"}
-        keys -= {"logits_scaling"}
-    if family not in ("llama", "granite", "qwen3", "qwen3_moe"):
-        keys -= {"attention_bias"}
-    values = {name: getattr(config, name) for name in keys}
-    if family in ("llama", "granite", "mistral", "mixtral", "qwen3_moe"):
-        del values["max_window_layers"]
-    if family in ("llama", "granite"):
-        del values["sliding_window"]
-    if family.startswith("qwen"):
-        values["use_sliding_window"] = config.sliding_window is not None
-    if "max_window_layers" in values and config.sliding_window is None:
-        values["max_window_layers"] = config.num_hidden_layers
-    if family == "mixtral":
-        values["num_local_experts"] = values.pop("num_experts")
-        for name in (
-            *("moe_intermediate_size", "norm_topk_prob"),
-            *("decoder_sparse_step", "mlp_only_layers"),
-        ):
-            del values[name]
-    return _HF_CONFIGS[family](
-        **values,
-        rope_parameters={"rope_theta": config.rope_theta, **rope},
-        bos_token_id=None,
-        eos_token_id=None,
+    common = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        *("rms_norm_eps", "tie_word_embeddings", "initializer_range"),
     )
+    values = {name: getattr(config, name) for name in (*common, *_OWN_KEYS[family])}
+    layers = range(config.num_hidden_layers)
+    if family.startswith("qwen") or family == "smollm3":
+        values["use_sliding_window"] = config.sliding_window is not None
+    if family in ("qwen2", "qwen3"):
+        no_window = config.sliding_window is None
+        values["max_window_layers"] = (
+            config.num_hidden_layers if no_window else config.max_window_layers
+        )
+    if family in ("olmo3", "gemma2", "gemma3_text", "smollm3") or config.layer_types:
+        windows = [config.attention_spec(layer).window for layer in layers]
+        values["layer_types"] = [
+            "sliding_attention" if window else "full_attention" for window in windows
+        ]
+        if family in ("olmo3", "gemma2", "gemma3_text") and config.sliding_window is None:
+            values["sliding_window"] = config.max_position_embeddings
+    if family == "smollm3":
+        values["no_rope_layers"] = [int(config.attention_spec(i).rope is not None) for i in layers]
+    if family == "mixtral":
+        values["num_local_experts"] = config.num_experts  # type: ignore[union-attr]
+    return _HF_CONFIGS[family](
+        **values, **_hf_rope(config), bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+
+
+def _hf_rope(config: LlamaConfig | MoEConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = scaling.model_dump(exclude_none=True)
+    rope["rope_theta"] = config.rope_theta
+    if config.partial_rotary_factor is not None:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.rope_local_base_freq is not None:
+        local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    apart = {}
+    if config.model_type == "phi3" and scaling:
+        name = "original_max_position_embeddings"
+        apart = {name: rope[name]}
+    return {"rope_parameters": rope, **apart}
 
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int) -> None:
     """Weights under which every parameter matters and logits are of the order of 1."""
     generator = torch.Generator().manual_seed(seed)
+    # Gemma's norms multiply by 1 + w: scores beyond 10 would only amplify roundings.
+    mean = -0.3 if str(model.config.model_type).startswith("gemma") else 0.7  # type: ignore[union-attr]
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.3, generator=generator)
         if parameter.dim() == 1:
-            parameter.add_(0.7)
+            parameter.add_(mean)
 
 
 def hf_model(config: ModelConfig, seed: int) -> Any:

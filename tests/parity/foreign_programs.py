@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from firstlight.conversion.foreign import ForeignModel
-from firstlight.models.ops import Llama3Rope, rope_frequencies
+from firstlight.models.rope import Llama3Rope, rope_frequencies
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 

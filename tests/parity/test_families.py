@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.models import Llama, Model, ModelConfig, MoEConfig
+from firstlight.models import FAMILIES, Llama, Model, ModelConfig, MoEConfig
 from firstlight.weights.huggingface import load_model
 
 DRAWS = 40
@@ -32,7 +32,13 @@ def configs(draw: st.DrawFn, family: str) -> ModelConfig:
 
 def both(config: ModelConfig, seed: int, dtype: torch.dtype) -> tuple[Model, Any]:
     """The same weights in our model, through a file, and in transformers' model."""
-    theirs = hf_model(config, seed).to(dtype)
+    theirs = hf_model(config, seed)
+    tables = {name: b.clone() for name, b in theirs.named_buffers() if "inv_freq" in name}
+    theirs.to(dtype)
+    # `to` rounds the rotary tables, which a model that is loaded in bf16 keeps in fp32.
+    for name, buffer in theirs.named_buffers():
+        if name in tables:
+            buffer.data = tables[name]
     with tempfile.TemporaryDirectory() as folder:
         # Experts one by one, as in their family's files, or stacked.
         theirs.save_pretrained(folder, save_original_format=seed % 2 == 0)
@@ -74,7 +80,9 @@ def largest_gradient_difference(own: Model, theirs: Any) -> float:
     gradients = {name: p.grad for name, p in own.named_parameters()}
     expected = {name: p.grad for name, p in theirs.named_parameters()}
     assert gradients.keys() == expected.keys()
-    least = 1e-4 * max(float(grad.norm()) for grad in expected.values() if grad is not None)
+    largest = max(float(grad.norm()) for grad in expected.values() if grad is not None)
+    # A bias of keys that are not rotated changes no softmax: its gradient is rounding alone.
+    least = largest * (1e-3 if own.config.family.no_rope_every else 1e-4)
     differences = [0.0]
     for name, gradient in gradients.items():
         assert gradient is not None, name
@@ -144,8 +152,8 @@ def test_logits_through_the_cache_are_those_of_transformers_over_the_whole_text(
 ) -> None:
     """A prompt, then a few tokens, then one at a time, also beyond a sliding window."""
     config = draw_config(family, random.Random(seed).choice)
-    if seed == 0 and family not in ("gpt2", "llama", "granite"):
-        config = config.model_copy(update={"sliding_window": 7})
+    if seed == 0 and "sliding_window" in FAMILIES[family].spec.own_keys:
+        config = type(config)(**{**config.model_dump(), "sliding_window": 7})
     own, theirs = both(config, seed, torch.float32)
     ids = some_ids(seed)
     cache = own.make_cache(len(ids), ids.shape[1], torch.float32)

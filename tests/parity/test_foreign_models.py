@@ -30,7 +30,7 @@ from foreign_programs import (
 from torch import nn
 
 from firstlight.conversion.foreign import ForeignModel, read_foreign
-from firstlight.models.ops import Llama3Rope
+from firstlight.models.rope import Llama3Rope
 from firstlight.weights.huggingface import load_model
 
 

@@ -24,7 +24,7 @@ from drawn import (
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig
-from firstlight.models.ops import LinearRope
+from firstlight.models.rope import LinearRope
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.weights.huggingface import load_model, read_config
@@ -109,6 +109,40 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         attention_multiplier=0.1,
         residual_multiplier=0.22,
         logits_scaling=8.0,
+    ),
+    "smollm3": LlamaConfig(
+        **_SHAPE, model_type="smollm3", sliding_window=77, num_hidden_layers=36, mlp_bias=True
+    ),
+    "phi3": LlamaConfig(
+        **_SHAPE | {"rope_scaling": None},
+        model_type="phi3",
+        sliding_window=77,
+        partial_rotary_factor=0.5,
+    ),
+    "olmo2": LlamaConfig(**_SHAPE, model_type="olmo2", attention_bias=True),
+    "olmo3": LlamaConfig(
+        **_SHAPE,
+        model_type="olmo3",
+        sliding_window=77,
+        num_hidden_layers=32,
+        rope_local_base_freq=33.0,
+    ),
+    "arcee": LlamaConfig(**_SHAPE, model_type="arcee", attention_bias=True, mlp_bias=True),
+    "glm4": LlamaConfig(**_SHAPE, model_type="glm4", partial_rotary_factor=0.25),
+    "gemma2": LlamaConfig(
+        **_SHAPE | {"num_key_value_heads": 4},
+        model_type="gemma2",
+        num_hidden_layers=26,
+        sliding_window=77,
+        query_pre_attn_scalar=3,
+        attn_logit_softcapping=9.0,
+    ),
+    "gemma3_text": LlamaConfig(
+        **_SHAPE | {"num_key_value_heads": 4},
+        model_type="gemma3_text",
+        num_hidden_layers=26,
+        sliding_window=77,
+        rope_local_base_freq=33.0,
     ),
     "mixtral": MoEConfig(**_SHAPE, sliding_window=77, num_experts=4),
     "qwen3_moe": MoEConfig(

@@ -14,7 +14,7 @@ from firstlight.models.accounting import (
     meta_model,
     train_flops_per_token,
 )
-from firstlight.models.ops import LinearRope
+from firstlight.models.rope import LinearRope
 from firstlight.weights.huggingface import config_from_hf
 
 GPT2_124M = GPT2Config(vocab_size=50257)

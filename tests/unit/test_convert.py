@@ -18,6 +18,7 @@ from torch import Tensor
 from firstlight.conversion import check
 from firstlight.conversion import convert as conversion
 from firstlight.conversion.convert import Conversion, convert
+from firstlight.conversion.gguf_layout import ARCHITECTURES
 from firstlight.conversion.gguf_reader import read_gguf
 from firstlight.conversion.gguf_writer import write_gguf
 from firstlight.conversion.source import read_folder
@@ -300,7 +301,18 @@ def test_file_names_are_plain(name: str, expected: str, tmp_path: Path, folder: 
 # --- to GGUF -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ARCHITECTURES.keys()))
+def test_a_family_without_gguf_is_refused_in_one_line(
+    family: str, tmp_path: Path, folder: Folder
+) -> None:
+    pytest.importorskip("gguf")
+    with pytest.raises(
+        ModelError, match=f"model_type '{family}' can't be put into GGUF .can: gpt2"
+    ):
+        convert(folder(family), tmp_path / "out", to="gguf")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_every_family_becomes_gguf_in_every_format(
     family: str, dtype: str, tmp_path: Path, folder: Folder

@@ -24,7 +24,7 @@ from foreign_files import (
 
 from firstlight.conversion.foreign import read_foreign
 from firstlight.errors import ModelError
-from firstlight.models.ops import rope_frequencies
+from firstlight.models.rope import rope_frequencies
 
 Save = Callable[[Any], Path]
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.conversion.gguf_layout import Rope
+from firstlight.conversion.gguf_layout import ARCHITECTURES, Rope
 from firstlight.conversion.gguf_reader import read_gguf
 from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
@@ -109,7 +109,7 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_is_read_is_what_was_written(family: str, seed: int, tmp_path: Path) -> None:
     config, tensors = drawn(family, tmp_path, seed)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
@@ -122,7 +122,7 @@ def test_what_is_read_is_what_was_written(family: str, seed: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_config_that_is_read_makes_the_same_model(
     family: str, seed: int, tmp_path: Path
 ) -> None:
@@ -144,7 +144,7 @@ def test_the_config_that_is_read_makes_the_same_model(
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_half_precision_keeps_what_the_format_holds(
     family: str, dtype: GGUFDtype, tmp_path: Path
 ) -> None:
@@ -156,7 +156,7 @@ def test_half_precision_keeps_what_the_format_holds(
         assert torch.equal(found[name], tensor if exact else rounded(tensor, dtype)), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_bf16_weights_stay_themselves_in_bf16(family: str, tmp_path: Path) -> None:
     config, tensors = drawn(family, tmp_path)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -166,7 +166,7 @@ def test_bf16_weights_stay_themselves_in_bf16(family: str, tmp_path: Path) -> No
         assert torch.equal(found[name], tensor.float()), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_q8_0_is_within_half_a_step_of_each_block(family: str, tmp_path: Path) -> None:
     # Rows of 64, and of 20 or 24, which are no whole blocks.
     narrow = {"moe_intermediate_size": 24} if family == "qwen3_moe" else {"intermediate_size": 20}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError, TokenizerError
-from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
+from firstlight.models import FAMILIES, GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import load_model, model_files, read_config
@@ -279,8 +279,29 @@ def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
-        "(supported: gpt2, llama, mistral, qwen2, qwen3, granite, mixtral, qwen3_moe)"
+        f"(supported: {', '.join(FAMILIES)})"
     )
+
+
+@pytest.mark.parametrize(
+    ("like", "change", "said"),
+    [
+        ("llama", {"logit_scale": 2, "clip": 1}, "llama, which has no clip, logit_scale"),
+        ("arcee", {"hidden_act": "gelu"}, "llama, which has hidden_act 'silu'"),
+        ("gemma2", {"num_experts": 3}, "gemma2, which has no num_experts"),
+        ("olmo3", {}, "olmo3, which has the same keys"),
+    ],
+)
+def test_an_unknown_family_is_compared_with_the_nearest_known_one(
+    like: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    content = LlamaConfig.from_hf({"model_type": like}).to_hf()
+    change = {**change, "model_type": "other"}
+    (tmp_path / "config.json").write_text(json.dumps({**content, **change}))
+    assert f"model_type 'other' is not supported: the nearest is {said} (" in refusal(tmp_path)
+    nested = {"model_type": "other", "text_config": {**content, **change}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert "; of its parts only the text_config was compared (supported" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
@@ -293,8 +314,9 @@ def test_a_config_json_that_is_no_json_object_is_named(content: bytes, tmp_path:
     "change, problem",
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope type 'proportional'"),
+        ({"rope_scaling": {"type": "axial", "factor": 4.0}}, "rope type 'axial'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.*factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.*factor"),
         ({"rope_scaling": [1]}, "config.json"),
         ({"rope_scaling": None, "rope_parameters": None, "rope_theta": "big"}, "config.json"),

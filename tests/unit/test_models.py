@@ -13,12 +13,11 @@ from torch import Tensor
 
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, build_model, empty_model
 from firstlight.models.language_model import InitConfig
-from firstlight.models.ops import (
+from firstlight.models.ops import attention, cross_entropy_sum
+from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
     apply_rope,
-    attention,
-    cross_entropy_sum,
     rope_frequencies,
     rope_tables,
 )
@@ -479,7 +478,7 @@ def test_what_a_config_leaves_out_follows_from_the_rest() -> None:
         (LlamaConfig, {"head_dim": -2}, "greater than or equal to 0"),
         (LlamaConfig, {"num_attention_heads": 0}, "greater than 0"),
         (LlamaConfig, {"rope_theta": float("inf")}, "finite"),
-        (LlamaConfig, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "linear"),
+        (LlamaConfig, {"rope_scaling": {"rope_type": "proportional"}}, "linear"),
         (LlamaConfig, {"rope_scaling": {"rope_type": "linear"}}, "required"),
         (LlamaConfig, {"hidden_size": "256"}, "valid integer"),
     ],

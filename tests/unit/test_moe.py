@@ -303,7 +303,10 @@ def test_a_sliding_window_saves_flops() -> None:
         ({"moe_intermediate_size": 9}, "mixtral models have one intermediate_size"),
         ({"norm_topk_prob": False}, "mixtral models have"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
-        ({"mlp_bias": True}, "mlp_bias is not a key of mixtral models (of llama, granite)"),
+        (
+            {"mlp_bias": True},
+            "mlp_bias is not a key of mixtral models (of llama, granite, smollm3, arcee)",
+        ),
         (
             {"max_window_layers": 1, "sliding_window": 4},
             "max_window_layers is not a key of mixtral",

@@ -18,7 +18,7 @@ from torch import Tensor
 from firstlight.conversion.foreign_settings import Settings
 from firstlight.errors import ModelError, nearest
 from firstlight.models import GPT2Config, LlamaConfig
-from firstlight.models.ops import rope_frequencies
+from firstlight.models.rope import rope_frequencies
 
 _AnyConfig = TypeVar("_AnyConfig", GPT2Config, LlamaConfig)
 

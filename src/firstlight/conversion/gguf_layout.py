@@ -19,7 +19,11 @@ from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
 
 #: model_type of Hugging Face's config.json -> general.architecture
-ARCHITECTURES = {name: family.spec.gguf.architecture for name, family in FAMILIES.items()}
+ARCHITECTURES = {
+    name: family.spec.gguf.architecture
+    for name, family in FAMILIES.items()
+    if family.spec.gguf.architecture
+}
 
 #: The tensor of `Rope.factors`.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -209,7 +213,7 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     }
     family = FAMILIES.get(model_type)
     if kind not in (() if family is None else family.spec.gguf.rope_kinds):
-        named = [n for n, family in FAMILIES.items() if "llama3" in family.spec.gguf.rope_kinds]
+        named = [n for n in ARCHITECTURES if "llama3" in FAMILIES[n].spec.gguf.rope_kinds]
         raise ModelError(
             f"rope type '{kind}' can't be put into GGUF for {model_type}: default and linear can, "
             f"and llama3 for {', '.join(named)}"

@@ -315,7 +315,7 @@ def _llama_config(values: _Values, stored: Mapping[str, GGUFTensor]) -> dict[str
 
 
 def _families_of(architecture: str) -> list[str]:
-    return [name for name in FAMILIES if ARCHITECTURES[name] == architecture]
+    return [name for name in ARCHITECTURES if ARCHITECTURES[name] == architecture]
 
 
 def _family_of(architecture: str, experts: int, window: int) -> str:

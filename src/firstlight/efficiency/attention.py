@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.errors import ConfigError
 from firstlight.models import Model, ModelConfig
 from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.ops import (
@@ -21,6 +22,7 @@ from firstlight.models.ops import (
     dense_mask,
     for_each_query_head,
     plain_attention,
+    soft_capped,
 )
 
 #: From here on, and up to here, blockwise was measured to be faster than torch's kernel for CPUs.
@@ -44,7 +46,9 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """The attention backend; "auto" is torch's own choice, but for two cases.
+    """The attention backend; "auto" is torch's own choice, but for three cases.
+
+    Capped scores, which torch's fused kernels do not have, take flex or blockwise.
 
     Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
     there is triton; see `takes_blockwise` for CPUs.
@@ -57,6 +61,8 @@ def resolve_attention(
     """
     if config.attention != "auto":
         return config.attention
+    if caps_scores(model):
+        return "flex" if device == "cuda" and compiles else "blockwise"
     # A family that drops attention weights out does so in all layers alike.
     dropout = model.attention_spec(0).dropout
     if documents and device == "cuda":
@@ -78,9 +84,31 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
     return half and large and seq_len <= _BLOCKWISE_TOKENS
 
 
+#: The backends that can cap scores.
+CAPPING_BACKENDS = ("flex", "blockwise", "plain")
+
+
+def caps_scores(model: ModelConfig) -> bool:
+    """Whether a model's attention caps its scores, which all layers of a family do alike."""
+    return model.attention_spec(0).softcap is not None
+
+
 def choose_attention(model: Model, backend: str) -> None:
-    """Let the model's layers attend by a backend of `EfficiencyConfig.attention`."""
+    """Let the model's layers attend by a backend of `EfficiencyConfig.attention`.
+
+    Raises:
+        ConfigError: the backend does not compute the model's attention.
+    """
+    is_capped = caps_scores(model.config)
+    if is_capped and backend not in CAPPING_BACKENDS:
+        raise ConfigError(
+            f"attention '{backend}' can't cap the scores of {model.config.model_type} models: "
+            f"use {', '.join(CAPPING_BACKENDS)} or auto"
+        )
     attend, make_mask = _backends()[backend]
+    if is_capped and backend == "flex":
+        # The fused kernels, which know causality without a mask, have no cap.
+        make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
         if isinstance(module, SelfAttention):
@@ -108,7 +136,9 @@ def _by_kernel(
     dropout: float,
     mask: Any,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
+    assert softcap is None, "torch's fused kernels have no cap of scores"
     # Not every kernel groups queries itself.
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
@@ -116,7 +146,12 @@ def _by_kernel(
 
 
 def flex_mask(
-    positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+    positions: Tensor,
+    total: int,
+    window: int | None,
+    document_ids_BT: Tensor | None,
+    *,
+    always: bool = False,
 ) -> Any:
     """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
     is seen in are skipped, and no T x S mask is kept. Where causality is all, or beside a cache,
@@ -127,9 +162,10 @@ def flex_mask(
         total: tokens there are to look at, from position 0.
         window: a query sees itself and the `window` - 1 tokens before it; None is all.
         document_ids_BT: a query sees its own document only.
+        always: True makes a block mask also where causality is all.
     """
     # torch's fused kernels know causality, and a cache has no documents: no block mask is needed.
-    plain = document_ids_BT is None and window is None
+    plain = document_ids_BT is None and window is None and not always
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
     # Imported here since it loads torch's compiler, which other backends do not need.
@@ -158,17 +194,33 @@ def flex_attention(
     dropout: float,
     mask: Any,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
-    2024); over another mask, or none, by torch's fused kernels. Arguments: `AttentionFunction`'s.
+    2024); over another mask, or none, by torch's fused kernels, or with a cap by blockwise
+    attention. Arguments: `AttentionFunction`'s.
     """
     if mask is None or isinstance(mask, Tensor):
-        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
+        other = attention if softcap is None else blockwise_attention
+        return other(
+            q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale, softcap=softcap
+        )
     assert dropout == 0.0, "flex attention has no dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    if softcap is not None:
+        options["score_mod"] = _capping(softcap)
     result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
     return result
+
+
+@functools.cache
+def _capping(bound: float) -> Callable[..., Tensor]:
+    # One function for each bound: a new one would be compiled anew.
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return soft_capped(score, bound)
+
+    return cap
 
 
 @functools.cache

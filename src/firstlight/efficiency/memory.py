@@ -23,7 +23,13 @@ import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import Model
-from firstlight.models.ops import IGNORE_INDEX, HeadLoss, cross_entropy_sum, product_dtype
+from firstlight.models.ops import (
+    IGNORE_INDEX,
+    HeadLoss,
+    cross_entropy_sum,
+    product_dtype,
+    soft_capped,
+)
 
 _aten = torch.ops.aten
 
@@ -186,6 +192,7 @@ def _chunked_head_loss(
     head: Callable[[Tensor], Tensor],
     vocab_size: int,
     labels_BT: Tensor,
+    softcap: float | None = None,
 ) -> Tensor:
     assert isinstance(head, nn.Linear)
     x_NC, labels_N = x_BTC.flatten(0, 1), labels_BT.flatten()
@@ -193,7 +200,8 @@ def _chunked_head_loss(
         loss = torch.zeros((), device=x_NC.device)
         for start in range(0, len(x_NC), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            loss = loss + cross_entropy_sum(head(x_NC[part])[:, :vocab_size], labels_N[part])
+            logits_nV = soft_capped(head(x_NC[part])[:, :vocab_size], softcap)
+            loss = loss + cross_entropy_sum(logits_nV, labels_N[part])
         return loss
     dtype = product_dtype(x_NC)
     result: tuple[Tensor, Tensor, Tensor] = _linear_cross_entropy(
@@ -205,6 +213,7 @@ def _chunked_head_loss(
         dtype,
         head.weight.requires_grad,
         z_loss_coef,
+        softcap or 0.0,
     )
     return result[0]
 
@@ -219,6 +228,7 @@ def _linear_cross_entropy(
     dtype: torch.dtype,
     learns: bool,
     z_loss_coef: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss (fp32), and its gradients for `x_NC` and, if it `learns`, `weight_VC` (else an
     empty one); products in `dtype`."""
@@ -232,6 +242,11 @@ def _linear_cross_entropy(
         part = slice(start, start + chunk_tokens)
         x_nC, labels_n = x_NC[part].to(dtype), labels_N[part]
         logits_nV = x_nC @ weight.T
+        if softcap:
+            logits_nV.div_(softcap).tanh_()
+            # The derivative of c tanh(z / c) for z.
+            slope_nV = 1 - logits_nV.square()
+            logits_nV.mul_(softcap)
         # Rows that pad the vocabulary get probability 0, and with it no gradient.
         logits_nV[:, vocab_size:] = float("-inf")
         grad_nV = torch.log_softmax(logits_nV, -1, dtype=loss.dtype)
@@ -249,6 +264,8 @@ def _linear_cross_entropy(
             grad_nV.mul_(1 + 2 * z_loss_coef * z_n1)
         grad_nV.scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
         grad_nV.mul_(valid_n[:, None])
+        if softcap:
+            grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
         grad_x_NC[part] = low_nV @ weight
         if learns:
@@ -266,6 +283,7 @@ def _(
     dtype: torch.dtype,
     learns: bool,
     z_loss_coef: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device=x_NC.device)
@@ -282,13 +300,13 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _backward(
     ctx: Any, grad_loss: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
+) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
         # In the loss's precision: rounded, 1/tokens would scale all gradients but the head's.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
-        *(None,) * 6,
+        *(None,) * 7,
     )
 
 

@@ -32,6 +32,7 @@ def blockwise_attention(
     dropout: float = 0.0,
     mask: Any = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D], a block of queries at a time; its dtype is autocast's or the
     values'.
@@ -49,7 +50,8 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
-    result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, 1 / (1 - dropout))
+    growth, bound = 1 / (1 - dropout), softcap or 0.0
+    result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound)
     return result
 
 
@@ -63,13 +65,14 @@ def _attention(
     mask: Tensor | None,
     kept_BHTS: Tensor | None,
     growth: float,
+    softcap: float = 0.0,
 ) -> Tensor:
     out_BHTD = _like_projected(q_BHTD)
     # Scores are products of fp32, which autocast would round.
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost)
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap)
             part.attend(out_BHTD[own])
             del part  # before the next takes as much
     return out_BHTD
@@ -90,12 +93,13 @@ def _attention_backward(
     mask: Tensor | None,
     kept_BHTS: Tensor | None,
     growth: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost)
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap)
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             del part
     return grad_q, grad_k, grad_v
@@ -109,13 +113,13 @@ def _(
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.growth = inputs
+    *tensors, ctx.growth, ctx.softcap = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _attention_backward(grad_BHTD, *ctx.saved_tensors, ctx.growth)
-    return *grads, None, None, None
+    grads = _attention_backward(grad_BHTD, *ctx.saved_tensors, ctx.growth, ctx.softcap)
+    return *grads, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save_inputs)
@@ -157,7 +161,9 @@ class _Part:
     weight by as much. torch has no product of bf16 factors with an fp32 result on CPUs.
     """
 
-    def __init__(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, lost: _Lost) -> None:
+    def __init__(
+        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, lost: _Lost, softcap: float
+    ) -> None:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = math.sqrt(size)
@@ -166,7 +172,7 @@ class _Part:
         # In order, as they are read once for each block.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
         self._wide_keys = at_least_fp32(self._keys)
-        self._lost = lost
+        self._lost, self._softcap = lost, softcap
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
@@ -179,10 +185,17 @@ class _Part:
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
-    def _weights(self, start: int, end: int, seen: int) -> Tensor:
-        """Attention weights of a block's queries over the keys that they see, [N, G * t, S]."""
+    def _weights(self, start: int, end: int, seen: int, slopes: list[Tensor]) -> Tensor:
+        """Attention weights of a block's queries over the keys that they see, [N, G * t, S].
+
+        Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`.
+        """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
+        if self._softcap:
+            scores.div_(self._softcap).tanh_()
+            slopes.append(1 - scores.square())
+            scores.mul_(self._softcap)
         self._lost.hide_(self._by_heads(scores), start, end, seen)
         weights = F.softmax(scores, -1)
         # Freed before the rounded copy is made: at its height there are two blocks of scores.
@@ -196,7 +209,7 @@ class _Part:
 
     def _attend(self, block: tuple[int, int, int], out_BHTD: Tensor) -> None:
         start, end, seen = block
-        weights = self._weights(start, end, seen)
+        weights = self._weights(start, end, seen, [])
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         result = torch.bmm(weights, self._values[:, :seen])
         out_BHTD[:, :, start:end] = self._by_heads(result)
@@ -218,11 +231,14 @@ class _Part:
         grad_q, grad_k, grad_v = found
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
-        weights = self._weights(start, end, seen)
+        slopes: list[Tensor] = []
+        weights = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         del grad_weights
+        if slopes:
+            grad_scores.mul_(slopes.pop())
         # After the gradient of the softmax, which needs the weights before dropout.
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         _add_product(grad_v[:, :seen], weights, grad, is_first)

@@ -1,8 +1,7 @@
-"""Model families: the facts that loading, conversion, parallelism and planning need of each, and
-the table of the Llama-like families.
+"""Model families: the facts that loading, conversion, parallelism and planning need of each.
 
 Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
-Llama-like family is one entry of `DENSE` or `ROUTED`; a family with an architecture of its own is
+Llama-like family is one entry of `llama_families.py`; a family with an architecture of its own is
 a file with a config class that derives from `FamilyConfig`, and a model class.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from firstlight.section import Section
 
@@ -23,11 +22,16 @@ class AttentionSpec:
         window: number of tokens, itself included, that a token sees; None is all before it.
         dropout: probability with which an attention weight is dropped in training.
         scale: factor of the scores; None is 1 / sqrt(head_dim).
+        softcap: bound c of the scores s, which become c tanh(s / c); None leaves them as they are.
+        rope: number of the rotary table that turns queries and keys: 0, or 1 where layers with a
+            window have a table of their own; None is no rotation.
     """
 
     window: int | None = None
     dropout: float = 0.0
     scale: float | None = None
+    softcap: float | None = None
+    rope: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class GGUFSpec:
     """Form of a family in llama.cpp's files.
 
     Attributes:
-        architecture: the value of general.architecture.
+        architecture: the value of general.architecture; "" where GGUF files of the family are
+            neither written nor read.
         rotates_pairs: True where llama.cpp turns neighbouring rows of a head, where Hugging Face
             turns halves: rows of queries and keys lie in another order.
         rope_kinds: kinds of rotary scaling that llama.cpp computes.
@@ -69,6 +74,47 @@ class GGUFSpec:
 
 
 @dataclass(frozen=True)
+class BlockNorms:
+    """Names of a layer's norms, as in the family's files; None where a layer has none.
+
+    Attributes:
+        before_attention, after_attention: norms of the attention's input and of its output.
+        before_mlp, after_mlp: norms of the MLP's input and of its output.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions of a family.
+
+    Attributes:
+        kinds: kinds of scaling that the family has beside "default"; () is all.
+        other_kinds: config.json's other names of kinds -> kind.
+        turns_neighbours: True where dimensions 2i and 2i + 1 turn together, and not i and i + R/2.
+        in_fp32: True where the rotation is computed in fp32 and then rounded.
+        partial_factor: rotated part of each head where config.json does not say it.
+        original_positions: config.json's default of original_max_position_embeddings, which stands
+            beside the rotary settings; 0 where it stands among them.
+        nested: True where config.json has rotary settings of each kind of layer.
+        local_theta_key: config.json's old key of the base in layers with a window; "" is none.
+    """
+
+    kinds: tuple[str, ...] = ()
+    other_kinds: Mapping[str, str] = field(default_factory=dict)
+    turns_neighbours: bool = False
+    in_fp32: bool = False
+    partial_factor: float = 1.0
+    original_positions: int = 0
+    nested: bool = False
+    local_theta_key: str = ""
+
+
+@dataclass(frozen=True)
 class FamilySpec:
     """Facts of one `model_type`.
 
@@ -79,7 +125,27 @@ class FamilySpec:
         hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
             them, where they differ from a recipe's.
         qkv_bias: True where queries, keys and values always have biases.
-        qk_norm: True where queries and keys are normalised by head.
+        output_bias: False where the attention's output projection never has a bias.
+        qk_norm: "head" where queries and keys are normalised by head, "width" where over all heads
+            together; None where they are not.
+        norms: names of a layer's norms.
+        norm_kind: "rounded" where a norm's result is rounded before its weight w is multiplied in,
+            "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it.
+        activation: config.json's name of the MLP's activation.
+        activation_key: config.json's key of the activation.
+        gated: True where the MLP has a gate, as in SwiGLU and GeGLU.
+        fused: True where one matrix holds queries, keys and values, and one gate and up
+            projection; "mlp" where only the latter.
+        scales_embeddings: True where embeddings are multiplied by sqrt(hidden_size).
+        rope: rotary positions.
+        full_attention_every: every so many layers, counted from 1, see all tokens, and the others
+            have the window; 0 is none.
+        no_rope_every: every so many layers, counted from 1, have no rotary positions, and the
+            window if there is one; 0 is none.
+        period_key: config.json's old key of `full_attention_every`; "" is none.
+        divides_width: True where transformers wants hidden_size to be a multiple of the heads even
+            if head_dim is given.
+        indivisible: reason why tensor parallelism can't cut the layers; "" where it can.
         has_window_switch: True where config.json has use_sliding_window.
         experts: names of the experts in the files; None for dense models.
         tokenizer_split: split of text that transformers gives every tokenizer of the family; None
@@ -87,14 +153,33 @@ class FamilySpec:
     """
 
     architecture: str
-    gguf: GGUFSpec
+    gguf: GGUFSpec = GGUFSpec("")
     own_keys: tuple[str, ...] = ()
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
-    qk_norm: bool = False
+    output_bias: bool = True
+    qk_norm: Literal["head", "width"] | None = None
+    norms: BlockNorms = BlockNorms()
+    norm_kind: Literal["rounded", "wide", "one_plus"] = "rounded"
+    activation: Literal["silu", "relu2", "gelu_pytorch_tanh"] = "silu"
+    activation_key: str = "hidden_act"
+    gated: bool = True
+    fused: Literal[False, True, "mlp"] = False
+    scales_embeddings: bool = False
+    rope: RopeSpec = RopeSpec()
+    full_attention_every: int = 0
+    no_rope_every: int = 0
+    period_key: str = ""
+    divides_width: bool = False
+    indivisible: str = ""
     has_window_switch: bool = False
     experts: ExpertNames | None = None
     tokenizer_split: str | None = None
+
+    @property
+    def has_default_types(self) -> bool:
+        """Whether the family has a pattern of layers with and without a window."""
+        return bool(self.full_attention_every or self.no_rope_every)
 
 
 class FamilyConfig(Section):
@@ -131,6 +216,11 @@ class FamilyConfig(Section):
         return 0
 
     @property
+    def logit_softcap(self) -> float | None:
+        """Bound c of the logits z, which become c tanh(z / c); None leaves them as they are."""
+        return None
+
+    @property
     def router_loss_coefficient(self) -> float:
         """Weight of the load-balancing loss in training; 0 for dense models."""
         return 0.0
@@ -142,155 +232,3 @@ class FamilyConfig(Section):
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""
         return AttentionSpec()
-
-
-# The Llama-like families: `LlamaConfig` is the config class of `DENSE`, `MoEConfig` of `ROUTED`.
-
-#: Values of keys that config.json leaves out, as in Hugging Face's config classes, where a recipe
-#: has another default. A family's own values stand in its entry.
-HF_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-}
-
-_NO_BIAS = ("attention_bias", (False,), False)
-_ALL_ROPE = ("default", "linear", "llama3")
-
-#: Granite's keys.
-MULTIPLIERS = (
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
-
-# Sizes that several of Hugging Face's config classes have in common.
-_SIZES_OF_LLAMA = {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-}
-_SIZES_OF_MISTRAL = {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-_SIZES_OF_QWEN = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-
-DENSE: dict[str, FamilySpec] = {
-    "llama": FamilySpec(
-        "LlamaForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
-        own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults=_SIZES_OF_LLAMA,
-    ),
-    "mistral": FamilySpec(
-        "MistralForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
-        own_keys=("sliding_window",),
-        hf_defaults={**_SIZES_OF_MISTRAL, "sliding_window": 4096},
-    ),
-    "qwen2": FamilySpec(
-        "Qwen2ForCausalLM",
-        GGUFSpec("qwen2"),
-        own_keys=("sliding_window", "max_window_layers"),
-        hf_defaults=_SIZES_OF_QWEN,
-        qkv_bias=True,
-        has_window_switch=True,
-        tokenizer_split="qwen2",
-    ),
-    "qwen3": FamilySpec(
-        "Qwen3ForCausalLM",
-        GGUFSpec("qwen3", fixed=(_NO_BIAS,)),
-        own_keys=("attention_bias", "sliding_window", "max_window_layers"),
-        hf_defaults={**_SIZES_OF_QWEN, "head_dim": 128},
-        qk_norm=True,
-        has_window_switch=True,
-    ),
-    "granite": FamilySpec(
-        "GraniteForCausalLM",
-        GGUFSpec(
-            "granite",
-            rotates_pairs=True,
-            numbers={
-                "embedding_multiplier": "embedding_scale",
-                "attention_multiplier": "attention.scale",
-                "residual_multiplier": "residual_scale",
-                "logits_scaling": "logit_scale",
-            },
-        ),
-        own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
-        hf_defaults={**_SIZES_OF_LLAMA, "attention_multiplier": 1.0},
-    ),
-}
-
-ROUTED: dict[str, FamilySpec] = {
-    "mixtral": FamilySpec(
-        "MixtralForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
-        own_keys=("sliding_window",),
-        hf_defaults={
-            **_SIZES_OF_MISTRAL,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
-        experts=ExpertNames(
-            gate="block_sparse_moe.experts.{}.w1.weight",
-            up="block_sparse_moe.experts.{}.w3.weight",
-            down="block_sparse_moe.experts.{}.w2.weight",
-            router="block_sparse_moe.gate.weight",
-            size="intermediate_size",
-        ),
-    ),
-    "qwen3_moe": FamilySpec(
-        "Qwen3MoeForCausalLM",
-        GGUFSpec(
-            "qwen3moe",
-            fixed=(
-                _NO_BIAS,
-                ("norm_topk_prob", (True,), False),
-                ("decoder_sparse_step", (1,), 1),
-                ("mlp_only_layers", ([], None), None),
-            ),
-        ),
-        own_keys=("attention_bias", "sliding_window"),
-        hf_defaults={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
-        qk_norm=True,
-        has_window_switch=True,
-        experts=ExpertNames(
-            gate="mlp.experts.{}.gate_proj.weight",
-            up="mlp.experts.{}.up_proj.weight",
-            down="mlp.experts.{}.down_proj.weight",
-            router="mlp.gate.weight",
-            size="moe_intermediate_size",
-        ),
-    ),
-}
-
-#: Keys that not all families have.
-OWN_KEYS: frozenset[str] = frozenset(
-    key for spec in (DENSE | ROUTED).values() for key in spec.own_keys
-)

@@ -23,6 +23,7 @@ from firstlight.models.ops import (
     dense_mask,
     document_positions,
     head_loss,
+    soft_capped,
 )
 from firstlight.section import Section
 
@@ -59,6 +60,7 @@ class LanguageModel(nn.Module):
             replace it.
         make_mask: function that makes the masks for the layers' `attend`; replaced together with
             `attend`.
+        norm_init: initial value of the norms' weights.
         router_statistics: loss and visits of the routers in training since it was last emptied;
             None for a dense model.
         embedding_name: name of the module with the token embedding.
@@ -79,6 +81,7 @@ class LanguageModel(nn.Module):
     head_loss: HeadLoss
     make_mask: MaskFunction
     lm_head: nn.Linear
+    norm_init: float = 1.0
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class LanguageModel(nn.Module):
         }
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else self.norm_init)
                 continue
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
@@ -187,10 +190,10 @@ class LanguageModel(nn.Module):
             cache.advance(input_ids.shape[1])
         # Cut before the norm and the head: a prompt's logits would be gigabytes.
         x_BTC = self.finish(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
-        vocab_size = self.config.vocab_size
+        vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
-            return self.lm_head(x_BTC)[..., :vocab_size]  # type: ignore[no-any-return]
-        loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels)
+            return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
+        loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss
@@ -228,6 +231,10 @@ class Cache(Protocol):
 
     Shape letters as in `models/ops.py`.
     """
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens that each sequence has room for."""
 
     def positions(self, new: int) -> Tensor:
         """Of the new tokens in their sequence, int64 [T], or [B, T] where they differ."""
@@ -330,6 +337,11 @@ class RaggedCache:
     ) -> None:
         self.keys, self.values = keys, values
         self.lengths, self.reach = lengths, reach
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens of a sequence there is room for."""
+        return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
         """Of the next `new` tokens of each sequence, int64 [B, T]."""

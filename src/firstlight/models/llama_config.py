@@ -1,6 +1,5 @@
-"""Shapes of the Llama-like families: Llama, Mistral, Qwen2, Qwen3, Granite, and with experts
-Mixtral and Qwen3-MoE. They are one architecture; what differs between them stands in
-`family.py`.
+"""Shapes of the Llama-like families: one architecture by configuration. Differences between the
+families stand in `llama_families.py`; `llama_json.py` reads and writes their config.json.
 """
 
 from __future__ import annotations
@@ -9,36 +8,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from firstlight.errors import ModelError
-from firstlight.models.family import (
-    DENSE,
-    HF_DEFAULTS,
-    MULTIPLIERS,
-    OWN_KEYS,
-    ROUTED,
-    AttentionSpec,
-    FamilyConfig,
-    FamilySpec,
-)
-from firstlight.models.ops import RopeScaling
+from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
+from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS, ROUTED
+from firstlight.models.llama_json import config_json, values_from_json
+from firstlight.models.rope import DynamicRope, LongRope, RopeScaling
 
-#: What each kind of rotary scaling reads.
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-}
+LayerType = Literal["full_attention", "sliding_attention"]
 
 if TYPE_CHECKING:
     # A type checker can not see which names the tables have.
@@ -48,7 +25,7 @@ else:
     DenseType, RoutedType = Literal[tuple(DENSE)], Literal[tuple(ROUTED)]
 
 
-class _DecoderConfig(FamilyConfig):
+class DecoderConfig(FamilyConfig):
     """The keys that all families of this file share; names and meanings are Hugging Face's."""
 
     #: The family of a config that doesn't name it.
@@ -70,7 +47,7 @@ class _DecoderConfig(FamilyConfig):
     """key and value heads; 0 is as many as query heads."""
     head_dim: int = Field(0, ge=0)
     """size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given, hidden_size
-    need not be a multiple of num_attention_heads (except in llama)."""
+    need not be a multiple of num_attention_heads (except in llama, arcee, gemma2, gemma3_text)."""
     max_position_embeddings: int = Field(1024, gt=0)
     """the context limit in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -78,14 +55,17 @@ class _DecoderConfig(FamilyConfig):
     rope_theta: float = Field(10_000.0, gt=0)
     """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """null, {rope_type: linear, factor} or {rope_type: llama3, factor, low_freq_factor,
-    high_freq_factor, original_max_position_embeddings}."""
+    """null, {rope_type: linear, factor}, {rope_type: llama3, factor, low_freq_factor,
+    high_freq_factor, original_max_position_embeddings}, {rope_type: dynamic, factor}, {rope_type:
+    yarn, factor, original_max_position_embeddings} or {rope_type: longrope, short_factor,
+    long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
-    """biases on all the attention's projections (llama, qwen3, granite, qwen3_moe)."""
+    """biases on all the attention's projections; in glm4 on queries, keys and values."""
     mlp_bias: bool = False
-    """biases on the MLP's projections (llama, granite)."""
+    """biases on the MLP's projections (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
-    """a token sees so many tokens, itself included; null is all (not llama, granite)."""
+    """a token sees so many tokens, itself included; null is all (not llama, granite, olmo2, arcee,
+    glm4)."""
     max_window_layers: int = Field(0, ge=0)
     """the first so many layers see all tokens all the same (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
@@ -101,25 +81,36 @@ class _DecoderConfig(FamilyConfig):
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_multiplier(cls, values: Any) -> Any:
-        # Runs after `_fill_in`, which works head_dim out.
-        spec = cls.families.get(values.get("model_type", cls.default_type))
-        if spec is None or "attention_multiplier" not in spec.own_keys:
-            return values
-        size = values.get("head_dim")
-        # A size that is no number is refused by its own field.
-        if values.get("attention_multiplier") is None and isinstance(size, int) and size > 0:
-            values["attention_multiplier"] = size**-0.5
-        return values
+    layer_types: list[LayerType] | None = None
+    """"full_attention" or "sliding_attention" for each layer: which layers have the window. null is
+    the family's own: every second layer full in gemma2, every fourth in olmo3, every sixth in
+    gemma3_text; those without rotary positions with the window in smollm3; all from
+    max_window_layers on with it in qwen2 and qwen3."""
+    no_rope_layers: list[int] | None = None
+    """1 for each layer with rotary positions, 0 for each without (smollm3); null is none in every
+    fourth."""
+    partial_rotary_factor: float | None = Field(None, gt=0, le=1)
+    """rotated part of each head (phi3, glm4); null is 1 in phi3, 0.5 in glm4."""
+    rope_local_base_freq: float | None = Field(None, gt=0)
+    """base of the rotary frequencies in layers with a window (olmo3, gemma3_text); null is
+    rope_theta."""
+    query_pre_attn_scalar: int | None = Field(None, gt=0)
+    """the scores are divided by its root (gemma2, gemma3_text); null is head_dim."""
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    """bound c of the attention's scores s, which become c tanh(s / c); null is none (gemma2)."""
+    final_logit_softcapping: float | None = Field(None, gt=0)
+    """bound of the logits, as of the scores; null is none (gemma2, gemma3_text)."""
 
     @model_serializer(mode="wrap")
-    def _leave_multipliers_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # The sections of other families stay what they were before there were these keys, and so
         # do the hashes that runs with `lora` know their bases by.
-        left_out = set(MULTIPLIERS) - set(self.family.own_keys)
-        return {name: value for name, value in dump(self).items() if name not in left_out}
+        own = self.family.own_keys
+        return {
+            name: value
+            for name, value in dump(self).items()
+            if name not in LATER_KEYS or (name in own and value is not None)
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -127,12 +118,12 @@ class _DecoderConfig(FamilyConfig):
         if not isinstance(values, dict):
             return values
         values = dict(values)
+        spec = cls.families.get(values.get("model_type", cls.default_type), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
             # transformers refuses a Llama folder of such a width even where head_dim is given.
-            is_llama = values.get("model_type", cls.default_type) == "llama"
-            if hidden % heads and (is_llama or not values.get("head_dim")):
-                advice = "model_type mistral with head_dim" if is_llama else "head_dim"
+            if hidden % heads and (spec.divides_width or not values.get("head_dim")):
+                advice = "model_type mistral with head_dim" if spec.divides_width else "head_dim"
                 raise ValueError(
                     f"hidden_size {hidden} must be a multiple of num_attention_heads {heads} "
                     f"(or give {advice})"
@@ -142,6 +133,7 @@ class _DecoderConfig(FamilyConfig):
             values["intermediate_size"] = (
                 values.get("intermediate_size") or math.ceil(hidden * 8 / 3 / 32) * 32
             )
+        _fill_in_own_keys(values, spec)
         return values
 
     @model_validator(mode="after")
@@ -160,17 +152,82 @@ class _DecoderConfig(FamilyConfig):
                 raise ValueError(f"{name} is not a key of {self.model_type} models (of {has})")
         if self.max_window_layers and self.sliding_window is None:
             raise ValueError("max_window_layers means nothing without sliding_window")
+        for name in ("layer_types", "no_rope_layers"):
+            listed = getattr(self, name)
+            if listed is not None and len(listed) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} has {len(listed)} entries, and num_hidden_layers is "
+                    f"{self.num_hidden_layers}"
+                )
+        self._check_rope()
         return self
+
+    def _check_rope(self) -> None:
+        kinds, scaling = self.family.rope.kinds, self.rope_scaling
+        if scaling is not None and kinds and scaling.rope_type not in kinds:
+            raise ValueError(
+                f"rope_scaling: {self.model_type} has no rope_type {scaling.rope_type} (it has "
+                f"{', '.join(kinds)})"
+            )
+        if self.rotary_dim < 2:
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                "leaves no two dimensions to rotate"
+            )
+        if isinstance(scaling, DynamicRope) and self.rotary_dim == 2:
+            raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
+        if isinstance(scaling, LongRope):
+            pairs = (self.rotary_dim + 1) // 2
+            for name in ("short_factor", "long_factor"):
+                if len(getattr(scaling, name)) != pairs:
+                    raise ValueError(
+                        f"rope_scaling: {name} has {len(getattr(scaling, name))} numbers, and "
+                        f"{pairs} pairs of dimensions are rotated"
+                    )
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have biases."""
         return self.attention_bias or self.family.qkv_bias
 
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of each head, the first ones."""
+        return int(self.head_dim * (self.partial_rotary_factor or 1.0))
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Bound c of the logits z, which become c tanh(z / c); None leaves them as they are."""
+        return self.final_logit_softcapping
+
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""
-        window = self.sliding_window if layer >= self.max_window_layers else None
-        return AttentionSpec(window, scale=self.attention_multiplier)
+        scale = self.attention_multiplier
+        if self.query_pre_attn_scalar is not None:
+            scale = self.query_pre_attn_scalar**-0.5
+        window = self.sliding_window if self.has_window(layer) else None
+        rope: int | None = int(window is not None and self.rope_local_base_freq is not None)
+        if not self.has_rope(layer):
+            rope = None
+        return AttentionSpec(window, scale=scale, softcap=self.attn_logit_softcapping, rope=rope)
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has rotary positions."""
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[layer])
+        every = self.family.no_rope_every
+        return not every or (layer + 1) % every != 0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has the sliding window."""
+        if self.sliding_window is None:
+            return False
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "sliding_attention"
+        if self.family.no_rope_every:
+            return not self.has_rope(layer)
+        every = self.family.full_attention_every
+        return (layer + 1) % every != 0 if every else layer >= self.max_window_layers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -179,115 +236,58 @@ class _DecoderConfig(FamilyConfig):
         Raises:
             ModelError: it asks for something that would change the outputs and isn't built.
         """
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelError(
-                f"hidden_act '{config['hidden_act']}' is not supported: only 'silu' is"
-            )
         kind = str(config.get("model_type", cls.default_type))
-        spec = cls.families[kind]
-        values = {**HF_DEFAULTS, **spec.hf_defaults}
-        names = set(cls.model_fields) - {"rope_theta", "rope_scaling", *OWN_KEYS}
-        given = {ours: ours for ours in names if ours in config} | _other_names(cls, config)
-        for ours, theirs in given.items():
-            if config[theirs] is not None:
-                values[ours] = config[theirs]
-            elif ours in ("num_key_value_heads", "head_dim"):
-                values.pop(ours, None)  # null: worked out from the other sizes
-        own = set(spec.own_keys) - {"sliding_window", "max_window_layers"}
-        values |= {name: config[name] for name in own if config.get(name) is not None}
-        values |= _windows_from_hf(spec, config, values)
-        return cls(**{**values, **_rope_from_hf(config, values), "model_type": kind})
+        values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
+        return cls(**{**values, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""
         values = self.model_dump(exclude={"rope_theta", "rope_scaling", *OWN_KEYS})
-        own = {name: getattr(self, name) for name in self.family.own_keys}
-        if self.family.has_window_switch:
-            own["use_sliding_window"] = self.sliding_window is not None
-        if "max_window_layers" in own and self.sliding_window is None:
-            own["max_window_layers"] = self.num_hidden_layers
-        scaling = self.rope_scaling.model_dump() if self.rope_scaling else None
-        return {
-            "architectures": [self.family.architecture],
-            **values,
-            **own,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-            # Both spellings: transformers 5 reads the first, 4 and other programs the rest.
-            "rope_parameters": {
-                "rope_theta": self.rope_theta,
-                **(scaling or {"rope_type": "default"}),
-            },
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-        }
+        return config_json(self.family, self, values)
 
 
-def _other_names(cls: type[BaseModel], config: Mapping[str, Any]) -> dict[str, str]:
-    """Mixtral's files, and transformers 5 for all, call the number of experts otherwise."""
-    if "num_experts" in cls.model_fields and "num_local_experts" in config:
-        return {"num_experts": "num_local_experts"}
-    return {}
+def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
+    """Fill in keys that follow from others where they are open, and open lists that say what the
+    family does anyway: one model has one config. A value of a wrong type is left to its field."""
+    own, size = spec.own_keys, values.get("head_dim")
+    if isinstance(size, int) and size > 0:
+        for name, usual in (("attention_multiplier", size**-0.5), ("query_pre_attn_scalar", size)):
+            if name in own and values.get(name) is None:
+                values[name] = usual
+    if "partial_rotary_factor" in own and values.get("partial_rotary_factor") is None:
+        values["partial_rotary_factor"] = spec.rope.partial_factor
+    if "rope_local_base_freq" in own and values.get("rope_local_base_freq") is None:
+        values["rope_local_base_freq"] = values.get("rope_theta", 10_000.0)
+    if spec.has_default_types and _is_count(values, "num_hidden_layers"):
+        _open_default_lists(values, spec)
 
 
-def _windows_from_hf(
-    spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`sliding_window` and `max_window_layers` of a config.json."""
-    if "sliding_window" not in spec.own_keys:
-        return {}
-    if not spec.has_window_switch:
-        window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
-        return {"sliding_window": window}
-    if not config.get("use_sliding_window"):
-        return {}
-    window = config.get("sliding_window", 4096)
-    if "max_window_layers" not in spec.own_keys or window is None:
-        return {"sliding_window": window}
-    layers = values["num_hidden_layers"]
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        kinds = list(kinds)
-        first = kinds.count("full_attention")
-        rest = len(kinds) - first
-        if len(kinds) != layers or kinds != ["full_attention"] * first + (
-            ["sliding_attention"] * rest
-        ):
-            raise ModelError(
-                "layer_types other than full attention first and sliding attention after it "
-                "are not supported"
-            )
-    if first >= layers:
-        return {}
-    return {"sliding_window": window, "max_window_layers": first}
+def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
+    """Take out `layer_types` and `no_rope_layers` that say what the family does anyway, and a
+    window that no layer has."""
+    layers = range(values["num_hidden_layers"])
+    every = spec.no_rope_every or spec.full_attention_every
+    is_special = [(i + 1) % every == 0 for i in layers]
+    rotated = [int(not special) for special in is_special]
+    full = is_special
+    if spec.no_rope_every:
+        if values.get("no_rope_layers") == rotated:
+            del values["no_rope_layers"]
+        full = [bool(has) for has in values.get("no_rope_layers") or rotated]
+    usual = ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    if values.get("layer_types") == usual:
+        del values["layer_types"]
+    kinds = values.get("layer_types") or usual
+    if values.get("sliding_window") is None or "sliding_attention" not in kinds:
+        values |= {"layer_types": None, "sliding_window": None}
 
 
-def _rope_from_hf(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a config.json."""
-    # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
-    # it reads the two.
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", config.get("rope_theta", defaults.get("rope_theta", 10_000.0)))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if kind not in _ROPE_KEYS:
-        raise ModelError(f"rope type '{kind}' is not supported: default, linear, llama3 are")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("rotary positions of a part of the head only are not supported")
-    if kind == "llama3":
-        rope.setdefault(
-            "original_max_position_embeddings", config.get("max_position_embeddings", 2048)
-        )
-    # Others stand there for other kinds, and mean nothing to this one.
-    scaling = {"rope_type": kind, **{key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}}
-    return {
-        "rope_theta": 10_000.0 if theta is None else float(theta),
-        "rope_scaling": scaling if kind != "default" else None,
-    }
+def _is_count(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    return isinstance(value, int) and 0 < value <= 10_000
 
 
-class LlamaConfig(_DecoderConfig):
+class LlamaConfig(DecoderConfig):
     """Shape of a dense model."""
 
     families = DENSE
@@ -295,11 +295,11 @@ class LlamaConfig(_DecoderConfig):
     has_pipeline = True
 
     model_type: DenseType = "llama"
-    """"llama", "mistral", "qwen2" (biases on queries, keys and values), "qwen3" (queries and keys
-    normalised by head) or "granite" (four multipliers)."""
+    """the family: one of llama, mistral, qwen2, qwen3, granite, smollm3, phi3, olmo2, olmo3, arcee,
+    glm4, gemma2, gemma3_text."""
 
 
-class MoEConfig(_DecoderConfig):
+class MoEConfig(DecoderConfig):
     """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
 
     families = ROUTED

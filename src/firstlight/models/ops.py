@@ -8,97 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.section import Section
-
 IGNORE_INDEX = -100
-
-
-class LinearRope(Section):
-    """Position interpolation: every position divided by `factor` (Chen et al. 2023)."""
-
-    rope_type: Literal["linear"]
-    factor: float = Field(gt=0)
-
-
-class Llama3Rope(Section):
-    """The frequency rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
-
-    Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by
-    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, and
-    those between are blended.
-    """
-
-    rope_type: Literal["llama3"]
-    factor: float = Field(gt=0)
-    low_freq_factor: float = Field(gt=0)
-    high_freq_factor: float = Field(gt=0)
-    original_max_position_embeddings: int = Field(gt=0)
-
-
-RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type")]
-
-
-def rope_frequencies(
-    head_dim: int, rope_theta: float, scaling: LinearRope | Llama3Rope | None
-) -> Tensor:
-    """Angle by which each pair of dimensions turns from one position to the next, fp32 [D/2].
-
-    Source: Su et al. 2021 (RoFormer), with `scaling` as in its class.
-
-    Args:
-        head_dim: D, even.
-        rope_theta: base of the frequencies.
-        scaling: rescaling of the frequencies for longer texts; None is none.
-    """
-    # The steps of transformers, one by one: in another order the last bits would differ.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope_theta**exponents)
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearRope):
-        return frequencies / scaling.factor
-    wavelengths = 2 * math.pi / frequencies
-    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
-    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    stretched = frequencies / scaling.factor
-    # 0 at the longest wavelength of those between, 1 at the shortest.
-    kept_share = (
-        scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
-    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blended = (1 - kept_share) * stretched + kept_share * frequencies
-    result = torch.where(wavelengths > longest, stretched, blended)
-    return torch.where(wavelengths < shortest, frequencies, result)
-
-
-def rope_tables(
-    frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [T, D] or [B, 1, T, D], of the angles at `position_ids` ([T] or [B, T])."""
-    # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
-    with torch.autocast(frequencies.device.type, enabled=False):
-        angles = position_ids.float()[..., None] * frequencies.float()
-        angles = torch.cat((angles, angles), dim=-1)
-        if position_ids.dim() == 2:
-            angles = angles[:, None]  # for all heads
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of [B, H, T, D] by position: the layout of Hugging Face weights.
-
-    Args:
-        x_BHTD: queries or keys.
-        cos, sin: tables of `rope_tables`, of the dtype of `x_BHTD`, or the result is wider.
-    """
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -115,6 +31,11 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def soft_capped(x: Tensor, bound: float | None) -> Tensor:
+    """c tanh(x / c) of scores or logits [...], for a bound c; `x` itself for None."""
+    return x if bound is None else bound * torch.tanh(x / bound)
+
+
 class AttentionFunction(Protocol):
     """Causal attention [B, H, T, D] of T new tokens, of which token t sees the first S - T + t + 1
     of all S.
@@ -125,6 +46,8 @@ class AttentionFunction(Protocol):
         dropout: probability with which a weight is dropped.
         mask: result of the model's `make_mask`, which replaces the causal mask; None is causal.
         scale: factor of the scores; None is 1 / sqrt(D).
+        softcap: bound c of the scores s, which become c tanh(s / c) before the mask; None leaves
+            them as they are. A kernel without it refuses another value than None.
     """
 
     def __call__(
@@ -136,6 +59,7 @@ class AttentionFunction(Protocol):
         dropout: float,
         mask: Any,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -157,6 +81,7 @@ def attention(
     dropout: float = 0.0,
     mask: Any = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D] by torch's fused kernels, which choose among themselves.
 
@@ -165,6 +90,7 @@ def attention(
 
     The other arguments are those of `AttentionFunction`.
     """
+    assert softcap is None, "torch's fused kernels have no cap of scores"
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     # torch's `is_causal` lets the first query see the first key alone: right only if T is S.
     if mask is None and 1 < new < total:
@@ -189,6 +115,7 @@ def plain_attention(
     dropout: float = 0.0,
     mask: Any = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D] as it is written down (Vaswani et al. 2017): two matrix
     products with a softmax between them in fp32. All T x S scores are in memory at once.
@@ -199,7 +126,7 @@ def plain_attention(
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
-    scores = at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1))
+    scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)
     return weights @ v_BKSD
@@ -313,7 +240,12 @@ class HeadLoss(Protocol):
     """Function that computes head and cross-entropy, summed to a loss []: see `head_loss`."""
 
     def __call__(
-        self, x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
+        self,
+        x_BTC: Tensor,
+        head: Callable[[Tensor], Tensor],
+        vocab_size: int,
+        labels_BT: Tensor,
+        softcap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -335,6 +267,7 @@ def head_loss(
     head: Callable[[Tensor], Tensor],
     vocab_size: int,
     labels_BT: Tensor,
+    softcap: float | None = None,
     *,
     z_loss_coef: float = 0.0,
 ) -> Tensor:
@@ -346,10 +279,11 @@ def head_loss(
         head: gives logits [B, T, V or more].
         vocab_size: V; logits beyond it are padding.
         labels_BT: see `cross_entropy_sum`.
+        softcap: bound of the logits, see `soft_capped`; None is none.
         z_loss_coef: coefficient of `z_loss_sum`, which is added where there are gradients only:
             an evaluation's loss is the cross-entropy.
     """
-    logits = head(x_BTC)[..., :vocab_size]
+    logits = soft_capped(head(x_BTC)[..., :vocab_size], softcap)
     loss = cross_entropy_sum(logits, labels_BT)
     if z_loss_coef and torch.is_grad_enabled():
         loss = loss + z_loss_coef * z_loss_sum(logits, labels_BT)

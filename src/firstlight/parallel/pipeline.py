@@ -366,7 +366,11 @@ class _Stage(nn.Module):
 
 
 def _hand_on(
-    x_BTC: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, labels_BT: Tensor
+    x_BTC: Tensor,
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    labels_BT: Tensor,
+    softcap: float | None = None,
 ) -> Tensor:
     """Stand-in for the loss in stages before the last: the hidden states as they are."""
     return x_BTC

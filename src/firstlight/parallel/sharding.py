@@ -45,6 +45,11 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
             f"{families_with(lambda family: family.tensor_parallel_sizes)}, and the model is "
             f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
         )
+    elif config.family.indivisible:
+        yield (
+            f"distributed.tensor_parallel can't cut {config.model_type} models, where "
+            f"{config.family.indivisible}: set it to 1, and distributed.engine to fsdp"
+        )
     for name in config.tensor_parallel_sizes:
         count = getattr(config, name)
         if count % size:
@@ -193,6 +198,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     )
 
     whole = Replicate()
+    names = {name for name, _ in model.named_modules()}
 
     def style(name: str, kind: str) -> ParallelStyle:
         if kind == "inputs":
@@ -210,7 +216,12 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(output_layouts=whole),
         }[kind]
 
-    plan = {name: style(name, kind) for name, kind in model.tensor_parallel_plan.items()}
+    # A family without a gate has no module of that name.
+    plan = {
+        name: style(name, kind)
+        for name, kind in model.tensor_parallel_plan.items()
+        if name.replace("*", "0") in names
+    }
     # Every process has the weights already: nothing is sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
@@ -244,7 +255,9 @@ def _norm_with_plain_weight(norm: RMSNorm, gradient: Any, x: Tensor) -> Tensor:
     weight = cast("DTensor", norm.weight)
     # Nothing is sent here; backwards, gradients of different heads are added up.
     weight = weight.redistribute(placements=[Replicate()])
-    plain = SimpleNamespace(weight=weight.to_local(grad_placements=[gradient]), eps=norm.eps)
+    plain = SimpleNamespace(
+        weight=weight.to_local(grad_placements=[gradient]), eps=norm.eps, kind=norm.kind
+    )
     return RMSNorm.forward(cast(RMSNorm, plain), x)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firstlight.efficiency.attention import CAPPING_BACKENDS, caps_scores
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
@@ -122,6 +123,11 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
         yield (
             "efficiency.precision fp8 converts linear layers, and those of "
             f"{model.model_type} are stored transposed: use bf16, or model.model_type llama"
+        )
+    if caps_scores(model) and config.attention not in ("auto", *CAPPING_BACKENDS):
+        yield (
+            f"efficiency.attention {config.attention} can't cap the scores of {model.model_type} "
+            "models: set efficiency.attention to auto, or model.attn_logit_softcapping to null"
         )
     if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (

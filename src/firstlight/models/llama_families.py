@@ -1,0 +1,338 @@
+"""The table of the Llama-like families: `LlamaConfig` is the config class of `DENSE`, `MoEConfig`
+of `ROUTED`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firstlight.models.family import BlockNorms, ExpertNames, FamilySpec, GGUFSpec, RopeSpec
+
+#: Values of keys that config.json leaves out, as in Hugging Face's config classes, where a recipe
+#: has another default. A family's own values stand in its entry.
+HF_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
+
+_NO_BIAS = ("attention_bias", (False,), False)
+_ALL_ROPE = ("default", "linear", "llama3")
+
+#: Granite's keys.
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
+# Sizes that several of Hugging Face's config classes have in common.
+_SIZES_OF_LLAMA = {
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+}
+_SIZES_OF_MISTRAL = {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_SIZES_OF_QWEN = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
+_SIZES_OF_OLMO = {
+    "vocab_size": 50304,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+_SIZES_OF_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+
+_OLMO_NORMS = BlockNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GEMMA_NORMS = BlockNorms(
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+_WIDE_QK_NORM = "queries and keys are normalised over all heads together"
+
+DENSE: dict[str, FamilySpec] = {
+    "llama": FamilySpec(
+        "LlamaForCausalLM",
+        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
+        own_keys=("attention_bias", "mlp_bias"),
+        hf_defaults=_SIZES_OF_LLAMA,
+        divides_width=True,
+    ),
+    "mistral": FamilySpec(
+        "MistralForCausalLM",
+        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
+        own_keys=("sliding_window",),
+        hf_defaults={**_SIZES_OF_MISTRAL, "sliding_window": 4096},
+    ),
+    "qwen2": FamilySpec(
+        "Qwen2ForCausalLM",
+        GGUFSpec("qwen2"),
+        own_keys=("sliding_window", "max_window_layers", "layer_types"),
+        hf_defaults=_SIZES_OF_QWEN,
+        qkv_bias=True,
+        has_window_switch=True,
+        tokenizer_split="qwen2",
+    ),
+    "qwen3": FamilySpec(
+        "Qwen3ForCausalLM",
+        GGUFSpec("qwen3", fixed=(_NO_BIAS,)),
+        own_keys=("attention_bias", "sliding_window", "max_window_layers", "layer_types"),
+        hf_defaults={**_SIZES_OF_QWEN, "head_dim": 128},
+        qk_norm="head",
+        has_window_switch=True,
+    ),
+    "granite": FamilySpec(
+        "GraniteForCausalLM",
+        GGUFSpec(
+            "granite",
+            rotates_pairs=True,
+            numbers={
+                "embedding_multiplier": "embedding_scale",
+                "attention_multiplier": "attention.scale",
+                "residual_multiplier": "residual_scale",
+                "logits_scaling": "logit_scale",
+            },
+        ),
+        own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
+        hf_defaults={**_SIZES_OF_LLAMA, "attention_multiplier": 1.0},
+    ),
+    "smollm3": FamilySpec(
+        "SmolLM3ForCausalLM",
+        own_keys=(
+            *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
+        ),
+        hf_defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+        has_window_switch=True,
+        no_rope_every=4,
+    ),
+    "phi3": FamilySpec(
+        "Phi3ForCausalLM",
+        own_keys=("sliding_window", "partial_rotary_factor"),
+        hf_defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        fused=True,
+        rope=RopeSpec(
+            kinds=("longrope",),
+            other_kinds={"su": "longrope", "yarn": "longrope"},
+            original_positions=4096,
+        ),
+        indivisible="one matrix holds queries, keys and values",
+    ),
+    "olmo2": FamilySpec(
+        "Olmo2ForCausalLM",
+        own_keys=("attention_bias",),
+        hf_defaults=_SIZES_OF_OLMO,
+        qk_norm="width",
+        norms=_OLMO_NORMS,
+        norm_kind="wide",
+        rope=RopeSpec(in_fp32=True),
+        indivisible=_WIDE_QK_NORM,
+    ),
+    "olmo3": FamilySpec(
+        "Olmo3ForCausalLM",
+        own_keys=("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"),
+        hf_defaults={
+            **_SIZES_OF_OLMO,
+            "sliding_window": 4096,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+        },
+        qk_norm="width",
+        norms=_OLMO_NORMS,
+        norm_kind="wide",
+        rope=RopeSpec(nested=True, in_fp32=True),
+        full_attention_every=4,
+        indivisible=_WIDE_QK_NORM,
+    ),
+    "arcee": FamilySpec(
+        "ArceeForCausalLM",
+        own_keys=("attention_bias", "mlp_bias"),
+        hf_defaults={
+            "vocab_size": 32000,
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        activation="relu2",
+        gated=False,
+        divides_width=True,
+    ),
+    "glm4": FamilySpec(
+        "Glm4ForCausalLM",
+        own_keys=("attention_bias", "partial_rotary_factor"),
+        hf_defaults={
+            "vocab_size": 151552,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+        },
+        output_bias=False,
+        norms=BlockNorms(
+            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+        ),
+        fused="mlp",
+        rope=RopeSpec(turns_neighbours=True, partial_factor=0.5),
+        indivisible="one matrix holds the MLP's gate and up projection",
+    ),
+    "gemma2": FamilySpec(
+        "Gemma2ForCausalLM",
+        own_keys=(
+            *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        hf_defaults={
+            **_SIZES_OF_GEMMA,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norms=_GEMMA_NORMS,
+        norm_kind="one_plus",
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        scales_embeddings=True,
+        full_attention_every=2,
+        divides_width=True,
+    ),
+    "gemma3_text": FamilySpec(
+        "Gemma3ForCausalLM",
+        own_keys=(
+            *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
+            *("final_logit_softcapping", "rope_local_base_freq"),
+        ),
+        hf_defaults={
+            **_SIZES_OF_GEMMA,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        qk_norm="head",
+        norms=_GEMMA_NORMS,
+        norm_kind="one_plus",
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        scales_embeddings=True,
+        rope=RopeSpec(nested=True, local_theta_key="rope_local_base_freq"),
+        full_attention_every=6,
+        period_key="sliding_window_pattern",
+        divides_width=True,
+    ),
+}
+
+ROUTED: dict[str, FamilySpec] = {
+    "mixtral": FamilySpec(
+        "MixtralForCausalLM",
+        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
+        own_keys=("sliding_window",),
+        hf_defaults={
+            **_SIZES_OF_MISTRAL,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        experts=ExpertNames(
+            gate="block_sparse_moe.experts.{}.w1.weight",
+            up="block_sparse_moe.experts.{}.w3.weight",
+            down="block_sparse_moe.experts.{}.w2.weight",
+            router="block_sparse_moe.gate.weight",
+            size="intermediate_size",
+        ),
+    ),
+    "qwen3_moe": FamilySpec(
+        "Qwen3MoeForCausalLM",
+        GGUFSpec(
+            "qwen3moe",
+            fixed=(
+                _NO_BIAS,
+                ("norm_topk_prob", (True,), False),
+                ("decoder_sparse_step", (1,), 1),
+                ("mlp_only_layers", ([], None), None),
+            ),
+        ),
+        own_keys=("attention_bias", "sliding_window"),
+        hf_defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        qk_norm="head",
+        has_window_switch=True,
+        experts=ExpertNames(
+            gate="mlp.experts.{}.gate_proj.weight",
+            up="mlp.experts.{}.up_proj.weight",
+            down="mlp.experts.{}.down_proj.weight",
+            router="mlp.gate.weight",
+            size="moe_intermediate_size",
+        ),
+    ),
+}
+
+#: Keys that not all families have.
+OWN_KEYS: frozenset[str] = frozenset(
+    key for spec in (DENSE | ROUTED).values() for key in spec.own_keys
+)
+
+#: Keys that came after the first families; sections of other families do not have them.
+LATER_KEYS: frozenset[str] = frozenset(
+    (
+        *MULTIPLIERS,
+        *("layer_types", "no_rope_layers", "partial_rotary_factor", "rope_local_base_freq"),
+        *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    )
+)

@@ -1,0 +1,230 @@
+"""Rotary positions (Su et al. 2021, RoFormer): frequencies, their rescalings for longer texts, and
+the rotation.
+
+Shape letters as in `models/ops.py`; R, the number of dimensions of a head that are rotated, is D
+unless a family rotates a part of each head only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from firstlight.section import Section
+
+
+class LinearRope(Section):
+    """Position interpolation: every position divided by `factor` (Chen et al. 2023)."""
+
+    rope_type: Literal["linear"]
+    factor: float = Field(gt=0)
+
+
+class DynamicRope(Section):
+    """A base that grows with the text beyond `max_position_embeddings`, to `factor` times that
+    (bloc97 and emozilla 2023, "dynamic NTK")."""
+
+    rope_type: Literal["dynamic"]
+    factor: float = Field(gt=0)
+
+
+class YarnRope(Section):
+    """YaRN (Peng et al. 2023): dimensions that turn fewer than `beta_slow` times in the original
+    context are divided by `factor`, those that turn more than `beta_fast` times are kept, and the
+    ones between are blended; cos and sin are multiplied by `attention_factor`, null being
+    0.1 ln(factor) + 1, or the ratio of that with `mscale` and with `mscale_all_dim`."""
+
+    rope_type: Literal["yarn"]
+    factor: float = Field(gt=0)
+    original_max_position_embeddings: int = Field(gt=0)
+    attention_factor: float | None = Field(None, gt=0)
+    beta_fast: float = Field(32.0, gt=0)
+    beta_slow: float = Field(1.0, gt=0)
+    mscale: float | None = Field(None, ge=0)
+    mscale_all_dim: float | None = Field(None, ge=0)
+    truncate: bool = True
+
+
+class LongRope(Section):
+    """LongRoPE (Ding et al. 2024): each frequency has a divisor of its own, of `long_factor` for
+    texts longer than the original context, else of `short_factor`; cos and sin are multiplied by
+    `attention_factor`, null being sqrt(1 + ln(factor) / ln(original context)), where a `factor` of
+    null is max_position_embeddings over the original context."""
+
+    rope_type: Literal["longrope"]
+    short_factor: list[float]
+    long_factor: list[float]
+    original_max_position_embeddings: int = Field(gt=1)
+    factor: float | None = Field(None, gt=0)
+    attention_factor: float | None = Field(None, gt=0)
+
+
+class Llama3Rope(Section):
+    """The frequency rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
+
+    Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by
+    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, and
+    those between are blended.
+    """
+
+    rope_type: Literal["llama3"]
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0)
+    original_max_position_embeddings: int = Field(gt=0)
+
+
+AnyRope = LinearRope | DynamicRope | YarnRope | LongRope | Llama3Rope
+RopeScaling = Annotated[AnyRope, Field(discriminator="rope_type")]
+
+#: Class of each kind's settings.
+ROPE_KINDS: dict[str, type[AnyRope]] = {
+    "linear": LinearRope,
+    "dynamic": DynamicRope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+    "llama3": Llama3Rope,
+}
+
+
+def depends_on_length(scaling: AnyRope | None) -> bool:
+    """Whether the frequencies differ between short and long texts."""
+    return isinstance(scaling, DynamicRope | LongRope)
+
+
+def rope_frequencies(
+    rotary_dim: int,
+    rope_theta: float,
+    scaling: AnyRope | None,
+    *,
+    length: int = 0,
+    max_positions: int = 0,
+) -> Tensor:
+    """Angle by which each pair of dimensions turns from one position to the next, fp32 [R/2].
+
+    Args:
+        rotary_dim: R, the dimensions of a head that are rotated.
+        rope_theta: base of the frequencies.
+        scaling: rescaling of the frequencies for longer texts; None is none.
+        length: number of tokens of the text, for kinds that depend on it.
+        max_positions: the model's `max_position_embeddings`, for the kind "dynamic".
+    """
+    # The steps of transformers, one by one: in another order the last bits would differ.
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    if isinstance(scaling, DynamicRope) and length > max_positions:
+        growth = scaling.factor * torch.tensor(length) / max_positions - (scaling.factor - 1)
+        return 1.0 / ((rope_theta * growth ** (rotary_dim / (rotary_dim - 2))) ** exponents)
+    if isinstance(scaling, LongRope):
+        is_long = length > scaling.original_max_position_embeddings
+        divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+        return 1.0 / (divisors * rope_theta**exponents)
+    frequencies = 1.0 / (rope_theta**exponents)
+    if isinstance(scaling, LinearRope):
+        return frequencies / scaling.factor
+    if isinstance(scaling, YarnRope):
+        return _yarn_frequencies(rotary_dim, rope_theta, scaling, rope_theta**exponents)
+    if isinstance(scaling, Llama3Rope):
+        return _llama3_frequencies(frequencies, scaling)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    stretched = frequencies / scaling.factor
+    # 0 at the longest wavelength of those between, 1 at the shortest.
+    kept_share = (
+        scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
+    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - kept_share) * stretched + kept_share * frequencies
+    result = torch.where(wavelengths > longest, stretched, blended)
+    return torch.where(wavelengths < shortest, frequencies, result)
+
+
+def _yarn_frequencies(
+    rotary_dim: int, rope_theta: float, scaling: YarnRope, periods: Tensor
+) -> Tensor:
+    def dimension_of(turns: float) -> float:
+        """The dimension whose pair turns so many times in the original context."""
+        context = scaling.original_max_position_embeddings
+        logarithm = math.log(context / (turns * 2 * math.pi))
+        return (rotary_dim * logarithm) / (2 * math.log(rope_theta))
+
+    first, last = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    if first == last:
+        last += 0.001  # as transformers keeps from dividing by zero
+    dimensions = torch.arange(len(periods), dtype=torch.float32)
+    kept_share = 1 - ((dimensions - first) / (last - first)).clamp(0, 1)
+    stretched = 1.0 / (scaling.factor * periods)
+    return stretched * (1 - kept_share) + (1.0 / periods) * kept_share
+
+
+def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
+    """Factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
+
+    Args:
+        scaling: rescaling of the frequencies; None is none.
+        max_positions: the model's `max_position_embeddings`.
+    """
+    if not isinstance(scaling, YarnRope | LongRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if isinstance(scaling, LongRope):
+        context = scaling.original_max_position_embeddings
+        factor = scaling.factor or max_positions / context
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def rope_tables(
+    frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or [B, T])."""
+    # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
+    with torch.autocast(frequencies.device.type, enabled=False):
+        angles = position_ids.float()[..., None] * frequencies.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        if position_ids.dim() == 2:
+            angles = angles[:, None]  # for all heads
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + R/2) of the first R dimensions of [B, H, T, D] by position: the layout
+    of Hugging Face weights.
+
+    Args:
+        x_BHTD: queries or keys.
+        cos, sin: tables of `rope_tables`, of the dtype of `x_BHTD`, or the result is wider.
+    """
+    R = cos.shape[-1]
+    if x_BHTD.shape[-1] != R:
+        rotated = apply_rope(x_BHTD[..., :R], cos, sin)
+        return torch.cat((rotated, x_BHTD[..., R:]), dim=-1)
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (2i, 2i + 1) of the first R dimensions of [B, H, T, D] by position: the layout
+    of GLM's weights. Arguments as in `apply_rope`."""
+    R = cos.shape[-1]
+    turned, rest = x_BHTD[..., :R], x_BHTD[..., R:]
+    cos, sin = (table[..., : R // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
+    crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
