@@ -133,7 +133,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["rope_local_base_freq"] = choose((None, 30.0, 10_000.0))
     if family in ("gemma2", "gemma3_text"):
         keys["query_pre_attn_scalar"] = choose((None, 6, 24))
-        keys["final_logit_softcapping"] = choose((None, 0.5, 30.0))
+        keys["final_logit_softcapping"] = choose((None, 2.0, 30.0))
     if family == "gemma2":
         keys["attn_logit_softcapping"] = choose((None, 0.5, 50.0))
     if family == "smollm3":

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig
-from firstlight.models.family import DENSE, ROUTED
+from firstlight.models.llama_families import DENSE, ROUTED
 from firstlight.tokenizer import train_tokenizer
 from firstlight.weights.huggingface import model_files
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from firstlight.errors import ModelError
 from firstlight.models.family import FamilySpec
 from firstlight.models.llama_families import HF_DEFAULTS, OWN_KEYS
-from firstlight.models.rope import ROPE_KINDS
-
-if TYPE_CHECKING:
-    from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.rope import ROPE_KINDS, AnyRope
 
 #: Keys whose null in config.json is a value of its own, where others' null is the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -174,9 +171,21 @@ def _scaling_of(
     return scaling
 
 
-def config_json(
-    spec: FamilySpec, model: DecoderConfig, values: Mapping[str, Any]
-) -> dict[str, Any]:
+class _Decoder(Protocol):
+    """Facts of a config that `config_json` asks for; see `llama_config.DecoderConfig`."""
+
+    num_hidden_layers: int
+    max_position_embeddings: int
+    sliding_window: int | None
+    layer_types: Any
+    rope_theta: float
+    rope_scaling: AnyRope | None
+
+    def has_window(self, layer: int) -> bool: ...
+    def has_rope(self, layer: int) -> bool: ...
+
+
+def config_json(spec: FamilySpec, model: _Decoder, values: Mapping[str, Any]) -> dict[str, Any]:
     """The Hugging Face `config.json` of a model.
 
     Args:
