@@ -251,7 +251,7 @@ class Llama(LanguageModel):
         rope_frequencies: rotary angles from one position to the next, fp32 [R/2] in any dtype of
             the model.
         local_rope_frequencies: the same of the layers with a window, where they have a base of
-            their own; else empty.
+            their own.
         embedding_factor: factor of the embeddings.
     """
 
@@ -286,8 +286,9 @@ class Llama(LanguageModel):
         self.rope_frequencies: Tensor
         self.local_rope_frequencies: Tensor
         # Not in the weights' file: they follow from the config.
-        for name in ("rope_frequencies", "local_rope_frequencies"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
+        if config.rope_local_base_freq is not None:
+            self.register_buffer("local_rope_frequencies", torch.empty(0), persistent=False)
         self.norm_init = 0.0 if config.family.norm_kind == "one_plus" else 1.0
         self.finish_loading()
 
