@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from firstlight.errors import ModelError
 from firstlight.models.family import FamilySpec
 from firstlight.models.llama_families import HF_DEFAULTS, OWN_KEYS
-from firstlight.models.rope import ROPE_KINDS, AnyRope
+from firstlight.models.rope import ROPE_KINDS
 
 #: Keys whose null in config.json is a value of its own, where others' null is the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -171,26 +171,12 @@ def _scaling_of(
     return scaling
 
 
-class _Decoder(Protocol):
-    """Facts of a config that `config_json` asks for; see `llama_config.DecoderConfig`."""
-
-    num_hidden_layers: int
-    max_position_embeddings: int
-    sliding_window: int | None
-    layer_types: Any
-    rope_theta: float
-    rope_scaling: AnyRope | None
-
-    def has_window(self, layer: int) -> bool: ...
-    def has_rope(self, layer: int) -> bool: ...
-
-
-def config_json(spec: FamilySpec, model: _Decoder, values: Mapping[str, Any]) -> dict[str, Any]:
+def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The Hugging Face `config.json` of a model.
 
     Args:
         spec: facts of the family.
-        model: the config.
+        model: the config, a `llama_config.DecoderConfig`, which imports this module.
         values: keys that all families have.
     """
     own = {name: getattr(model, name) for name in spec.own_keys}
