@@ -13,7 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
 from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS, ROUTED
 from firstlight.models.llama_json import config_json, values_from_json
-from firstlight.models.rope import DynamicRope, LongRope, RopeScaling
+from firstlight.models.rope import DynamicRope, LongRope, RopeScaling, YarnRope
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -176,6 +176,8 @@ class DecoderConfig(FamilyConfig):
             )
         if isinstance(scaling, DynamicRope) and self.rotary_dim == 2:
             raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
+        if isinstance(scaling, YarnRope) and self.rope_theta <= 1:
+            raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
         if isinstance(scaling, LongRope):
             pairs = (self.rotary_dim + 1) // 2
             for name in ("short_factor", "long_factor"):
