@@ -40,7 +40,7 @@ class TuningData:
     def most_epochs(self) -> float:
         """Passes over the data after which the model knows them by heart."""
         if self.kind == "text":
-            return settings.GOOD_EPOCHS
+            return settings.MOST_EPOCHS
         few = math.sqrt(settings.MANY_CHATS / max(self.count, 1))
         most = settings.CHAT_EPOCHS * max(few, 1.0)
         return float(round(min(most, settings.CHAT_EPOCHS_OF_FEW)))
