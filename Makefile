@@ -1,4 +1,4 @@
-# make demo   train a small model on the Python standard library and let it speak
+# make demo   train a small model on the Python standard library within four minutes
 # make tour   the whole line on a small model: pretrain, continue, fine-tune, DPO, chat, serve, convert
 # make test   lint, type check and all tests
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 .PHONY: demo tour test test-faults test-mutants test-slow test-gpu clean
 
 demo: .venv/demo-ready
-	$(BIN)/python scripts/demo.py
+	$(BIN)/firstlight train stdlib --budget 4m --run.dir demo/run
 
 # FILES="a.json b.json": further instructions to learn.
 tour: .venv/tour-ready
