@@ -198,3 +198,24 @@ def test_the_recipe_has_the_reason_above_each_key() -> None:
     assert "  # why\n  hidden_size:" in text
     assert max(map(len, text.splitlines())) <= 100
     assert parse_recipe(parse_yaml(text)) == recipe
+
+
+def test_the_rate_follows_the_optimizer_that_is_given() -> None:
+    chosen = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": "adamw"})
+    recipe = recipe_of(chosen)
+    assert recipe.optimizer.name == "adamw"
+    assert recipe.optimizer.learning_rate == settings.ADAMW_RATE
+    assert not any("muon" in key for key in chosen.keys)
+    given = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
+    own = choose(TEXT, MACHINE, Length(60.0), given)
+    # The rate that a person gives is that of the model as it is.
+    assert own["optimizer.learning_rate"] == 0.01
+    assert own["optimizer.tuned_width"] == own["model.hidden_size"]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_every_kind_of_schedule_can_be_given(kind: str) -> None:
+    assert (
+        recipe_of(choose(TEXT, MACHINE, Length(60.0), {"schedule.kind": kind})).schedule.kind
+        == kind
+    )

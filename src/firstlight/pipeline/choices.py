@@ -101,7 +101,7 @@ def choose(
     items = [
         *_model_choices(best, len(candidates) > 1, length, text),
         *_step_choices(best, machine, fixed),
-        *_length_choices(best, length, text),
+        *_length_choices(best, length, text, fixed),
         *other_choices(best.facts, machine, text.val_tokens),
     ]
     chosen = [
@@ -258,10 +258,31 @@ def _step_choices(
         best.batch,
         f"tokens of a step: grows with the root of the {rounded(best.tokens)} tokens of the run",
     )
-    for key, value in settings.LAYOUT.items():
+    for key, value in _layout(fixed).items():
         if key.startswith(("optimizer.", "init.")) and key not in _FOLLOWING_RATES:
             yield Choice(key, value, _RATE_REASONS.get(key, ""))
-    yield from _rates_of_width(shape.hidden_size, fixed)
+    if _uses_muon(fixed):
+        yield from _rates_of_width(shape.hidden_size, fixed)
+        return
+    is_given = "optimizer.learning_rate" in fixed
+    width = shape.hidden_size if is_given else settings.RATE_WIDTH
+    yield Choice("optimizer.learning_rate", settings.ADAMW_RATE, "AdamW's, of a small model")
+    yield Choice("optimizer.tuned_width", width, "the rate is for this width")
+
+
+def _uses_muon(fixed: Mapping[str, Any]) -> bool:
+    return bool(fixed.get("optimizer.name", "muon") == "muon")
+
+
+def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings.LAYOUT` less what does not go with the optimizer and schedule of a person."""
+    kind = fixed.get("schedule.kind", "wsd")
+    unfit = {"schedule.decay_fraction"} if kind != "wsd" else set[str]()
+    if kind == "constant":
+        unfit.add("schedule.min_lr_ratio")
+    if not _uses_muon(fixed):
+        unfit |= {key for key in settings.LAYOUT if key.startswith("optimizer.")}
+    return {key: value for key, value in settings.LAYOUT.items() if key not in unfit}
 
 
 def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
@@ -296,8 +317,10 @@ _RATE_REASONS = {
 _FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple")
 
 
-def _length_choices(best: _Candidate, length: Length, text: TextFacts) -> Iterator[Choice]:
-    schedule = {k: v for k, v in settings.LAYOUT.items() if k.startswith("schedule.")}
+def _length_choices(
+    best: _Candidate, length: Length, text: TextFacts, fixed: Mapping[str, Any]
+) -> Iterator[Choice]:
+    schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
     reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
     epochs = best.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None and not best.is_capped:

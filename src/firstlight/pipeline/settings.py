@@ -34,7 +34,10 @@ LAYOUT: dict[str, Any] = {
     "schedule.min_lr_ratio": 0.0,
 }
 
-#: The width that the rates of `LAYOUT` were measured at.
+#: AdamW's rate where a person takes another optimizer than Muon: `nanogpt-tuned` of the benchmark.
+ADAMW_RATE = 2e-3
+
+#: The width that these rates were measured at.
 RATE_WIDTH = 192
 
 #: (hidden_size, num_hidden_layers) of the models to choose from, smallest first. Widths are
