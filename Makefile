@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 .PHONY: demo tour test test-faults test-mutants test-slow test-gpu clean
 
 demo: .venv/demo-ready
-	$(BIN)/firstlight train stdlib --budget 4m --run.dir demo/run
+	$(BIN)/firstlight train stdlib --budget 4m
 
 # FILES="a.json b.json": further instructions to learn.
 tour: .venv/tour-ready

@@ -13,7 +13,7 @@ import torch
 from firstlight.errors import ConfigError
 from firstlight.generation.beams import beam_search
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.engine import generate
+from firstlight.generation.engine import generate, generate_batch
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
@@ -45,10 +45,10 @@ def logprob(model: Model, prompt: list[int], new: tuple[int, ...]) -> float:
 
 
 def test_enough_beams_find_the_likeliest_of_all_texts() -> None:
-    model, prompt = random_model(0, 5), [1, 4, 2]
-    config = SamplingConfig(max_new_tokens=4, beams=5**3)
+    model, prompt = random_model(0, 4), [1, 3, 2]
+    config = SamplingConfig(max_new_tokens=4, beams=4**3)
     found, reason = beam_search(model, prompt, config, ())
-    texts = itertools.product(range(5), repeat=4)
+    texts = itertools.product(range(4), repeat=4)
     best = max(texts, key=lambda text: logprob(model, prompt, text))
     assert (found, reason) == (list(best), "length")
 
@@ -99,8 +99,17 @@ def test_beams_are_those_of_transformers(beams: int) -> None:
 def test_beams_refuse_what_a_search_has_no_place_for() -> None:
     with pytest.raises(ConfigError, match="beams is not for stop"):
         SamplingConfig(beams=2, stop=("x",))
-    with pytest.raises(ConfigError, match="beams must be 1"):
+    with pytest.raises(ConfigError, match="beams must be between 1"):
         SamplingConfig(beams=0)
+    with pytest.raises(ConfigError, match="slide forgets text"):
+        SamplingConfig(slide=True, prompt_logprobs=0)
+
+
+def test_a_batch_refuses_what_is_for_one_text(tokenizer: Tokenizer) -> None:
+    loaded = LoadedModel(random_model(3, tokenizer.vocab_size), tokenizer, (), Path("a-model"))
+    for config in (SamplingConfig(slide=True), SamplingConfig(beams=2)):
+        with pytest.raises(ConfigError, match="one text at a time"):
+            generate_batch(loaded, ["a", "b"], config)
 
 
 def test_a_text_slides_beyond_the_context(tokenizer: Tokenizer) -> None:

@@ -92,3 +92,9 @@ def test_drawn_settings_make_a_recipe(number: int) -> None:
     assert recipe.model is not None
     assert recipe.model.hidden_size == drawn["model.hidden_size"]
     assert recipe.schedule.kind == settings.LAYOUT["schedule.kind"]
+
+
+def test_two_texts_of_one_name_are_refused(tmp_path: Path, fake: FakeRun) -> None:
+    with pytest.raises(ConfigError, match="two texts have the name x"):
+        bench_budget(BudgetBench(tmp_path, ("a/x.txt", "b/x.md")), lambda _: None)
+    assert not fake.requests

@@ -219,3 +219,8 @@ def test_every_kind_of_schedule_can_be_given(kind: str) -> None:
         recipe_of(choose(TEXT, MACHINE, Length(60.0), {"schedule.kind": kind})).schedule.kind
         == kind
     )
+
+
+def test_an_automatic_micro_batch_can_be_given() -> None:
+    chosen = choose(TEXT, MACHINE, Length(60.0), {"batch.micro_batch_size": "auto"})
+    assert chosen["batch.micro_batch_size"] == "auto"

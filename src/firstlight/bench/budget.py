@@ -28,6 +28,7 @@ from firstlight.bench.pictures import markdown_table, new_figure, png_of
 from firstlight.bench.process import answer, ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
 from firstlight.console import parse_time, rounded, say
+from firstlight.errors import ConfigError
 from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware
@@ -118,6 +119,9 @@ def bench_budget(bench: BudgetBench, on_run: Callable[[dict[str, Any]], None]) -
         CheckpointError: results.jsonl is damaged.
     """
     require_positive(trials=bench.trials)
+    stems = [Path(text).stem for text in dict.fromkeys(bench.corpora)]
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise ConfigError(f"--corpus: two texts have the name {twice[0]}: rename one")
     for budget in bench.budgets:
         parse_time(budget)
     cases = {

@@ -22,9 +22,13 @@ FP16_CAPABILITY = (7, 0)
 
 
 def has_only_fp16_units(hardware: Hardware) -> bool:
-    """True for a CUDA GPU with matrix units for fp16 and none for bf16, such as a V100 or a T4."""
+    """True for a CUDA GPU with matrix units for fp16 and none for bf16, such as a V100 or a T4.
+
+    The GTX 16 series has capability 7.5 and no matrix units.
+    """
     capability = hardware.capability
-    return capability is not None and capability >= FP16_CAPABILITY and not hardware.bf16
+    has_units = capability is not None and capability >= FP16_CAPABILITY
+    return has_units and not hardware.bf16 and "GTX 16" not in hardware.name
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:

@@ -150,7 +150,8 @@ def _logprobs(
     if config.repetition_penalty != 1:
         logits_V = penalize(logits_V, config.repetition_penalty, {*prompt_ids, *beam.token_ids})
     counts = {token_id: beam.token_ids.count(token_id) for token_id in set(beam.token_ids)}
-    return shift(logits_V, config, counts).double().log_softmax(-1)
+    # On the CPU: Apple's GPUs have no 64-bit numbers.
+    return shift(logits_V, config, counts).cpu().double().log_softmax(-1)
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
+#: Each beam has a key-value cache of its own.
+_MOST_BEAMS = 64
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -85,7 +88,7 @@ class SamplingConfig:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
-            ("beams", self.beams >= 1, "1 (off) or above"),
+            ("beams", 1 <= self.beams <= _MOST_BEAMS, f"between 1 (off) and {_MOST_BEAMS}"),
             ("choices", self.choices is None or self.choices >= 1, "at least 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
         )
@@ -94,6 +97,8 @@ class SamplingConfig:
                 raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")
         if self.beams > 1:
             self._require_beams()
+        if self.slide and self.prompt_logprobs is not None:
+            raise ConfigError("slide forgets text, and prompt_logprobs is of all of it: keep one")
 
     def _require_beams(self) -> None:
         """Refuse what a beam search, which draws nothing, has no place for."""
@@ -102,6 +107,7 @@ class SamplingConfig:
             "choices": self.choices is not None,
             "logprobs": self.logprobs is not None,
             "stop": bool(self.stop),
+            "prompt_logprobs": self.prompt_logprobs is not None,
         }
         if unfit := [name for name, is_set in changed.items() if is_set]:
             raise ConfigError(f"beams is not for {unfit[0]}: leave one of them out")

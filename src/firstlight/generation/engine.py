@@ -119,8 +119,11 @@ def pieces_of_many(
         decoder: a decoder without sequences.
 
     Raises:
+        ConfigError: a text is to slide or to be searched for with beams.
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
+    if any(text.config.slide or text.config.beams > 1 for text in texts):
+        raise ConfigError("slide and beams are for one text at a time: leave them out of a batch")
     assert len(decoder) == 0
     waiting = deque(range(len(texts)))
     running: list[int] = []
@@ -199,6 +202,8 @@ class GenerationStream:
         self._loaded.require_unchanged()
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
         if self._config.beams > 1:
+            if self._compile:
+                raise ConfigError("beams is not for compiled decoding: leave one of them out")
             self.result = search(self._loaded, self._prompt, prompt_ids, self._config)
             yield self.result.text
             return

@@ -14,7 +14,14 @@ from typing import Any
 from firstlight.console import rounded
 from firstlight.errors import ConfigError, nearest
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, micro_batch, other_choices
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_rows,
+    micro_batch,
+    other_choices,
+)
 from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 
@@ -193,7 +200,7 @@ def _candidate(
     else:
         tokens = length.tokens or 0.0
     steps = length.steps
-    unit = shape.seq_len * (fixed.get("batch.micro_batch_size") or 1)
+    unit = shape.seq_len * given_rows(fixed)
     batch = fixed.get("batch.global_batch_tokens")
     if batch is None:
         batch = -(-_batch_tokens(tokens, shape.seq_len) // unit) * unit

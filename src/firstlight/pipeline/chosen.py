@@ -86,6 +86,12 @@ class RunFacts:
     rate: float
 
 
+def given_rows(fixed: Mapping[str, Any]) -> int:
+    """Sequences of the micro-batch that a person has given; 1 where it is still to be found."""
+    rows = fixed.get("batch.micro_batch_size")
+    return rows if isinstance(rows, int) else 1
+
+
 def micro_batch(
     batch_tokens: int, seq_len: int, machine: MachineFacts, fixed: Mapping[str, Any]
 ) -> Choice:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from firstlight.data.kinds import START_FROM
 from firstlight.data.records import RECORD_SUFFIXES, find_records, kind_of_records
-from firstlight.data.sources import DataSource, find_sources, unread_files
+from firstlight.data.sources import STANDARD_LIBRARY, DataSource, find_sources, unread_files
 from firstlight.errors import InputError
 from firstlight.pipeline.scan import SHOWN_FILES
 
@@ -20,6 +20,9 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
     """
     found: dict[str, DataSource] = {}
     for item in inputs:
+        # Python's standard library, whatever lies here under that name.
+        if item == STANDARD_LIBRARY:
+            continue
         try:
             sources = find_records([item])
         except InputError:

@@ -87,9 +87,10 @@ GZIP_OF_LIBRARY, GZIP_POWER = 1.867, 0.22
 #: What the expectation is off by, down and up.
 EXPECTED_RANGE = (0.93, 1.08)
 
-#: Passes over the text up to which another is nearly as good as new text (Muennighoff et al. 2023),
-#: and after which the held-out loss rises: on 85,000 tokens with 9 parameters each from 4 to 5 on,
-#: on 400,000 with 2 each from 4 on, with and without dropout. At 12 passes the loss was far higher.
+#: Passes over the text up to which another is nearly as good as new text (Muennighoff et al. 2023
+#: have four, of larger models and texts), and after which the held-out loss rises: on 85,000 tokens
+#: with 9 parameters each from 4 to 5 on, on 400,000 with 2 each from 4 on, with or without dropout.
+#: At 12 passes it was far higher.
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: Of models whose expected bits are within this share of the least, the largest is taken: what is
 #: expected of very small ones is the least certain.

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, micro_batch, other_choices
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_rows,
+    micro_batch,
+    other_choices,
+)
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -157,7 +164,7 @@ def choose_tuning(
         is_capped = most <= settings.SURE_SHARE * in_time
         tokens = most if is_capped else in_time
     if batch is None:
-        unit = row.value * (fixed.get("batch.micro_batch_size") or 1)
+        unit = row.value * given_rows(fixed)
         batch = _batch_tokens(tokens, row.value, unit)
     elif batch % row.value:
         raise ConfigError(

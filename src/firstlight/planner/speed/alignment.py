@@ -24,8 +24,9 @@ _PACKET, _VOCABULARY = 8, 64
 #: Rate of aligned products over that of others, at most, on a GPU that is not at hand.
 _GAIN_ON_GPUS = 2.0
 
-#: Shape of the measured product [tokens, inner] x [inner, size], rounds, and products of a round.
-_TOKENS, _MOST_INNER, _ROUNDS, _PRODUCTS = 256, 1024, 5, 3
+#: Measured products [tokens, inner] x [inner, size]: multiplications of one, the least and the
+#: greatest number of tokens, the greatest inner size, and rounds.
+_PRODUCT_SIZE, _LEAST_TOKENS, _MOST_TOKENS, _MOST_INNER, _ROUNDS = 2e8, 16, 256, 512, 5
 
 #: A gain below this is no warning.
 _LEAST_GAIN = 1.01
@@ -95,23 +96,27 @@ def _measured_gain(
 ) -> float:
     """Time of a product and of its weight's gradient with `size`, over that with `aligned`:
     the median of rounds in which the two take turns."""
+    # A large vocabulary is measured with fewer tokens: a plan is not to wait for it.
+    fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
+    tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
     ratios = []
     for _ in range(_ROUNDS + 1):
-        seconds = [_product_seconds(device, dtype, inner, one) for one in (size, aligned)]
+        seconds = [_product_seconds(device, dtype, tokens, inner, one) for one in (size, aligned)]
         ratios.append(seconds[0] / seconds[1])
     # The first round has loaded the kernels.
     return statistics.median(ratios[1:])
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype, inner: int, size: int) -> float:
-    x_NI = torch.ones(_TOKENS, inner, device=device, dtype=dtype)
+def _product_seconds(
+    device: torch.device, dtype: torch.dtype, tokens: int, inner: int, size: int
+) -> float:
+    x_NI = torch.ones(tokens, inner, device=device, dtype=dtype)
     weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
-    grad_NS = torch.ones(_TOKENS, size, device=device, dtype=dtype)
+    grad_NS = torch.ones(tokens, size, device=device, dtype=dtype)
     synchronize(device)
     start = time.perf_counter()
-    for _ in range(_PRODUCTS):
-        x_NI @ weight_SI.T
-        grad_NS @ weight_SI
-        grad_NS.T @ x_NI
+    x_NI @ weight_SI.T
+    grad_NS @ weight_SI
+    grad_NS.T @ x_NI
     synchronize(device)
     return time.perf_counter() - start
