@@ -94,7 +94,7 @@ EXPECTED_RANGE = (0.93, 1.08)
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: Of models whose expected bits are within this share of the least, the largest is taken: what is
 #: expected of very small ones is the least certain.
-INDIFFERENT = 0.02
+INDIFFERENT = 0.005
 #: Parameters of the layers for each token of the text, at most: a larger model learns it by heart.
 MOST_PARAMETERS_A_TOKEN = 8.0
 #: Weight decay, and weight decay where the text is read more often than `GOOD_EPOCHS`.
